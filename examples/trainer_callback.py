@@ -64,7 +64,7 @@ class Checkpoints(TrainerCallback):
             folder: The folder to write. It can be deleted once training has begun.
         """
         saved: dict[str, Any] = {"trainer": ""}
-        self.restored = self.steps.restore(saved, partial=["trainer"])
+        self.restored = self.steps.restore(saved, include=["trainer"])
         if self.restored is None:
             return None
         shardckpt.consolidate(self.steps.path(self.restored), folder)

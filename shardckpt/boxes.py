@@ -32,7 +32,7 @@ class Box(NamedTuple):
         return prod(self.size)
 
     def within(self, shape: Shape) -> bool:
-        """Return True if the box lies inside an array of `shape`, with no negative number anywhere."""
+        """Return True if the box is inside an array of `shape`, and no number is negative."""
         return len(self.offset) == len(self.size) == len(shape) and all(
             min(o, n) >= 0 and o + n <= s for o, n, s in zip(self.offset, self.size, shape, strict=True)
         )
@@ -92,9 +92,9 @@ class Cover(NamedTuple):
 
 
 def cover(region: Box, boxes: Sequence[Box], *, limit: int = 16) -> Cover:
-    """Tell which elements of `region` are covered by no box or by several.
+    """Return the elements of `region` that no box covers, or several.
 
-    The region is cut, again and again, at box borders, where the cut crosses the fewest boxes: a grid of n boxes
+    The region is split, again and again, at box borders, where the split crosses the fewest boxes: a grid of n boxes
     takes O(n log n). The search ends once `limit` faults are known, so an adversarial set cannot make it long either.
 
     Args:
@@ -117,13 +117,13 @@ def cover(region: Box, boxes: Sequence[Box], *, limit: int = 16) -> Cover:
             box, other = next((b, i) for b, i in inside if i != covering[0])
             found.overlaps.append((box, covering[0], other))
         elif not covering:
-            stack.extend(_cut(part, inside))
+            stack.extend(_split(part, inside))
     return found
 
 
-def _cut(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[tuple[Box, int]]]]:
+def _split(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[tuple[Box, int]]]]:
     """Split `region` in two at a border of a box inside it, and the boxes with it."""
-    dim, at = _best_cut(region, inside)
+    dim, at = _best_split(region, inside)
     halves = []
     for start, stop in ((region.offset[dim], at), (at, region.stop[dim])):
         half = _with(region, dim, start, stop - start)
@@ -132,7 +132,7 @@ def _cut(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[tup
     return halves
 
 
-def _best_cut(region: Box, inside: list[tuple[Box, int]]) -> tuple[int, int]:
+def _best_split(region: Box, inside: list[tuple[Box, int]]) -> tuple[int, int]:
     """Return the dimension and coordinate of the middle border, in the dimension where it crosses the fewest boxes."""
     best: tuple[int, int, int] | None = None
     for dim in range(len(region.size)):
@@ -173,13 +173,13 @@ def chunk_box(shape: Shape, dim: int, parts: int, index: int) -> Box:
 def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     """Return the boxes that hold the elements `[start, stop)` of an array in row-major order.
 
-    At most `2 * ndim - 1` boxes, in row-major order: a ragged head, whole slabs, a ragged tail in each dimension.
+    At most `2 * ndim - 1` boxes, in row-major order: a ragged head, full slabs, a ragged tail in each dimension.
 
     Raises:
-        ValueError: The range does not lie in the array.
+        ValueError: The range is not in the array.
     """
     if not 0 <= start <= stop <= prod(shape):
-        raise ValueError(f"flat range {start}:{stop} does not lie in an array of shape {shape}")
+        raise ValueError(f"flat range {start}:{stop} is not in an array of shape {shape}")
     if start == stop:
         return []
     if not shape:
@@ -220,7 +220,7 @@ def is_contiguous(shape: Shape, box: Box) -> bool:
 
 
 def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return True if boxes are the cells of a grid over an array of `shape`: each dimension cut once, no cell twice.
+    """Return True if boxes are the cells of a grid over an array of `shape`: each dimension split once, no cell twice.
 
     What ranks of a mesh hold is one, however many there are; quick, where `cover` is thorough.
     """
@@ -239,10 +239,10 @@ def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 
 def contiguous_blocks(box: Box, most: int) -> Iterator[Box]:
-    """Cut `box` into blocks of at most `most` elements, each one contiguous range of the box, in row-major order.
+    """Split `box` into blocks of at most `most` elements, each one contiguous range of the box, in row-major order.
 
     Args:
-        box: What is cut.
+        box: The box to split.
         most: Elements in a block, at least 1.
     """
     if box.volume <= most:

@@ -1,23 +1,26 @@
-"""Earlier names of public parameters, which keep working for one release."""
+"""Earlier names and values of public parameters, which keep working for one release."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from shardckpt.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+Replace = Callable[[Any], tuple[str, Any] | None]
+"""Returns today's name and value for a value of an earlier parameter; None if nothing has changed for it."""
 
-def renamed_params(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that accepts earlier names of keyword parameters, with a warning at the caller's line.
+
+def renamed_params(**names: str | Replace) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that accepts earlier keyword parameters, with a warning at the caller's line.
 
     Args:
-        **names: Earlier name to today's, which alone is in the signature.
+        **names: Earlier name to today's, which alone is in the signature; or a function that replaces its value too.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -26,7 +29,11 @@ def renamed_params(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             for old in [name for name in kwargs if name in names]:
-                new = names[old]
+                name = names[old]
+                replaced = (name, kwargs[old]) if isinstance(name, str) else name(kwargs[old])
+                if replaced is None:
+                    continue
+                new, value = replaced
                 if new in kwargs:
                     raise UsageError(f"{shown}() got `{new}` and its earlier name `{old}`", fix=f"Pass `{new}` alone.")
                 warnings.warn(
@@ -34,7 +41,8 @@ def renamed_params(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
                     DeprecationWarning,
                     stacklevel=2,
                 )
-                kwargs[new] = kwargs.pop(old)
+                del kwargs[old]
+                kwargs[new] = value
             return function(*args, **kwargs)
 
         return call

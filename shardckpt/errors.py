@@ -7,7 +7,7 @@ ShardckptError
 │   ├── UnsafeError                           reading it would run code or leave its folder
 │   ├── UnsupportedError (TypeError)          valid, but holds something this reader does not know
 │   ├── IncompleteError (LookupError)         elements that no file holds
-│   ├── NoCompleteCheckpoint (FileNotFoundError)  steps lie there, and none can be loaded
+│   ├── NoCompleteCheckpoint (FileNotFoundError)  steps are there, and none can be loaded
 │   ├── OverlapError                          elements that two files claim
 │   ├── ChecksumError                         bytes differ from their stored checksum
 │   └── PrecisionError (OverflowError)        a cast would lose more than rounding
@@ -32,7 +32,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 _SHOWN = 1000
-"""Characters of one part of a message that are shown; the rest is cut, since names come from hostile files."""
+"""Characters of one part of a message that are shown; the rest is dropped, since names come from hostile files."""
 
 
 _SHOWN_VALUES = 64
@@ -129,8 +129,8 @@ class IncompleteError(CheckpointError, LookupError):
     """Some elements of a tensor are in no file."""
 
 
-class NoCompleteCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818  (what is said, not only that it failed)
-    """Steps lie there, but none of them is complete."""
+class NoCompleteCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818  (a state of the folder, not only an error)
+    """The folder has steps, but none of them is complete."""
 
 
 class OverlapError(CheckpointError):
@@ -158,11 +158,11 @@ class UsageError(ShardckptError, ValueError):
 
 
 class SourceNotFoundError(UsageError, FileNotFoundError):
-    """Nothing lies at the source."""
+    """Nothing is stored at the source."""
 
 
 class UnknownFormatError(UsageError):
-    """Something lies at the source, but no reader recognizes it."""
+    """The source exists, but no reader recognizes it."""
 
 
 class TargetExistsError(UsageError, FileExistsError):

@@ -1,7 +1,7 @@
 """How full parameters map to shards: flat and per dimension, padding, any world size to any other. No torch.
 
 A rank's shard is one 1-D run of `chunk` elements, zero padded, the same length on every rank. A layout says which
-elements of which parameter lie where in it; both layouts answer in the same words, boxes and runs.
+elements of which parameter are where in it; both layouts answer in boxes and runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ParamSpec:
         if not dtypes.is_known(self.dtype):
             raise FormatError("a parameter has a dtype that is not known", where=self.name, found=self.dtype)
         if self.order and sorted(self.order) != list(range(len(self.shape))):
-            raise FormatError("a memory order is no permutation", where=self.name, found=self.order)
+            raise FormatError("a memory order must be a permutation", where=self.name, found=self.order)
 
     @property
     def numel(self) -> int:
@@ -55,7 +55,7 @@ class ParamSpec:
 
     @property
     def memory_shape(self) -> Shape:
-        """The shape as it lies in memory, row-major."""
+        """The shape in memory, row-major."""
         return tuple(self.shape[d] for d in self.order) if self.order else self.shape
 
     def boxes(self, start: int, stop: int) -> list[Box]:
@@ -78,7 +78,7 @@ class ShardRun:
         rank: Whose shard.
         start: First element, in the parameter's memory order.
         stop: One past the last.
-        offset: Where the first lies in the shard, in elements.
+        offset: Of the first in the shard, in elements.
     """
 
     index: int
@@ -95,7 +95,7 @@ class ShardRun:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters laid end to end, the whole cut into equal chunks anywhere.
+    """Parameters end to end, split into chunks of equal size anywhere.
 
     Attributes:
         specs: The parameters, in order.
@@ -114,7 +114,7 @@ class FlatLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins in the whole, in elements."""
+        """Where each parameter begins in the flat parameter, in elements."""
         found, at = [], 0
         for spec in self.specs:
             at = -(-at // self.alignment) * self.alignment
@@ -124,7 +124,7 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole, holes between parameters counted, padding at its end not."""
+        """Elements of the flat parameter, holes between parameters counted, padding at its end not."""
         return self.offsets[-1] + self.specs[-1].numel if self.specs else 0
 
     @cached_property
@@ -137,7 +137,7 @@ class FlatLayout:
         return chunk_range(self.numel, self.world, rank)[1]
 
     def runs(self, rank: int) -> list[ShardRun]:
-        """Return what lies in a rank's shard, in order; parameters that have nothing there are left out."""
+        """Return the parts of parameters in a rank's shard, in order; parameters that have none are skipped."""
         low, high = rank * self.chunk, (rank + 1) * self.chunk
         found = []
         for index, (spec, at) in enumerate(zip(self.specs, self.offsets, strict=True)):
@@ -149,7 +149,7 @@ class FlatLayout:
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
         """Return `(parameter, box, offset in the shard)` of everything in a rank's shard, in order.
 
-        A box of a parameter that is stored in another order than row-major lies permuted in the shard.
+        A box of a parameter that is stored in another order than row-major is permuted in the shard.
         """
         return list(_boxes_of_runs(self.specs, self.runs(rank)))
 
@@ -164,12 +164,12 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class DimLayout:
-    """Each parameter cut along a dimension of its own into rows of equal number; later ranks may have fewer or none.
+    """Each parameter split along a dimension of its own into equal rows; later ranks may have fewer or none.
 
     Attributes:
         specs: The parameters, in order; all in row-major order.
         world: Ranks that share them.
-        dims: The dimension that each is cut along; a 0-dim parameter counts as one row.
+        dims: The dimension that each is split along; a 0-dim parameter counts as one row.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -179,10 +179,10 @@ class DimLayout:
     def __post_init__(self) -> None:
         _check_world(self.world)
         if len(self.dims) != len(self.specs):
-            raise FormatError("not every parameter has a dimension to be cut along", found=len(self.dims))
+            raise FormatError("not every parameter has a dimension to split along", found=len(self.dims))
         for spec, dim in zip(self.specs, self.dims, strict=True):
             if not 0 <= dim < max(len(spec.shape), 1) or spec.order:
-                raise FormatError("a parameter cannot be cut along this dimension", where=spec.name, found=dim)
+                raise FormatError("a parameter cannot be split along this dimension", where=spec.name, found=dim)
 
     def box(self, index: int, rank: int) -> Box:
         """Return what a rank holds of one parameter; a box with a zero where it holds nothing."""
@@ -236,27 +236,27 @@ def from_json(value: object) -> Layout:
 
 def _parse(value: Any) -> Layout:
     if not isinstance(value, Mapping) or value["format"] != _FORMAT:
-        raise FormatError("this is no layout of a known format", expected=_FORMAT)
+        raise FormatError("the layout must be of a known format", expected=_FORMAT)
     specs = tuple(_spec(each) for each in value["params"])
-    world = _whole_number(value["world"])
+    world = _natural_number(value["world"])
     if value["kind"] == "flat":
-        return FlatLayout(specs, world, _whole_number(value["alignment"]))
+        return FlatLayout(specs, world, _natural_number(value["alignment"]))
     if value["kind"] == "dim":
-        return DimLayout(specs, world, tuple(_whole_number(d) for d in value["dims"]))
+        return DimLayout(specs, world, tuple(_natural_number(d) for d in value["dims"]))
     raise FormatError("a layout is of an unknown kind", found=value["kind"], expected="flat or dim")
 
 
 def _spec(value: Mapping[str, Any]) -> ParamSpec:
     name, dtype, aliases = value["name"], value["dtype"], value.get("aliases", [])
     if not all(isinstance(each, str) for each in (name, dtype, *aliases)):
-        raise FormatError("a name in a layout is no text", found=name)
-    shape = tuple(_whole_number(n) for n in value["shape"])
-    return ParamSpec(name, shape, dtype, tuple(_whole_number(d) for d in value.get("order", [])), tuple(aliases))
+        raise FormatError("a name in a layout must be text", found=name)
+    shape = tuple(_natural_number(n) for n in value["shape"])
+    return ParamSpec(name, shape, dtype, tuple(_natural_number(d) for d in value.get("order", [])), tuple(aliases))
 
 
-def _whole_number(value: object) -> int:
+def _natural_number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise FormatError("a number in a layout is not whole or negative", found=value)
+        raise FormatError("a number in a layout must be an integer from 0", found=value)
     return value
 
 

@@ -17,7 +17,7 @@ from shardckpt.dtypes import array_nbytes
 from shardckpt.errors import FormatError
 
 Path = tuple[str | int, ...]
-"""Where a value sits in the nest that was saved."""
+"""The keys of a value in the state that was saved."""
 
 
 class Span(NamedTuple):
@@ -37,7 +37,7 @@ class Strided(NamedTuple):
 
     Attributes:
         offset: Byte in the file where the storage starts.
-        nbytes: Bytes of the whole storage.
+        nbytes: Bytes of all of the storage.
         start: Elements from the start of the storage to the box's first element.
         strides: Elements between neighbours in each dimension; 0 repeats one element.
     """
@@ -55,7 +55,7 @@ class Encoded(NamedTuple):
         codec: `zstd` or `deflate` (raw).
         offset: First encoded byte in the file.
         nbytes: Encoded bytes.
-        inner: Where the elements lie in the decoded stream.
+        inner: Where the elements are in the decoded stream.
     """
 
     codec: str
@@ -65,7 +65,7 @@ class Encoded(NamedTuple):
 
 
 class Lazy(NamedTuple):
-    """A container that must be opened to learn where the elements lie; `Reader.resolve` does it.
+    """A container that must be opened to learn where the elements are; `Reader.resolve` does it.
 
     Attributes:
         offset: First byte of the container in the file.
@@ -82,12 +82,12 @@ Layout = Span | Strided | Encoded | Lazy
 
 
 class Piece(NamedTuple):
-    """A box of an array and where its bytes lie.
+    """A box of an array and where its bytes are.
 
     Attributes:
-        box: In elements of the whole array.
+        box: In elements of the full array.
         file: Name relative to the checkpoint's store, with forward slashes.
-        layout: How the box's elements lie in that file.
+        layout: How the box's elements are stored in that file.
     """
 
     box: Box
@@ -99,11 +99,11 @@ class TensorEntry(NamedTuple):
     """One array of a checkpoint.
 
     Attributes:
-        path: Where it sits in the saved nest.
+        path: Its path in the saved state.
         shape: Global shape, in elements.
         stored: Type of its elements in the files, by torch's name.
         pieces: Disjoint boxes which together hold it; whether they cover it is `plan.coverage`'s to say.
-        delivered: Type it should be handed out in, where that differs from `stored`.
+        delivered: Type to deliver it as, if that differs from `stored`.
     """
 
     path: Path
@@ -114,17 +114,17 @@ class TensorEntry(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Type it is handed out in."""
+        """Type that it is delivered as."""
         return self.delivered or self.stored
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array as delivered."""
+        """Bytes of the full array as delivered."""
         return array_nbytes(self.dtype, self.shape)
 
 
 class Unread(Enum):
-    """Marks an object whose value lies in a file and was not read."""
+    """Marks an object whose value is in a file and was not read."""
 
     UNREAD = "unread"
 
@@ -134,11 +134,11 @@ UNREAD = Unread.UNREAD
 
 @dataclass(frozen=True, slots=True)
 class ObjectEntry:
-    """One value that is no array.
+    """One value that is not an array.
 
     Attributes:
-        path: Where it sits in the saved nest.
-        value: The value, or `UNREAD` where it lies in `file` and `Reader.load_object` has to be asked.
+        path: Its path in the saved state.
+        value: The value, or `UNREAD` if it is in `file` and `Reader.load_object` reads it.
         file: Name relative to the checkpoint's store; empty for a value known already.
         layout: Its bytes in `file`; None for a value known already.
     """
@@ -155,20 +155,20 @@ class Manifest:
 
     Attributes:
         format: Name of the format it was read as.
-        files: Name to size in bytes of every file a piece lies in, and of those that are missing: size -1.
+        files: Name to size in bytes of every file with a piece, and of those that are missing: size -1.
         tensors: Arrays by path, in the order they were saved; both names of a tied array.
-        objects: Other values by path; empty containers too, so that the nest can be rebuilt.
+        objects: Other values by path; empty containers too, so that the state can be rebuilt.
         aliases: Path of a tied array to the path of the first array with the same elements, where the format knows it.
         metadata: Free text that travels with the arrays (safetensors `__metadata__`).
         warnings: What is odd but no reason to stop, one sentence each.
-        missing: Files that names promise and that are not there, where nobody can tell which tensors they held: such a
-            checkpoint can be looked at, but not be taken for whole.
-        elsewhere: Name of a file that lies in another folder than the checkpoint, to that folder.
+        missing: Files that names promise and that are not there, if it is unknown which tensors they held: such a
+            checkpoint can be inspected, but does not count as complete.
+        elsewhere: Name of a file in another folder than the checkpoint, to that folder.
         closed: Folders of these that were not opened, with the error that whoever wants something in them gets.
         variants: Name of further weights of a model to where they are, and where the model is; None where nowhere.
         has_shapes: Whether global shapes are stored. Where not, they are the hulls of the boxes that are there, and
             nothing shows that the last rows of an array are gone.
-        unread: Files and values beside that the reader passes over, a phrase each; `warnings` tell of them too.
+        unread: Files and values beside that the reader skips, a phrase each; `warnings` name them too.
         keeps_order: Whether `tensors` are in the order of the state dict that was saved. Where not, such as sorted by
             name, their order says nothing about an optimizer's ids.
         by_order: Optimizers whose ids the reader itself named by the order of the model's state dict.

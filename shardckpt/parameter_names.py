@@ -17,10 +17,10 @@ GIVE_NAMES = (
 """What to do where nothing says which name an optimizer's id stands for."""
 
 BY_ORDER = (
-    "the optimizer's ids were taken in the order of the model's state dict, since shapes alone do not tell them apart:"
+    "the optimizer's ids were taken in the order of the model's state dict, since shapes alone do not distinguish them:"
     " where the optimizer was built in another order, give --param-names"
 )
-"""What to tell whoever gets names that the order of the model decided."""
+"""Warning for names that the order of the model decided."""
 
 
 def strip_wrappers(name: str) -> str:

@@ -1,6 +1,6 @@
 """Where ranks meet before they can talk: through the store of their process group, and never for longer than a limit.
 
-A store that lives on a rank (a TCPStore, under `env://` the first rank's) answers nobody while that rank is stopped,
+A store that lives on a rank (a TCPStore, under `env://` rank 0's) does not answer while that rank is stopped,
 and most of its calls know no timeout: torch's `check`, `set` and `add` wait for ever. So each is made on a thread of
 its own, which is left behind where it does not end in time.
 """
@@ -26,7 +26,7 @@ ASK_S = 2.0
 """Seconds that a single question to a store may take, once a rank is known to be gone."""
 
 _GRACE_S = 0.5
-"""Seconds beyond the time-out of the ranks, in which a store that does answer tells who is missing."""
+"""Seconds beyond the time-out of the ranks, in which a store that answers names the missing rank."""
 
 _POLL_S = 0.002
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import shardckpt
+from shardckpt.checkpoint.load.load import EARLIER_PARAMS
 from shardckpt.checkpoint.manager import Checkpointer
+from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
 
 STATE = {"a": torch.arange(4.0)}
@@ -24,7 +26,8 @@ SAVE = {
     "base_rules": ("base_key_map", {}),
 }
 ASYNC = {**SAVE, "budget": ("max_staging_bytes", "1MiB")}
-LOAD = {"group": ("process_group", None), "fan_out": ("broadcast_reads", False)}
+RESTORE = {"fan_out": ("broadcast_reads", False), "partial": ("ignore_extra", True), "rules": ("key_map", {"^b$": "a"})}
+LOAD = {"group": ("process_group", None), **RESTORE}
 
 
 def save_step(folder: Path, **given: Any) -> None:
@@ -52,7 +55,7 @@ VERBS: list[tuple[Callable[..., Any], Callable[..., None], dict[str, tuple[str, 
     (Checkpointer, Checkpointer, {"group": SAVE["group"]}),
     (Checkpointer.save, save_step, SAVE),
     (Checkpointer.async_save, async_save_step, ASYNC),
-    (Checkpointer.restore, restore, {"fan_out": LOAD["fan_out"]}),
+    (Checkpointer.restore, restore, RESTORE),
 ]
 CASES = [
     pytest.param(verb, call, old, new, value, id=f"{verb.__qualname__}-{old}")
@@ -79,7 +82,32 @@ class TestEarlierNames:
 
     def test_the_signature_has_the_new_name_alone(self, verb, call, old, new, value) -> None:
         names = inspect.signature(verb).parameters
-        assert old not in names and (new in names or "options" in names)
+        assert old == "rules" or old not in names, "`rules` is a file of rules now"
+        assert new in names or "options" in names
+
+
+GLOBS = ["a", "b.*"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"partial": GLOBS}, {"include": GLOBS}),
+        ({"partial": "a"}, {"include": "a"}),
+        ({"partial": False}, {"ignore_extra": False}),
+        ({"rules": {"^b$": "a"}}, {"key_map": {"^b$": "a"}}),
+    ],
+)
+def test_values_of_earlier_parameters_are_passed_on(old: dict[str, Any], new: dict[str, Any]) -> None:
+    @renamed_params(**EARLIER_PARAMS)
+    def call(**given: Any) -> dict[str, Any]:
+        return given
+
+    with pytest.warns(DeprecationWarning):
+        assert call(**old) == new
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert call(rules="rules.toml") == {"rules": "rules.toml"}
 
 
 def test_the_value_arrives(tmp_path: Path) -> None:

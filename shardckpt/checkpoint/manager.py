@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
-from shardckpt.checkpoint.load.load import MIXED, load
+from shardckpt.checkpoint.load.load import EARLIER_PARAMS, MIXED, load
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
@@ -253,7 +253,7 @@ class Checkpointer:
         branch = self._finder.newest_branch() if self._branch is None else self._branch + is_behind
         return [json.dumps([overwrite or is_replaceable, any(signals), unranked, branch]).encode()] * len(messages)
 
-    @renamed_params(fan_out="broadcast_reads")
+    @renamed_params(**EARLIER_PARAMS)
     def restore(self, state: Any, *, step: int | None = None, **options: Any) -> int | None:
         """Load the newest complete step; if it is damaged, the one before, and so on. Collective.
 

@@ -82,7 +82,7 @@ class FsspecStore:
         return Capabilities(renames=False, is_local=False)
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return what lies directly in `folder`, sorted by name; nothing for a folder that does not exist.
+        """Return the content of `folder`, sorted by name; nothing for a folder that does not exist.
 
         Raises:
             UnsafeError: The folder leaves the root.
@@ -113,7 +113,7 @@ class FsspecStore:
         Raises:
             MissingFileError: No such file.
             UnsafeError: The name leaves the root.
-            StorageError: The store failed, after retries, or does not tell.
+            StorageError: The store failed, after retries, or does not report a size.
         """
         known = self._sizes.get(name)
         if known is not None:
@@ -123,7 +123,7 @@ class FsspecStore:
         if entry["type"] == "directory":
             raise MissingFileError("this is a folder, not a file", where=shown)
         if entry["size"] is None:
-            raise StorageError("the store does not tell the size", where=shown, fix="Copy the file to a disk first.")
+            raise StorageError("the store does not report the size", where=shown, fix="Copy the file to a disk first.")
         self._sizes[name] = entry["size"]
         return self._sizes[name]
 
@@ -227,7 +227,7 @@ class FsspecStore:
 
         Args:
             name: Its name.
-            is_new: Let it appear only where nothing has its name by then: of several who do so at once, one succeeds.
+            is_new: It appears only if its name is unused by then: of several such writers at once, one succeeds.
                 Where a back end cannot do that in one step, it looks and then writes.
 
         Raises:
@@ -239,7 +239,7 @@ class FsspecStore:
         return new_writer(self._fs, path, self._shown(name), is_new=is_new)
 
     def delete(self, name: str) -> None:
-        """Remove a file; a missing one is no error.
+        """Remove a file; a missing one is not an error.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -251,7 +251,7 @@ class FsspecStore:
             retry(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all it holds; a missing one is no error.
+        """Remove a folder with all it holds; a missing one is not an error.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -266,14 +266,14 @@ class FsspecStore:
                 self._fs.rmdir(self._path(name))
 
     def _walk(self, folder: str) -> Iterator[Listed]:
-        """Yield what lies below a folder, the content of each before itself."""
+        """Yield everything below a folder, the content of each folder before itself."""
         for entry in self.list(folder):
             if entry.is_folder:
                 yield from self._walk(entry.name)
             yield entry
 
     def changed_at(self, folder: str) -> float | None:
-        """Return when anything in a folder last changed, in seconds since the epoch; None where the store tells none.
+        """Return when anything in a folder last changed, in seconds since the epoch; None if the store cannot say.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -287,7 +287,7 @@ class FsspecStore:
         return max((each for each in times if each is not None), default=None)
 
     def written_at(self, name: str) -> float | None:
-        """Return when a file was written, in seconds since the epoch; None where the store does not tell.
+        """Return when a file was written, in seconds since the epoch; None if the store does not report it.
 
         Raises:
             MissingFileError: No such file.
@@ -299,7 +299,7 @@ class FsspecStore:
         return _changed(entry)
 
     def version(self, name: str) -> str:
-        """Return a text that is another one once a file is replaced; empty where the store does not tell.
+        """Return a text that changes once a file is replaced; empty if the store does not report one.
 
         Raises:
             MissingFileError: No such file.
@@ -312,7 +312,7 @@ class FsspecStore:
         return f"{entry.get('size')} {' '.join(known)}" if known else ""
 
     def rename(self, source: str, target: str) -> None:
-        """Refuse: no step of this store renames a folder whole."""
+        """Refuse: this store cannot rename a folder in one step."""
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
 
     def _forget(self, name: str) -> None:
@@ -393,8 +393,8 @@ def _missing_package(url: str, protocol: str, error: ImportError) -> UsageError:
     return UsageError(f"{protocol}:// needs a package that is missing", where=url, found=error, fix=fix)
 
 
-def kind_of(url: str) -> str:
-    """Return what lies at a remote URL: `file`, `folder` or `missing`.
+def find_kind(url: str) -> str:
+    """Return the kind of a remote URL: `file`, `folder` or `missing`.
 
     Raises:
         UsageError: The protocol is not known, or its package is not installed.

@@ -24,15 +24,15 @@ _PARTS = 1000
 """Parts after which their size grows with the file: S3 takes 10,000, which this reaches beyond its 5 TB."""
 
 _SLICE = 4 << 20
-"""Bytes handed to a back end's writer at once, so that its buffer does not outgrow a part."""
+"""Bytes passed to a back end's writer at once, so that its buffer does not outgrow a part."""
 
 _COPY_BUFFER = 4 * MAX_REQUEST
 
-_APPEARS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "obs", "tos", "r2"}
+_APPEARS_AT_ONCE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "obs", "tos", "r2"}
 """Protocols whose objects appear when their writer closes; elsewhere a name beside is used and moved."""
 
 _CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
-"""Of those, whose stores put an object only where none lies, if asked to."""
+"""Of those, whose stores can create an object only if none exists."""
 
 _NOT_OFFERED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -59,7 +59,7 @@ class FsspecWriter(ClosingWriter):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Let the file appear. Raises FileExistsError where it was to be new and is not."""
+        """Make the file appear. Raises FileExistsError if it was to be new and is not."""
 
     @abstractmethod
     def _drop(self) -> None:
@@ -95,7 +95,7 @@ class FsspecWriter(ClosingWriter):
             offset, nbytes = offset + len(part), nbytes - len(part)
 
     def close(self) -> None:
-        """Let the file appear.
+        """Make the file appear.
 
         Raises:
             TargetExistsError: It was to be new, and is not.
@@ -146,7 +146,7 @@ class ObjectWriter(FsspecWriter):
         self._written += len(part)
         if self._file is None:
             self._kept += part
-            if len(self._kept) <= PART_BYTES and _puts_whole(self._fs):
+            if len(self._kept) <= PART_BYTES and _puts_at_once(self._fs):
                 return
             mode = "xb" if self._is_new and self._can_create else "wb"
             self._file = self._fs.open(self._path, mode, block_size=PART_BYTES)
@@ -158,7 +158,7 @@ class ObjectWriter(FsspecWriter):
     def _finish(self) -> None:
         if self._is_new and not self._can_create:
             self._refuse_old()
-        if self._file is None and not _puts_whole(self._fs):
+        if self._file is None and not _puts_at_once(self._fs):
             self._file = self._fs.open(self._path, "wb", block_size=PART_BYTES)
         if self._file is None:
             retry(self._put, "cannot finish", self._shown)
@@ -234,7 +234,7 @@ class MovedWriter(FsspecWriter):
 
 def new_writer(fs: Any, path: str, shown: str, *, is_new: bool) -> FsspecWriter:
     """Return the writer that suits a file system; arguments are those of FsspecWriter. Raises StorageError."""
-    kind = ObjectWriter if _protocols(fs) & _APPEARS_WHOLE else MovedWriter
+    kind = ObjectWriter if _protocols(fs) & _APPEARS_AT_ONCE else MovedWriter
     return kind(fs, path, shown, is_new=is_new)
 
 
@@ -242,6 +242,6 @@ def _protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 
-def _puts_whole(fs: Any) -> bool:
+def _puts_at_once(fs: Any) -> bool:
     """Return True if a file system has a request of its own for small objects."""
     return isinstance(fs, AsyncFileSystem) or type(fs).pipe_file is not fsspec.AbstractFileSystem.pipe_file

@@ -18,7 +18,7 @@ _NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EP
 
 
 def exchange(one: str, other: str) -> bool:
-    """Swap two existing names of one file system, so that neither is ever absent: renameat2 with RENAME_EXCHANGE.
+    """Swap two existing names of one file system, so that both always exist: renameat2 with RENAME_EXCHANGE.
 
     Returns:
         False where the kernel or the file system cannot; nothing has changed then.
@@ -38,7 +38,7 @@ def exchange(one: str, other: str) -> bool:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to begin writing a range of a file to the disk; a hint, so nothing is said where it cannot.
+    """Ask the kernel to begin writing a range of a file to the disk; a hint, without an error if it cannot.
 
     The disk starts early, so that the fsync at the end finds little to do.
 

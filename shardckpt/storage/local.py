@@ -91,7 +91,7 @@ class LocalStore:
             self._files.clear()
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return what lies directly in `folder`, sorted by name; nothing for a folder that does not exist.
+        """Return the content of `folder`, sorted by name; nothing for a folder that does not exist.
 
         A file's size is that of what a link points to, 0 where it points nowhere.
 
@@ -128,7 +128,7 @@ class LocalStore:
 
         Raises:
             MissingFileError: No such file.
-            UnsafeError: The name or its real path leaves the root, or it is no regular file.
+            UnsafeError: The name or its real path leaves the root, or it is not a regular file.
             StorageError: The file cannot be looked at.
         """
         path = self._path(name)
@@ -144,7 +144,7 @@ class LocalStore:
         Raises:
             TruncatedError: A file ends before a range does.
             MissingFileError: No such file.
-            UnsafeError: A name or its real path leaves the root, or it is no regular file.
+            UnsafeError: A name or its real path leaves the root, or it is not a regular file.
             StorageError: Reading failed.
         """
         for run in _runs(reads):
@@ -156,7 +156,7 @@ class LocalStore:
 
         Raises:
             MissingFileError: No such file.
-            UnsafeError: The name or its real path leaves the root, or it is no regular file.
+            UnsafeError: The name or its real path leaves the root, or it is not a regular file.
             StorageError: It cannot be opened.
         """
         with self._lock:
@@ -188,7 +188,7 @@ class LocalStore:
             return LocalWriter(path, folders, self.close)
 
     def delete(self, name: str) -> None:
-        """Remove a file, of a link the link; a missing one is no error.
+        """Remove a file, of a link the link; a missing one is not an error.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -203,7 +203,7 @@ class LocalStore:
                 return
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all it holds, of a link in it the link; a missing one is no error.
+        """Remove a folder with all it holds, of a link in it the link; a missing one is not an error.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -246,11 +246,11 @@ class LocalStore:
         return os.path.join(self._root, name)
 
     def _path(self, name: str, *, follow: bool = True) -> str:
-        """Return the path of `name`, once it is sure that it lies below the root.
+        """Return the path of `name`, after checking that it is below the root.
 
         Args:
             name: Relative name.
-            follow: Whether a link at its end counts by what it points to, or by where it lies.
+            follow: Whether a link at its end counts by its target, or by its own place.
         """
         check_name(name, self._root)
         path = self._shown(name)
@@ -421,7 +421,7 @@ class LocalWriter(ClosingWriter):
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in a folder survive a power cut, where the file system can promise that.
+    """Make the names in a folder survive a power failure, if the file system can promise that.
 
     Raises:
         OSError: The disk failed.
@@ -482,7 +482,7 @@ def _is_below(real: str, root: str) -> bool:
 
 
 def _is_cached_blob(real: str, root: str) -> bool:
-    """Whether `root` lies in a snapshot of a Hugging Face cache, and `real` in the blobs of that same cache."""
+    """Return True if `root` is in a snapshot of a Hugging Face cache, and `real` in the blobs of that same cache."""
     folder = root
     while os.path.basename(os.path.dirname(folder)) != "snapshots":
         folder, below = os.path.dirname(folder), folder

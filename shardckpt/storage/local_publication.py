@@ -39,7 +39,7 @@ class LocalPublication(Publication):
         keep: Names of files of the old folder that the new one has too.
 
     Raises:
-        UsageError: The target cannot be one; TargetExistsError where something lies there that may not be replaced.
+        UsageError: The target cannot be one; TargetExistsError if it exists and may not be replaced.
         NoSpaceError: The disk cannot hold the result.
         StorageError: The target's parent cannot be written.
     """
@@ -160,7 +160,7 @@ class LocalPublication(Publication):
 
     def _move_aside(self) -> None:
         old = sibling_path(self._target, OLD)
-        # Held while the target is absent, so that nobody takes the moved content for abandoned and restores it.
+        # Held while the target does not exist, so that no other process restores the moved content as abandoned.
         mark = take(self._target)
         try:
             self._old = old
@@ -183,11 +183,11 @@ class LocalPublication(Publication):
         self._release()
 
     def _doubt(self, error: OSError) -> StorageError:
-        """Return what to say of a swap that the disk has not confirmed; the old content has to stay whole."""
+        """Return what to say of a swap that the disk has not confirmed; the old content has to stay intact."""
         kept = next((path for path in (self._old, self._partial) if path and os.path.lexists(path)), "")
         then = f"bring back the old content, which stays beside it as {os.path.basename(kept)}" if kept else "remove it"
         return storage_error(
-            error, f"the new content is in place and can be loaded, but a power cut may {then}", self._target
+            error, f"the new content is in place and can be loaded, but a power failure may {then}", self._target
         )
 
     def _release(self) -> None:
@@ -255,7 +255,7 @@ def _restore(target: str) -> None:
 
 
 def _is_vacant(target: str) -> bool:
-    """Whether nothing lies at the target, or a folder without content."""
+    """Return True if the target does not exist, or is an empty folder."""
     try:
         return not os.listdir(target)
     except FileNotFoundError:
@@ -265,7 +265,7 @@ def _is_vacant(target: str) -> bool:
 
 
 def _entries(root: str, folder: str) -> list[Listed]:
-    """Return what lies in a folder below a root; links are files, wherever they lead."""
+    """Return the content of a folder below a root; links are files, wherever they lead."""
     prefix = f"{folder}/" if folder else ""
     with suppress(FileNotFoundError), os.scandir(os.path.join(root, folder)) as entries:
         return sorted(

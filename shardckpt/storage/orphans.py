@@ -43,7 +43,7 @@ _held: set[int] = set()
 
 
 def _give_up_inherited() -> None:
-    """Let the parent alone own what it owns. In a forked child."""
+    """Close what the parent owns. In a forked child."""
     for fd in _held:
         with suppress(OSError):
             os.close(fd)
@@ -118,7 +118,7 @@ def take(path: str) -> int | None:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Return whether an open file or folder is what lies at `path` now."""
+    """Return True if an open file or folder is the one at `path` now."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except OSError:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from shardckpt.storage.store import Writer
 
 REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
-"""What to do where something lies at the target."""
+"""What to do if the target exists."""
 
 
 class Publication(ABC):

@@ -1,4 +1,4 @@
-"""Publish a result: it appears under its target's name whole, or not at all.
+"""Publish a result: it appears under its target's name at once, or not at all.
 
 One process begins a publication and puts it in place; others may join it and write files of their own beside its files.
 """
@@ -42,8 +42,8 @@ def publish(
         Where to create the files of the result.
 
     Raises:
-        TargetExistsError: The target is not empty, and `overwrite` is false or other content than one checkpoint of
-            this kind lies there; nothing was written.
+        TargetExistsError: The target is not empty, and `overwrite` is false or it holds anything but one checkpoint of
+            this kind; nothing was written.
         UsageError: The target cannot be one.
         NoSpaceError: The result does not fit; nothing was written.
         StorageError: The storage failed; nothing is left under the target's name that was not there before.
@@ -146,7 +146,7 @@ def _require_folder(path: str) -> None:
 def _is_there_now(path: str) -> bool:
     """Look once more, after making the folders above, which are removed again.
 
-    A network file system may remember for a while that one of them was absent; asked to make it, it looks again.
+    A network file system may remember for a while that one of them did not exist; asked to make it, it looks again.
     """
     made: list[str] = []
     with convert_os_errors("cannot join the other ranks", path):
@@ -160,7 +160,7 @@ def _is_there_now(path: str) -> bool:
 
 
 def _make_missing(folder: str, made: list[str]) -> None:
-    """Make a folder and those above it where they are absent, and note which."""
+    """Make a folder and those above it if they are missing, and note which."""
     if os.path.isdir(folder):
         return
     _make_missing(os.path.dirname(folder), made)
@@ -173,7 +173,7 @@ def overlaps(source: str, target: str) -> bool:
     """Return whether two URLs name the same place, or one a place inside the other, links resolved.
 
     Raises:
-        UsageError: One of them is no path and no URL.
+        UsageError: One of them is not a path or URL.
     """
     one, other = local_path(source), local_path(target)
     if (one is None) != (other is None):
@@ -194,7 +194,7 @@ def _is_within(one: str, other: str) -> bool:
 
 
 def missing_files(url: str, sizes: Mapping[str, int]) -> dict[str, int | None]:
-    """Return the files that this process does not see whole, with the sizes that it sees: None for an absent one.
+    """Return the files that this process does not see in full, with the sizes that it sees: None for a missing one.
 
     One listing, where all are there.
 
@@ -212,12 +212,12 @@ def missing_files(url: str, sizes: Mapping[str, int]) -> dict[str, int | None]:
 
 
 def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> None:
-    """Make sure that what each rank wrote lies whole where this process sees it.
+    """Require that this process sees the complete files of each rank.
 
     Args:
         url: The target, for the message.
         place: The folder that the ranks wrote into.
-        sizes: For each rank, bytes by name of what it wrote; the first rank is this process.
+        sizes: For each rank, bytes by name of what it wrote; rank 0 is this process.
 
     Raises:
         StorageError: Some of it does not; the message names the ranks that wrote it.
@@ -225,8 +225,8 @@ def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> N
     missing = missing_files(place, {name: nbytes for each in sizes for name, nbytes in each.items()})
     if not missing:
         return
-    absent = {name for name, size in missing.items() if size is None}
-    elsewhere = [rank for rank, each in enumerate(sizes) if each and absent.issuperset(each)]
+    unseen = {name for name, size in missing.items() if size is None}
+    elsewhere = [rank for rank, each in enumerate(sizes) if each and unseen.issuperset(each)]
     found = ", ".join(list(missing)[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
     if elsewhere and 0 not in elsewhere:
         raise StorageError(
@@ -236,7 +236,7 @@ def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> N
             fix=SHARE_IT,
         )
     raise StorageError(
-        "files that were just written are gone or cut short",
+        "files that were just written are missing or truncated",
         where=url,
         found=found,
         fix="If another job saves to the same place, give each its own.",
@@ -254,7 +254,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _size(url: str, name: str) -> int | None:
-    """Return the size of a file as the store tells it now, None where there is none."""
+    """Return the size that the store reports of a file now, None for a missing one."""
     with suppress(MissingFileError):
         return open_store(url).size(name)
     return None

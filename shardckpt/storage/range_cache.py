@@ -13,8 +13,8 @@ BLOCK = 128 << 10
 GAP = BLOCK
 """Unwanted bytes between two wanted ranges that are fetched rather than skipped by a request of their own."""
 
-WHOLE_FILE = 1 << 20
-"""Files up to this many bytes are fetched whole, since their header, middle and end will all be wanted."""
+FULL_FILE = 1 << 20
+"""Files up to this many bytes are fetched in full, since their header, middle and end will all be wanted."""
 
 MAX_REQUEST = 8 << 20
 """Bytes of one request at most: several of them run at once, and one that breaks costs little."""
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class BlockCache:
-    """Pieces of files, whole blocks each, disjoint; the least recently used go when their bytes exceed the budget.
+    """Pieces of files, full blocks each, disjoint; the least recently used go when their bytes exceed the budget.
 
     Args:
         budget: Bytes to keep.
@@ -95,7 +95,7 @@ def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[Spa
     """Return few ranges to fetch that hold all `missing` ones and nothing that is held already.
 
     Args:
-        cache: What is held; whole blocks, so that a missing byte's block is missing whole.
+        cache: The pieces that are there; full blocks, so that all of a missing byte's block is missing.
         name: The file.
         size: Its bytes.
         missing: Wanted ranges of which nothing is held.
@@ -103,7 +103,7 @@ def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[Spa
     merged: list[Span] = []
     for start, stop in sorted(missing):
         wide = Span(start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size))
-        if size <= WHOLE_FILE and not cache.holds(name, 0, size):
+        if size <= FULL_FILE and not cache.holds(name, 0, size):
             wide = Span(0, size)
         last = merged[-1] if merged else None
         if last and wide.start - last.stop <= GAP and not cache.holds(name, last.stop, wide.start):
@@ -114,7 +114,7 @@ def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[Spa
 
 
 def _split(span: Span) -> Iterator[Span]:
-    """Cut a range into requests of about equal size."""
+    """Divide a range into requests of about equal size."""
     count = -(-(span.stop - span.start) // MAX_REQUEST)
     step = -(-(span.stop - span.start) // count)
     step = -(-step // BLOCK) * BLOCK

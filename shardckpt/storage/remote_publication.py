@@ -82,7 +82,7 @@ class BufferedWriter(ClosingWriter):
         """Write the file.
 
         Args:
-            is_new: Only where there is none.
+            is_new: Only if none exists.
 
         Raises:
             TargetExistsError: There is another one.
@@ -129,7 +129,7 @@ class RemoteFolder(Publication):
         keep: Names of old files that stay.
 
     Raises:
-        TargetExistsError: Something lies there and may not be overwritten.
+        TargetExistsError: The target exists and may not be overwritten.
         StorageError: The store failed.
     """
 
@@ -259,7 +259,7 @@ class RemoteFile(Publication):
         overwrite: Replace one file of this kind.
 
     Raises:
-        TargetExistsError: Something lies there and may not be overwritten.
+        TargetExistsError: The target exists and may not be overwritten.
         StorageError: The store failed.
     """
 
@@ -300,19 +300,19 @@ def _all_files(store: Store) -> list[str]:
 
 
 def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
-    """Return the files of a place where nothing lies but what never was complete.
+    """Return the files of a place that holds nothing but incomplete content.
 
     Raises:
-        TargetExistsError: Something else lies there.
+        TargetExistsError: It holds other content.
     """
     found = []
     for name in files_below(store.list, "", url):
         if not is_partial(name):
-            is_whole = last is None or any(entry.name == last for entry in store.list())
+            is_complete = last is None or any(entry.name == last for entry in store.list())
             raise TargetExistsError(
-                "the target exists already" if is_whole else f"files lie at the target, though no {last}",
+                "the target exists already" if is_complete else f"the target holds files, but no {last}",
                 where=url,
-                fix=REPLACE_IT if is_whole else "If a killed run left them, pass overwrite=True (--overwrite).",
+                fix=REPLACE_IT if is_complete else "If a killed run left them, pass overwrite=True (--overwrite).",
             )
         found.append(name)
     return found

@@ -11,7 +11,7 @@ from shardckpt.storage.orphans import is_partial
 from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
 _HEAD_BYTES = 512
-"""First bytes of a file by which its kind is told."""
+"""First bytes of a file that show its kind."""
 
 MOST_ENTRIES = 1_000_000
 """Files and folders that are looked at before a target counts as too large to be one checkpoint."""
@@ -22,7 +22,7 @@ _OF_A_SYSTEM = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.+|\.nfs[0-9a-
 _SHOWN = 8
 
 ListFolder = Callable[[str], Sequence[Listed]]
-"""Returns what lies directly in a folder of the target; the target itself is the empty name."""
+"""Returns the content of a folder of the target; the target itself is the empty name."""
 
 
 def _no_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:  # noqa: ARG001
@@ -31,7 +31,7 @@ def _no_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:  # noq
 
 @dataclass(frozen=True, slots=True)
 class FolderKind:
-    """Which files make up a checkpoint that is a folder. Files in its folders are told by their path below it.
+    """Which files make up a checkpoint that is a folder. Files in its folders are matched by their path below it.
 
     Attributes:
         title: One such checkpoint, for messages.
@@ -40,7 +40,7 @@ class FolderKind:
         renewed: Names of files that the new result has too, whoever wrote the old ones.
         members: Given the folder and the sizes of the files directly in it, returns names that the checkpoint itself
             lists. Raises ShardckptError where the checkpoint must not be replaced.
-        is_one: Tells a payload file by its first 512 bytes, where other files may have its name.
+        is_one: Recognizes a payload file by its first 512 bytes, if other files may have its name.
     """
 
     title: str
@@ -53,11 +53,11 @@ class FolderKind:
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """How a checkpoint that is one file is told from other files.
+    """How to recognize a checkpoint that is one file.
 
     Attributes:
         title: One such file, for messages.
-        is_one: Tells it by the first 512 bytes.
+        is_one: Recognizes it by the first 512 bytes.
     """
 
     title: str
@@ -80,11 +80,11 @@ def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFold
     Args:
         kind: The kind that is written.
         store: Rooted at the folder.
-        list_folder: Lists it; links are no folders.
+        list_folder: Lists it; links do not count as folders.
         where: The target, for messages.
 
     Raises:
-        TargetExistsError: Something else lies there, which the message lists; or too much to be looked at.
+        TargetExistsError: It holds other content, which the message lists; or too many entries to look at.
         StorageError: The store failed.
     """
     top = list_folder("")
@@ -131,7 +131,7 @@ def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[st
             count += 1
             if count > MOST_ENTRIES:
                 raise TargetExistsError(
-                    "too much lies here to be one checkpoint",
+                    "the target holds too much to be one checkpoint",
                     where=where,
                     found=f"more than {MOST_ENTRIES} files and folders",
                     fix="Choose another target.",
@@ -147,7 +147,7 @@ def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
 
     Args:
         kind: The kind that is written.
-        store: Where the file lies.
+        store: The store of the file.
         name: Of the file.
         where: The target, for messages.
 
@@ -176,8 +176,8 @@ def _find_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]
 
 
 def _belongs(name: str, kind: FolderKind, listed: Collection[str]) -> bool:
-    is_told = kind.payload.fullmatch(name) or kind.beside.fullmatch(name)
-    return is_told is not None or name in kind.renewed or name in listed
+    is_payload = kind.payload.fullmatch(name) or kind.beside.fullmatch(name)
+    return is_payload is not None or name in kind.renewed or name in listed
 
 
 def _as_folders(names: Sequence[str]) -> list[str]:
@@ -187,7 +187,7 @@ def _as_folders(names: Sequence[str]) -> list[str]:
 def _other_content(kind: FolderKind, names: Sequence[str], where: str) -> TargetExistsError:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return TargetExistsError(
-        f"overwriting replaces {kind.title} and nothing else, and other content lies here",
+        f"overwriting replaces {kind.title} and nothing else, and the target holds other content",
         where=where,
         found=", ".join(names[:_SHOWN]) + more,
         fix="Choose another target, or move that content away first.",

@@ -27,7 +27,9 @@ def as_url(path: object) -> str:
     if isinstance(path, os.PathLike):
         path = os.fspath(path)
     if not isinstance(path, str):
-        raise UsageError("this is no path and no URL", found=f"an object of type {type(path).__name__}", fix=_TEXT)
+        raise UsageError(
+            "the path must be a path or a URL", found=f"an object of type {type(path).__name__}", fix=_TEXT
+        )
     return path
 
 
@@ -41,7 +43,7 @@ def local_path(url: str) -> str | None:
         UsageError: The URL is empty or holds a NUL.
     """
     if not url or "\0" in url:
-        raise UsageError("this is no path and no URL", where=repr(url), fix="Name a file, a folder or a URL.")
+        raise UsageError("the path must be a path or a URL", where=repr(url), fix="Name a file, a folder or a URL.")
     if url.startswith(("file://", "local://")):
         return url.partition("://")[2] or "/"
     return None if _PROTOCOL.match(url) else os.path.expanduser(url)
@@ -68,7 +70,7 @@ def open_remote(url: str) -> FsspecStore:
 
 
 def split(url: str) -> tuple[str, str]:
-    """Return the URL of the folder that something lies in, and its name there.
+    """Return the URL of the folder of a file or folder, and its name there.
 
     Raises:
         UsageError: The URL names no place in a folder: a root, a bucket.
@@ -84,7 +86,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def kind(url: str) -> str:
-    """Return what lies at a URL: `file`, `folder` or `missing`.
+    """Return the kind of a URL: `file`, `folder` or `missing`.
 
     Raises:
         UsageError: The protocol is not known, or its package is not installed.
@@ -92,22 +94,22 @@ def kind(url: str) -> str:
     """
     path = local_path(url)
     if path is None:
-        from shardckpt.storage.fsspec_store import kind_of  # noqa: PLC0415  (as above)
+        from shardckpt.storage.fsspec_store import find_kind  # noqa: PLC0415  (as above)
 
-        return kind_of(url)
+        return find_kind(url)
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG}:  # nothing can lie there
+        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG}:  # nothing can be stored there
             return "missing"
         raise storage_error(error, "cannot look at it", path) from error
     return "folder" if stat.S_ISDIR(mode) else "file"
 
 
 def file_version(folder: str, name: str) -> str:
-    """Return a text that is another one once a file is replaced; empty where the store does not tell.
+    """Return a text that changes once a file is replaced; empty if the store does not report one.
 
     Args:
         folder: Path or URL of the folder.

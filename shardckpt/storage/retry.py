@@ -51,10 +51,10 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
         action: One request; may be repeated.
         what: What could not be done, for the message, e.g. "cannot read".
         where: The object, and the range if there is one.
-        pause: Waits for some seconds; true where it is no use to try again.
+        pause: Waits for some seconds; returns True if another try is of no use.
 
     Raises:
-        MissingFileError: There is no such object.
+        MissingFileError: The object does not exist.
         StorageError: The store refused, or failed at every try.
     """
     for number in range(1, ATTEMPTS + 1):

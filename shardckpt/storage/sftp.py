@@ -1,4 +1,4 @@
-"""SFTP as stores need it: one connection a process and server, whole slices in flight, made anew when it broke.
+"""SFTP as stores need it: one connection a process and server, full slices in flight, made anew when it broke.
 
 What fsspec offers is a connection that one thread may use at a time, that stays dead once it died, and whose writes
 wait for each 32 KiB.
@@ -87,14 +87,14 @@ class SftpFiles:
         self._request(lambda fs: fs.ftp.rmdir(path))
 
     def mv(self, path: str, target: str) -> None:
-        """Rename a file in one step; what lay at the target is replaced."""
+        """Rename a file in one step; the target is replaced."""
         self._request(lambda fs: fs.ftp.posix_rename(path, target))
 
     def mv_new(self, path: str, target: str) -> None:
-        """Rename a file in one step, where nothing lies at the target.
+        """Rename a file in one step, if the target does not exist.
 
         Raises:
-            FileExistsError: Something lies there.
+            FileExistsError: The target exists.
         """
         try:
             self._request(lambda fs: fs.ftp.rename(path, target))
@@ -199,7 +199,7 @@ def get_connection(server: str, connect: Callable[[], Any]) -> SftpFiles:
 
 
 def _after_fork() -> None:
-    """Let go of the parent's connections, without a word on them."""
+    """Drop the parent's connections, without sending anything on them."""
     global _SHARING  # noqa: PLW0603  (another thread may have held it)
     _SHARING = threading.Lock()
     for files in _SHARED.values():

@@ -48,7 +48,7 @@ class Capabilities:
     """What a store can do beyond naming bytes.
 
     Attributes:
-        renames: Folders can be renamed in one step, so that a result appears whole.
+        renames: Folders can be renamed in one step, so that a result appears at once.
         is_local: Files are on this machine: reads are cheap and small ones need no merging.
     """
 
@@ -74,7 +74,7 @@ class Writer(Protocol):
         """
 
     def close(self) -> None:
-        """Finish the file, so that it survives a power cut where the store can promise that."""
+        """Finish the file, so that it survives a power failure if the store can promise that."""
 
     def abort(self) -> None:
         """Drop what was written; never raises."""
@@ -125,7 +125,7 @@ class Store(Protocol):
         """What this store can do."""
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return what lies directly in `folder`, sorted by name; nothing for a folder that does not exist."""
+        """Return the content of `folder`, sorted by name; nothing for a folder that does not exist."""
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes.
@@ -150,10 +150,10 @@ class Store(Protocol):
         """Start a new file, folders above it included. Raises StorageError."""
 
     def delete(self, name: str) -> None:
-        """Remove a file; a missing one is no error. Raises StorageError."""
+        """Remove a file; a missing one is not an error. Raises StorageError."""
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all it holds, in no order; a missing one is no error. Raises StorageError."""
+        """Remove a folder with all it holds, in any order; a missing one is not an error. Raises StorageError."""
 
     def changed_at(self, folder: str) -> float | None:
         """Return when anything in a folder last changed, in seconds since the epoch; None where nobody knows."""
@@ -166,7 +166,7 @@ def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
     """Return one range of a file.
 
     Args:
-        store: Where the file lies.
+        store: The store of the file.
         name: The file.
         offset: First byte.
         nbytes: Bytes.
@@ -251,7 +251,7 @@ def storage_error(error: OSError, what: str, where: str, *, is_target: bool = Fa
 
 @contextmanager
 def convert_os_errors(what: str, where: str, *, is_target: bool = False) -> Iterator[None]:
-    """Let an OSError out of the block as a StorageError; our own errors pass as they are."""
+    """Raise an OSError of the block as a StorageError; our own errors pass as they are."""
     try:
         yield
     except ShardckptError:  # some of ours are OSErrors too
@@ -332,7 +332,7 @@ class SubfolderStore(WrappedStore):
         return f"{self._store.url.rstrip('/')}/{self._folder}"
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return what lies directly in `folder`, sorted by name; nothing for a folder that does not exist."""
+        """Return the content of `folder`, sorted by name; nothing for a folder that does not exist."""
         start = len(self._folder) + 1
         entries = self._store.list(self._name(folder) if folder else self._folder)
         return [entry._replace(name=entry.name[start:]) for entry in entries]
@@ -350,11 +350,11 @@ class SubfolderStore(WrappedStore):
         return self._store.create(self._name(name))
 
     def delete(self, name: str) -> None:
-        """Remove a file; a missing one is no error. Raises StorageError."""
+        """Remove a file; a missing one is not an error. Raises StorageError."""
         self._store.delete(self._name(name))
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all it holds; a missing one is no error. Raises StorageError."""
+        """Remove a folder with all it holds; a missing one is not an error. Raises StorageError."""
         self._store.delete_folder(self._name(folder))
 
     def changed_at(self, folder: str) -> float | None:

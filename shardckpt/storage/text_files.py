@@ -10,7 +10,7 @@ MOST_BYTES = 1 << 22
 
 
 def read_text(url: str) -> str | None:
-    """Return the text of a file; None where no file lies there.
+    """Return the text of a file; None if it does not exist.
 
     Raises:
         UsageError: It is too large for one that a person wrote, or no UTF-8.

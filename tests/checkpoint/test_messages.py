@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardckpt
-from shardckpt.checkpoint.planning.rank_report import build_mismatch_error
+from shardckpt.checkpoint.planning.value_mismatch import build_mismatch_error
 
 
 def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_trainers_folder_is_loaded_in_part_or_without_what_is_not_safe(tmp_pat
     with pytest.raises(shardckpt.MismatchError) as caught:
         shardckpt.load({"model": model}, folder)
     holds = "The checkpoint also holds optimizer, rng_state_0.pth, scheduler.pt"
-    ends = f"{holds}: to load only what you passed, partial=True."
+    ends = f"{holds}: to load only what you passed, ignore_extra=True."
     assert str(caught.value).endswith(ends)
-    shardckpt.load({"model": model}, folder, partial=True)
+    shardckpt.load({"model": model}, folder, ignore_extra=True)
     with pytest.warns(UserWarning, match=r"only be read by what wrote them: rng_state_0\.pth\.numpy") as told:
         nest = shardckpt.load(folder)
     assert told[0].filename == __file__

@@ -229,7 +229,7 @@ class TestValues:
         shardckpt.save({"w": 5, "n": 1}, tmp_path / "c")
         with pytest.raises(shardckpt.MismatchError, match=r"in 1 place: kind mismatch for w: .* of type int") as caught:
             shardckpt.load({"w": torch.ones(2), "n": 0}, tmp_path / "c")
-        assert len(caught.value.problems) == 1 and "partial" not in str(caught.value)
+        assert len(caught.value.problems) == 1 and "ignore_extra" not in str(caught.value)
 
     def test_a_state_that_holds_itself_is_refused(self, tmp_path: Path) -> None:
         state: dict = {}
@@ -474,7 +474,7 @@ class TestRefusals:
     def test_a_part_is_loaded_by_globs(self, tmp_path: Path) -> None:
         model = nn.Linear(3, 2)
         bias = model.bias.detach().clone()
-        shardckpt.load({"model": model}, self.saved(tmp_path), partial=["*.weight"])
+        shardckpt.load({"model": model}, self.saved(tmp_path), include=["*.weight"])
         assert torch.equal(model.bias, bias)
         assert torch.equal(model.weight, shardckpt.load(tmp_path / "c")["model"]["weight"])
 
@@ -498,7 +498,7 @@ class TestRefusals:
         other, live = trained(seed=1, lr=0.5)
         counted, state = Counted(0), {"model": other, "optim": live, "step": 0}
         before = [copy.deepcopy(each.state_dict()) for each in (other, live)]
-        shardckpt.load({**state, "own": shardckpt.PerRank(counted)}, tmp_path / "c", partial=globs)
+        shardckpt.load({**state, "own": shardckpt.PerRank(counted)}, tmp_path / "c", include=globs)
 
         def settled(is_loaded: bool, found, saved, old) -> None:
             assert equal(found, saved if is_loaded else old) and not equal(saved, old)
@@ -513,7 +513,7 @@ class TestRefusals:
         shardckpt.save({"model": net, "optim": optim}, tmp_path / "c")
         other, live = trained(seed=1)
         old = copy.deepcopy(live.state_dict()["state"])
-        shardckpt.load({"model": other, "optim": live}, tmp_path / "c", partial=["optim.state.norm.bias.exp_avg"])
+        shardckpt.load({"model": other, "optim": live}, tmp_path / "c", include=["optim.state.norm.bias.exp_avg"])
         found, saved = live.state_dict()["state"], optim.state_dict()["state"]
         at = [name for name, _ in other.named_parameters()].index("norm.bias")
         assert equal(found, {**old, at: {**old[at], "exp_avg": saved[at]["exp_avg"]}})
@@ -523,12 +523,12 @@ class TestRefusals:
     def test_a_glob_that_matches_nothing_is_told(self, tmp_path: Path, globs) -> None:
         model = nn.Linear(3, 2)
         with pytest.raises(shardckpt.MismatchError, match=r"nothing is called '(modle\.\*|more\.new|t)'"):
-            shardckpt.load({"model": model}, self.saved(tmp_path), partial=globs)
-        shardckpt.load({"model": model}, tmp_path / "c", partial=globs, strict=False)
+            shardckpt.load({"model": model}, self.saved(tmp_path), include=globs)
+        shardckpt.load({"model": model}, tmp_path / "c", include=globs, strict=False)
 
     def test_a_glob_that_only_the_checkpoint_has_something_for_is_fine(self, tmp_path: Path) -> None:
         state = {"more": {"step": 0}}
-        shardckpt.load(state, self.saved(tmp_path), partial=["more.step", "model.*"])
+        shardckpt.load(state, self.saved(tmp_path), include=["more.step", "model.*"])
         assert state == {"more": {"step": 1}}
 
     def test_an_optimizer_of_other_parameters_is_told_by_their_names(self, tmp_path: Path) -> None:
@@ -557,29 +557,29 @@ class TestRefusals:
             shardckpt.save({"model": model}, tmp_path / "m")
         assert os.listdir(tmp_path) == []
         with pytest.raises(shardckpt.MismatchError, match=r"no memory for model\.weight.*to_empty"):
-            shardckpt.load({"model": model}, self.saved(tmp_path), partial=True)
+            shardckpt.load({"model": model}, self.saved(tmp_path), ignore_extra=True)
 
     @pytest.mark.parametrize("wrong", [None, 5, {"model": 1}])
     def test_what_is_no_path_is_refused_before_anything_is_done(self, tmp_path: Path, monkeypatch, wrong) -> None:
         monkeypatch.chdir(tmp_path)
         for call in (shardckpt.save, shardckpt.async_save, shardckpt.load):
             if wrong is not None or call is not shardckpt.load:
-                with pytest.raises(UsageError, match=f"no path.*{type(wrong).__name__}"):
+                with pytest.raises(UsageError, match=f"must be a path or a URL.*{type(wrong).__name__}"):
                     call({"step": 1}, wrong)
         for call in (shardckpt.load, shardckpt.open):
-            with pytest.raises(UsageError, match=f"no path.*{type(wrong).__name__}"):
+            with pytest.raises(UsageError, match=f"must be a path or a URL.*{type(wrong).__name__}"):
                 call(wrong)
         assert os.listdir() == []
 
     def test_what_the_checkpoint_has_besides_may_be_left(self, tmp_path: Path) -> None:
         state = {"more": {"step": 0}}
-        shardckpt.load(state, self.saved(tmp_path), partial=True)
+        shardckpt.load(state, self.saved(tmp_path), ignore_extra=True)
         assert state == {"more": {"step": 1}}
         with pytest.raises(shardckpt.MismatchError, match="missing: absent"):
-            shardckpt.load({"absent": 0}, tmp_path / "c", partial=True)
+            shardckpt.load({"absent": 0}, tmp_path / "c", ignore_extra=True)
         for odd in (3, [1], {"a": 1}.items()):
-            with pytest.raises(UsageError, match="partial"):
-                shardckpt.load(state, tmp_path / "c", partial=odd)
+            with pytest.raises(UsageError, match="include"):
+                shardckpt.load(state, tmp_path / "c", include=odd)
 
     def test_a_subtree_that_is_unexpected_as_a_whole_is_one_line(self, tmp_path: Path) -> None:
         shardckpt.save({"a": {f"k{n}": n for n in range(39)}, "b": {"c": 1, "d": 2}}, tmp_path / "c")
@@ -591,7 +591,7 @@ class TestRefusals:
     def test_keys_are_renamed_by_rules(self, tmp_path: Path) -> None:
         model = nn.ModuleDict({"layer": nn.Linear(3, 2)})
         state = {"net": model, "more": {"step": 0, "t": torch.ones(4)}}
-        shardckpt.load(state, self.saved(tmp_path), rules={"^model$": "net", "^(weight|bias)$": r"layer.\1"})
+        shardckpt.load(state, self.saved(tmp_path), key_map={"^model$": "net", "^(weight|bias)$": r"layer.\1"})
         assert torch.equal(model["layer"].weight, shardckpt.load(tmp_path / "c")["model"]["weight"])
 
     @pytest.mark.parametrize("shape", [(3,), (5,), (4, 1), ()])
@@ -616,12 +616,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("how", "told"),
         [
-            ({"rules": {"model": "net", "([": "x"}}, r"rules.*'\(\['"),
-            ({"rules": {"(a)": r"\2"}}, r"rules.*'\(a\)'.*2"),
-            ({"rules": {"a": 1}}, "rules.*two strings"),
-            ({"rules": [("a", "b")]}, "`rules` are no mapping"),
-            ({"partial": 7}, "`partial`"),
-            ({"partial": ["model.*", 7]}, "`partial`"),
+            ({"key_map": {"model": "net", "([": "x"}}, r"key_map.*'\(\['"),
+            ({"key_map": {"(a)": r"\2"}}, r"key_map.*'\(a\)'.*2"),
+            ({"key_map": {"a": 1}}, "key_map.*two strings"),
+            ({"key_map": [("a", "b")]}, "`key_map` must be a dict"),
+            ({"rules": [("a", "b")]}, "`rules` must be a file of rules"),
+            ({"include": 7}, "`include`"),
+            ({"include": ["model.*", 7]}, "`include`"),
+            ({"ignore_extra": "no"}, "`ignore_extra`"),
             ({"cast": "bf16"}, "`cast`.*'bf16'"),
             ({"cast": None}, "`cast`"),
             ({"strict": "no"}, "`strict`"),
@@ -635,14 +637,14 @@ class TestRefusals:
         with pytest.raises(UsageError, match=told):
             shardckpt.load({"t": torch.ones(2)}, "nothing-lies-here", **how)
 
-    @pytest.mark.parametrize("how", [{"partial": ["model.*"]}, {"partial": True}, {"cast": True}])
+    @pytest.mark.parametrize("how", [{"include": ["model.*"]}, {"ignore_extra": True}, {"cast": True}])
     def test_what_is_for_loads_into_a_state_is_refused_without_one(self, tmp_path: Path, how) -> None:
         with pytest.raises(UsageError, match=f"`{next(iter(how))}` is for loads into a state"):
             shardckpt.load(self.saved(tmp_path), **how)
 
     def test_rules_that_give_two_tensors_one_name_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(shardckpt.NameCollisionError, match=r"model\.x"):
-            shardckpt.load({"model": {"x": torch.ones(2)}}, self.saved(tmp_path), rules={"weight|bias": "x"})
+            shardckpt.load({"model": {"x": torch.ones(2)}}, self.saved(tmp_path), key_map={"weight|bias": "x"})
 
 
 class TestReading:

@@ -94,7 +94,7 @@ def test_a_file_that_the_first_rank_does_not_see_stops_the_save(tmp_path: Path) 
 
 def test_a_file_that_the_first_rank_sees_cut_short_stops_the_save(tmp_path: Path) -> None:
     for raised in lost(tmp_path, lambda file: os.truncate(file, 5)):
-        assert "gone or cut short" in raised.message and "-00001-00.safetensors" in raised.message
+        assert "missing or truncated" in raised.message and "-00001-00.safetensors" in raised.message
     assert everything_below(tmp_path) == []
 
 

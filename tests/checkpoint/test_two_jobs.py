@@ -130,7 +130,7 @@ def test_files_that_somebody_removed_are_missed_before_the_commit(s3_bucket: str
         whole(where, place, sizes)
 
     monkeypatch.setattr(session, "require_files", meanwhile)
-    with pytest.raises(ShardckptError, match=r"gone or cut short.*another job"):
+    with pytest.raises(ShardckptError, match=r"missing or truncated.*another job"):
         shardckpt.save(state(MINE), url, overwrite=True)
     assert shardckpt.load(url)["step"] == OLD
     assert verify(url).ok

@@ -15,7 +15,7 @@ from bucket import Bucket, Upload
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, TruncatedError, UsageError
 from shardckpt.storage import fsspec_store, fsspec_writer, retry
 from shardckpt.storage.fsspec_store import FsspecStore
-from shardckpt.storage.range_cache import BLOCK, GAP, MAX_REQUEST, WHOLE_FILE
+from shardckpt.storage.range_cache import BLOCK, FULL_FILE, GAP, MAX_REQUEST
 from shardckpt.storage.resolve_url import kind
 from shardckpt.storage.store import Read, read_bytes
 from shardckpt.testing.store_suite import CONTENT, StoreSuite, put
@@ -106,11 +106,11 @@ def fetched_ranges(bucket) -> list[tuple[int, int]]:
 
 class TestRequests:
     def test_a_small_file_is_one_request_however_it_is_read(self, bucket):
-        data = filled(bucket, WHOLE_FILE)
+        data = filled(bucket, FULL_FILE)
         store = FsspecStore("bucket://b")
-        for start in range(0, WHOLE_FILE, 50_000):
+        for start in range(0, FULL_FILE, 50_000):
             assert fill(store, (start, 100)) == [data[start : start + 100]]
-        assert fill(store, (0, WHOLE_FILE)) == [data]
+        assert fill(store, (0, FULL_FILE)) == [data]
         assert bucket.count("get") == 1
 
     def test_a_small_checkpoint_is_one_request_a_file_and_one_list(self, bucket):

@@ -537,7 +537,7 @@ class TestWithoutRename:
 
     def test_files_of_a_killed_run_are_told_from_a_whole_result(self, target):
         Bucket.objects["b/out/model-00001-of-00002.bin"] = b"1"
-        with pytest.raises(TargetExistsError, match=f"though no {LAST}.*killed run.*--overwrite"):
+        with pytest.raises(TargetExistsError, match=f"but no {LAST}.*killed run.*--overwrite"):
             publish_files(target, NEW)
 
     def test_the_last_file_is_written_last_whenever_it_was_created(self, target):

@@ -23,7 +23,7 @@ calls = st.lists(st.lists(ranges, min_size=1, max_size=4), min_size=1, max_size=
 @pytest.fixture(scope="module", autouse=True)
 def tiny():
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"BLOCK": 8, "GAP": 8, "WHOLE_FILE": 20}.items():
+        for name, value in {"BLOCK": 8, "GAP": 8, "FULL_FILE": 20}.items():
             patch.setattr(range_cache, name, value)
         for module in (range_cache, fsspec_store):
             patch.setattr(module, "MAX_REQUEST", 32)

@@ -31,7 +31,7 @@ def test_ranks_of_which_nothing_is_seen_see_another_folder(tmp_path: Path) -> No
 def test_a_file_that_was_cut_or_removed_by_somebody_is_told_as_that(tmp_path: Path, sizes) -> None:
     (tmp_path / "a").write_bytes(b"123")
     (tmp_path / "b").write_bytes(b"123")
-    with pytest.raises(StorageError, match=r"gone or cut short"):
+    with pytest.raises(StorageError, match=r"missing or truncated"):
         require_files("run/c", str(tmp_path), sizes)
 
 

@@ -1,4 +1,4 @@
-"""The base of a save: an older checkpoint in whose files lies what has not changed since, and is not written again."""
+"""The base of a save: an older checkpoint whose files hold the tensors that have not changed since."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BaseRemovedError(IncompleteError):
 
 
 class BaseLocation(NamedTuple):
-    """Where bytes lie that need not be written again.
+    """Where the base stores bytes that need not be written again.
 
     Attributes:
         file: In its folder, as the new step refers to that.
@@ -56,12 +56,12 @@ class BaseCheckpoint:
     """A checkpoint that a step refers to, open.
 
     Args:
-        url: Where it lies.
-        step: Where the step will lie; empty where it is only read.
+        url: Its path or URL.
+        step: The path of the step; empty if the base is only read.
         rules: Regular expressions to what stands for them, that turn names of a model into those that the base has.
 
     Raises:
-        SourceNotFoundError: Nothing lies there.
+        SourceNotFoundError: Nothing is stored there.
         CheckpointError: It cannot be read.
         UsageError: It is the step.
 
@@ -105,7 +105,7 @@ class BaseCheckpoint:
         if record is None or (record.dtype, record.shape) != (chunk.dtype, chunk.shape):
             return None
         if chunk.path not in self._rows:
-            self._rows[chunk.path] = dict(_rows_of(record))
+            self._rows[chunk.path] = dict(_iter_rows(record))
         found = self._rows[chunk.path].get(chunk.box)
         return found if found is not None and self._is_there(found[0]) else None
 
@@ -117,7 +117,7 @@ class BaseCheckpoint:
         return file.hashes is not None and self._source.manifest.files.get(file.place, -1) >= file.nbytes
 
     def known(self, chunk: PayloadChunk) -> BaseLocation:
-        """Return where the bytes of a chunk lie that the base has.
+        """Return where the base stores the bytes of a chunk.
 
         Args:
             chunk: One whose digest `get_digest` returned.
@@ -133,7 +133,7 @@ class BaseCheckpoint:
         """Return what the base has of a frozen parameter.
 
         Args:
-            path: Where it sits in the saved nest.
+            path: Its path in the saved state.
             names: Those that its model has for it.
 
         Raises:
@@ -165,15 +165,15 @@ class BaseCheckpoint:
             yield _replaced(name, _ADAPTED)
 
     def locate(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
-        """Return where frozen parameters lie in the base, all of their elements.
+        """Return where the base stores all elements of frozen parameters.
 
         Args:
-            frozen: Path of each in the saved nest to the names that its model has for it.
+            frozen: Path of each in the saved state to the names that its model has for it.
 
         Raises:
             UsageError: The base has no such array.
             CheckpointError: It lacks elements of one.
-            UnsupportedError: They lie in a way that no step can refer to.
+            UnsupportedError: They are stored in a way that a step cannot refer to.
         """
         wanted = {path: self.find_entry(path, names) for path, names in frozen.items()}
         found = dict(zip(wanted, self._source.locate(list(wanted.values())), strict=True))
@@ -189,7 +189,7 @@ class BaseCheckpoint:
         return found
 
     def rows(self, entry: TensorEntry, hashes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Box, BaseLocation]]:
-        """Yield where the pieces of a located array lie.
+        """Yield where the pieces of a located array are stored.
 
         Args:
             entry: One that `locate` returned.
@@ -227,7 +227,7 @@ class BaseCheckpoint:
     # Files
 
     def is_committed(self) -> bool:
-        """Tell whether the base is still the one that was opened; a base of another format has no mark to tell by.
+        """Return True if the base is still the one that was opened; always for a base of another format.
 
         Raises:
             StorageError: The store failed.
@@ -248,12 +248,12 @@ class BaseCheckpoint:
         return refer_to(self.step, folder)
 
     def _folder(self, place: str) -> str:
-        """Return where the folder of a file lies."""
+        """Return the path or URL of the folder of a file."""
         here, file = self._reader.store.url, self._files.get(place)
         return resolve_base(here, file.base) if file is not None and file.base else here
 
     def build_location_key(self, entries: Mapping[Path, TensorEntry]) -> str:
-        """Return a digest of where located arrays lie: while it is the same, their bytes are.
+        """Return a digest of where located arrays are stored: while it is the same, their bytes are.
 
         Args:
             entries: As `locate` returned them.
@@ -271,7 +271,7 @@ class BaseCheckpoint:
     def get_file_version(self, name: str) -> str:
         """Return a text that is another one once a file of the base is replaced.
 
-        Where the store does not tell, it is another one each time: then nothing is taken to be what it was.
+        If the store cannot say, the text differs each time: then nothing counts as unchanged.
 
         Args:
             name: As the base calls the file.
@@ -287,7 +287,7 @@ class BaseCheckpoint:
         return {} if self._contents is None else {file.place: file for file in self._contents.files}
 
     def find_unhashed_files(self, entries: Iterable[TensorEntry]) -> dict[str, int]:
-        """Return name and size of the files of arrays of which the base tells no hashes."""
+        """Return name and size of the files of arrays that the base stores no hashes of."""
         names = dict.fromkeys(piece.file for entry in entries for piece in entry.pieces)
         return {
             name: self._source.manifest.files[name]
@@ -312,7 +312,7 @@ class BaseCheckpoint:
         return found
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
-        """Return what the step says of the folders in which files of it lie.
+        """Return the records of the folders that files of the step are in.
 
         Args:
             files: All of the step.
@@ -328,7 +328,7 @@ class BaseCheckpoint:
         return tuple(known[url]._replace(url=url) for url in group_files_by_base(files))
 
 
-def _rows_of(record: ArrayRecord) -> Iterator[tuple[Box, tuple[int, int, bytes]]]:
+def _iter_rows(record: ArrayRecord) -> Iterator[tuple[Box, tuple[int, int, bytes]]]:
     rows, n, width = record.rows.tolist(), 2 + len(record.shape), record.width
     for number, at in enumerate(range(0, len(rows), width)):
         box = Box(tuple(rows[at + 2 : at + n]), tuple(rows[at + n : at + width]))
@@ -383,9 +383,9 @@ class BaseReferences:
         Args:
             path: Of the array.
             dtype: Torch's name of its type.
-            shape: Of the whole array.
+            shape: Of the full array.
             box: Which elements.
-            known: Where they lie.
+            known: Where they are stored.
         """
         number = self._numbers.setdefault((known.file.base, known.file.name), len(self._files))
         if number == len(self._files):
@@ -403,7 +403,7 @@ def has_all_files(step: str, files: Iterable[FileRecord]) -> bool:
     """Return True if the files of a step in other folders have their full size.
 
     Args:
-        step: Where it will lie.
+        step: The path of the step.
         files: All of it.
 
     Raises:

@@ -18,7 +18,7 @@ from shardckpt.checkpoint.incremental.base_checkpoint import (
 )
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, RankSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
-from shardckpt.checkpoint.stateful.tensor_bytes import held, tensor_bytes
+from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
 from shardckpt.errors import UsageError
 from shardckpt.format.native.base_refs import Base
 from shardckpt.format.native.commit import MAX_BASES
@@ -37,24 +37,24 @@ _Hashes = dict[tuple[str, str, str], tuple[int, ...]]
 
 
 def chunk_digest(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> bytes:
-    """Return the xxh3-128 of a chunk as it lies in memory.
+    """Return the xxh3-128 of a chunk in memory.
 
     Args:
         chunk: Of which this rank holds all.
-        arrays: What lies here.
+        arrays: The arrays of this rank.
     """
     hasher = xxhash.xxh3_128()
-    for part in tensor_bytes(held(arrays[chunk.path], chunk.box)):
+    for part in tensor_bytes(view_box(arrays[chunk.path], chunk.box)):
         hasher.update(part)
     return hasher.digest()
 
 
 def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> list[bytes]:
-    """Return the xxh3-128 of each chunk as it lies in memory; large ones are hashed side by side.
+    """Return the xxh3-128 of each chunk in memory; large ones are hashed by several threads.
 
     Args:
         chunks: Of which this rank holds all.
-        arrays: What lies here.
+        arrays: The arrays of this rank.
     """
     if sum(chunk.nbytes for chunk in chunks) < _WORTH_THREADS_BYTES:
         return [chunk_digest(chunk, arrays) for chunk in chunks]
@@ -68,7 +68,7 @@ class BaseHints:
 
     Attributes:
         url: Where the base is; empty if frozen parameters have none.
-        key: Changes with where frozen parameters lie in it; empty where there are none.
+        key: Changes with where the base stores frozen parameters; empty without any.
         digests: Positions of chunks in the rank's plan, with the xxh3-128 of what the base has of them.
         files: Name and size of files in the base, a share of whose blocks the rank is to hash.
     """
@@ -94,7 +94,7 @@ class BaseHints:
 
         Args:
             chunks: Of the rank's plan.
-            arrays: What lies here.
+            arrays: The arrays of this rank.
         """
         found = chunk_digests([chunks[at] for at in self.digests], arrays)
         return tuple(at for (at, digest), own in zip(self.digests.items(), found, strict=True) if own == digest)
@@ -164,7 +164,7 @@ class FrozenParamCache:
 
 
 def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
-    """Return where frozen parameters lie in the base.
+    """Return where the base stores frozen parameters.
 
     Args:
         base: The base.
@@ -200,7 +200,7 @@ class BaseDedup:
     Args:
         base: The base.
         plan: Which rank writes which chunks.
-        entries: Where frozen parameters lie in the base.
+        entries: Where the base stores frozen parameters.
     """
 
     def __init__(self, base: BaseCheckpoint, plan: GlobalSavePlan, entries: Mapping[Path, TensorEntry]) -> None:
@@ -233,7 +233,7 @@ class BaseDedup:
     def part(
         self, unchanged: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], known: _Hashes
     ) -> PartialManifest:
-        """Return what of the step lies in other folders.
+        """Return the references of the step to other folders.
 
         Args:
             unchanged: For each rank, the positions of the chunks of its plan that it did not write.
@@ -277,7 +277,7 @@ class BaseDedup:
         return not needed or (self._base.is_committed() and has_all_files(self._base.step, needed))
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
-        """Return what the step says of the folders in which its files lie."""
+        """Return the records of the folders that files of the step are in."""
         return self._base.bases(files)
 
 
@@ -287,8 +287,8 @@ def open_base_dedup(
     """Open the base of a save.
 
     Args:
-        url: Where the base lies; None where there is none.
-        step: Where the step will lie.
+        url: The base; None for none.
+        step: The path of the step.
         rules: From the model's names to the base's.
         plan: Which rank writes which chunks.
         trainable_only: Frozen parameters are to be left there.

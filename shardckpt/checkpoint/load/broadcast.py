@@ -28,7 +28,7 @@ class BroadcastReader:
     Every rank goes through the same rounds. In each it sends what it has read to those that want the same, then takes
     what they have read. Nobody waits for one that waits for him: what is sent in a round depends on earlier ones alone.
     A rank that fails says so in place of what it owes, and whoever hears that stops in the same way, so that all come
-    to an end and can be told who failed.
+    to an end and can be sent the name of the failed rank.
 
     Args:
         coordinator: Of the ranks.
@@ -60,7 +60,7 @@ class BroadcastReader:
         for pending_read in wanted:
             self._divide(pending_read)
         self._silent: set[int] = set()
-        self._told_stopped: set[int] = set()
+        self._stopped_peers: set[int] = set()
         self._failure: Exception | None = None
         self._is_over = False
         self._sent: deque[tuple[int, int, dist.Work, torch.Tensor]] = deque()
@@ -68,14 +68,14 @@ class BroadcastReader:
     def _divide(self, pending_read: PendingRead) -> None:
         """Divide a read into segments that are shared and parts that this rank reads alone."""
         reads, pending_read.reads = pending_read.reads, []
-        cuts = [
+        pieces = [
             (read, [*self._segments.split(read.name, read.offset, read.offset + len(read.buffer))]) for read in reads
         ]
-        if not any(number in self._places for _, parts in cuts for number, _, _ in parts):
+        if not any(number in self._places for _, parts in pieces for number, _, _ in parts):
             self.alone.append(pending_read.request)
             return
         own: list[Read] = []
-        for (name, offset, buffer), parts in cuts:
+        for (name, offset, buffer), parts in pieces:
             for number, start, stop in parts:
                 place = buffer[start - offset : stop - offset]
                 if number in self._places:
@@ -157,10 +157,10 @@ class BroadcastReader:
             except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
                 self._stop(error)
         for member in group.members:
-            if member == self._coordinator.rank or member in self._told_stopped:
+            if member == self._coordinator.rank or member in self._stopped_peers:
                 continue
             if row is None:
-                self._told_stopped.add(member)
+                self._stopped_peers.add(member)
             self._start_send(member, at, torch.tensor([_STOPPED if row is None else _FINE], dtype=torch.uint8))
             if row is not None:
                 self._start_send(member, at, row)
@@ -168,7 +168,7 @@ class BroadcastReader:
             self._put(number, row)
 
     def _start_send(self, member: int, at: int, row: torch.Tensor) -> None:
-        if member in self._told_stopped and row.numel() != 1:
+        if member in self._stopped_peers and row.numel() != 1:
             return  # it is gone since
         try:
             self._sent.append((at, member, self._coordinator.send(row, member), row))
@@ -206,16 +206,16 @@ class BroadcastReader:
         self._is_over = True
 
     def _lose(self, rank: int, error: RankError) -> None:
-        """Expect nothing any more of a rank that is gone, and tell it nothing."""
+        """Neither receive from nor send to a rank that is lost."""
         self._silent.add(rank)
-        self._told_stopped.add(rank)
+        self._stopped_peers.add(rank)
         self._stop(error)
 
     def _settle(self, until: int) -> None:
         """Wait for what was sent up to a round, and let it go."""
         while self._sent and self._sent[0][0] <= until:
             _, member, work, _row = self._sent.popleft()
-            if member in self._told_stopped and self._coordinator.has_lost_rank:
+            if member in self._stopped_peers and self._coordinator.has_lost_rank:
                 continue
             try:
                 self._coordinator.wait(work, member)

@@ -41,7 +41,7 @@ class _Source:
         return self._saved
 
     def close(self) -> None:
-        """Let go of the checkpoint and of its files."""
+        """Release the checkpoint and its files."""
         self._saved = None
 
 
@@ -63,7 +63,7 @@ class SavedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type it is handed out in."""
+        """The type of its tensors."""
         return torch_dtype(self._entry)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
@@ -73,7 +73,7 @@ class SavedTensor:
             index: Integers, slices and an ellipsis, as for a tensor.
 
         Raises:
-            IndexError: It lies outside.
+            IndexError: It is out of range.
             CheckpointError: The elements are missing or damaged.
             NoMemoryError: They do not fit into memory.
             StorageError: The store failed.
@@ -108,7 +108,7 @@ def _range(pick: int | slice, size: int) -> tuple[int, int]:
     """Return the first element along a dimension, and how many to read."""
     if isinstance(pick, int):
         if not -size <= pick < size:
-            raise IndexError(f"index {pick} lies outside of {size} elements")
+            raise IndexError(f"index {pick} is out of range for {size} elements")
         return pick % size, 1
     numbers = range(*pick.indices(size))
     if not numbers:
@@ -146,10 +146,10 @@ class Opened(Mapping[Any, Any]):
             self._paths.setdefault(dotted(path), []).append(path)
 
     def __getitem__(self, name: str | Path) -> Any:
-        """Return a tensor, or a value, or the nest below a name.
+        """Return a tensor, a value, or the subtree below a name.
 
         Raises:
-            UnknownNameError: There is no such name; a KeyError too.
+            UnknownNameError: The name is unknown; also a KeyError.
             AmbiguousError: Several have it; a tuple of keys decides.
             UsageError: The checkpoint was closed.
         """
@@ -174,7 +174,7 @@ class Opened(Mapping[Any, Any]):
             )
         if isinstance(found, TensorRef):
             return SavedTensor(self._source, saved.arrays[found.path])
-        return saved.materialised(found)
+        return saved.read_tree(found)
 
     def close(self) -> None:
         """Close the files that were opened. Its names stay known; reading from it, or from its tensors, is an error."""
@@ -202,15 +202,15 @@ def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) 
     `with open(path) as checkpoint:` closes its files at the end of the block.
 
     Args:
-        path: Where it lies.
+        path: The path or URL of the checkpoint.
         verify: `"read"`: blocks that are touched are checked against their hashes; False: they are not.
         base: As `load` takes it.
 
     Raises:
-        SourceNotFoundError: Nothing lies there.
+        SourceNotFoundError: Nothing is stored there.
         CheckpointError: It cannot be read.
         UsageError: An unknown way to verify.
     """
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
-    return Opened(CheckpointSource(as_url(path), verify, None, base or ""))
+    return Opened(CheckpointSource(as_url(path), verify, bases=base or ""))

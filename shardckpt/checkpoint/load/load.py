@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -13,15 +13,23 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.broadcast import BroadcastReader
-from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker, plan_load
-from shardckpt.checkpoint.load.model_shapes import shapes_of
-from shardckpt.checkpoint.load.source import CheckpointSource, Rules, Verify, compiled, require_way_to_verify
+from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker
+from shardckpt.checkpoint.load.load_planner import plan_load
+from shardckpt.checkpoint.load.source import (
+    CheckpointSource,
+    KeyMap,
+    Rules,
+    Verify,
+    compile_key_map,
+    require_rules,
+    require_way_to_verify,
+)
 from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest, as_pending_reads
 from shardckpt.checkpoint.stateful.flatten import Models
 from shardckpt.checkpoint.stateful.stateful import build_call_error
-from shardckpt.deprecation import renamed_params
+from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
-from shardckpt.format.reader import NamedBases
+from shardckpt.format.reader import NamedBases, ParamShapes
 from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import (
@@ -33,6 +41,7 @@ from shardckpt.plan.layout.read_sharing import (
 )
 from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
+from shardckpt.state.local.local_shards import LocalModel
 from shardckpt.storage.resolve_url import as_url
 
 _SHOWN_CHARACTERS = 40_000
@@ -56,7 +65,7 @@ class MismatchError(StateMismatchError, UsageError):
         fix = "Nothing was changed. Names may differ with strict=False, types with cast=True."
         if besides:
             names = ", ".join(map(escape, besides[:_SHOWN_NAMES])) + (", ..." if len(besides) > _SHOWN_NAMES else "")
-            fix += f" The checkpoint also holds {names}: to load only what you passed, partial=True."
+            fix += f" The checkpoint also holds {names}: to load only what you passed, ignore_extra=True."
         super().__init__(f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}", fix=fix)
 
     def __str__(self) -> str:
@@ -70,13 +79,32 @@ class MismatchError(StateMismatchError, UsageError):
         return f"{self.what}: {'; '.join(listed)}{more}. {self.fix}"
 
 
-@renamed_params(group="process_group", fan_out="broadcast_reads")
+def _replace_partial(partial: Any) -> tuple[str, Any]:
+    is_flag = partial is None or isinstance(partial, bool)
+    return ("ignore_extra", bool(partial)) if is_flag else ("include", partial)
+
+
+def _replace_rules(rules: Any) -> tuple[str, Any] | None:
+    return ("key_map", rules) if isinstance(rules, Mapping) else None
+
+
+EARLIER_PARAMS: dict[str, str | Replace] = {
+    "fan_out": "broadcast_reads",
+    "partial": _replace_partial,
+    "rules": _replace_rules,
+}
+"""Earlier parameters of a load, which go with the next release."""
+
+
+@renamed_params(group="process_group", **EARLIER_PARAMS)
 def load(
     state: Any,
     path: Any = None,
     *,
     strict: bool = True,
-    partial: Sequence[str] | bool = False,
+    include: Sequence[str] | None = None,
+    ignore_extra: bool = False,
+    key_map: KeyMap = None,
     rules: Rules = None,
     cast: bool = False,
     verify: Verify = "read",
@@ -94,22 +122,23 @@ def load(
 
     Args:
         state: As for `save`: models, optimizers (also new ones), objects and tensors are filled in place,
-            plain values in its dicts replaced. Without `path`, where the checkpoint lies.
-        path: Where the checkpoint lies: our own format, or any other that can be read.
+            plain values in its dicts replaced. Without `path`, the path of the checkpoint.
+        path: The path or URL of the checkpoint, in any readable format.
         strict: Names that are missing or unexpected are errors, parameters of optimizers and globs without a match
             among them; otherwise they are left alone.
-        partial: True: what the checkpoint has besides is left alone. Or globs of dotted names, of parts (`"model"`) or
-            of what is in them: nothing else is loaded, or missed.
-        rules: Regular expressions to what stands for them, for every key of the checkpoint's names. Or a TOML file of
-            rules, or the name of a set that comes along: they give the model, and its optimizer, other shapes too.
+        include: Globs of dotted names, of parts (`"model"`) or of what is in them: nothing else is loaded or missed.
+        ignore_extra: Values that only the checkpoint has are not errors.
+        key_map: Regular expressions to their replacements, for every key of the checkpoint's names, after `rules`.
+        rules: A TOML file of rules, or the name of a set that comes with the package: they change names and shapes of
+            the model and its optimizer.
         cast: Convert where a type differs from the saved one; otherwise that is an error.
         verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are, before
-            anything is changed; False: none but those in folders that are no longer what the checkpoint refers to.
-        base: Where a folder lies that the checkpoint refers to, if it was moved, or lies on another store, where it is
+            anything is changed; False: none, except in folders that have changed since the checkpoint referred to them.
+        base: The folder that the checkpoint refers to, if it was moved or is on another store, where it is
             opened only if it is named here: a path or URL for the one that is not beside it, or a dict from what it
-            calls them. False: leave alone what lies in other folders, since the state has it already.
+            calls them. False: do not load what is stored in other folders, since the state has it already.
         broadcast_reads: What several ranks hold alike is read by one of them and sent to the others: data-parallel
-            replicas then read every byte once, not once each. None: where the checkpoint is behind a URL. What lies in
+            replicas then read every byte once, not once each. None: if the checkpoint is behind a URL. A file in
             a folder is kept in memory by the operating system, and read again from there faster than it is sent; True
             is for folders on a network.
         unequal_steps: What becomes of an optimizer's steps that differ among parameters that are one flat parameter
@@ -123,7 +152,7 @@ def load(
     Raises:
         UsageError: An argument is of no use.
         StateMismatchError: The checkpoint does not fit; the message lists everything that is wrong.
-        SourceNotFoundError: Nothing lies there.
+        SourceNotFoundError: Nothing is stored there.
         CheckpointError: It is damaged, incomplete, or cannot be read.
         StateDictError: The `load_state_dict` of an object raised an exception: the message names the object.
         RankError: Another rank failed or is gone.
@@ -131,32 +160,40 @@ def load(
     """
 
     def checked_globs() -> tuple[str, ...] | None:
-        _require_bools(strict=strict, cast=cast, broadcast_reads=False if broadcast_reads is None else broadcast_reads)
+        _require_bools(
+            strict=strict,
+            cast=cast,
+            ignore_extra=ignore_extra,
+            broadcast_reads=False if broadcast_reads is None else broadcast_reads,
+        )
         require_way_to_verify(verify)
         require_way_with_steps(unequal_steps)
-        compiled(rules)
-        return globs_of(partial)
+        compile_key_map(key_map)
+        require_rules(rules)
+        return _read_globs(include)
 
     if path is None:
         globs = checked_globs()
-        if globs is not None or cast:
-            name = "cast" if cast else "partial"
+        if globs is not None or ignore_extra or cast:
+            name = "cast" if cast else "ignore_extra" if ignore_extra else "include"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         with gc_paused():
-            saved = CheckpointSource(as_url(state), verify, rules, _named(base))
+            saved = CheckpointSource(as_url(state), verify, rules, key_map, _named(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
             skipped: list[Path] = []
-            tree = saved.materialised(saved.tree, skipped)
+            tree = saved.read_tree(saved.tree, skipped)
         if skipped:
             names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
             warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=3)
         return tree
     order: _Order | Exception
     try:
-        options = LoadOptions(strict, checked_globs(), cast, is_own_only=base is False, unequal_steps=unequal_steps)
-        order = _Order(_Source(as_url(path), verify, rules, _named(base)), options, broadcast_reads)
+        options = LoadOptions(
+            strict, checked_globs(), ignore_extra, cast, is_own_only=base is False, unequal_steps=unequal_steps
+        )
+        order = _Order(_Source(as_url(path), verify, rules, key_map, _named(base)), options, broadcast_reads)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         order = error
     coordinator = get_channels(process_group).main
@@ -181,6 +218,7 @@ class _Source(NamedTuple):
     path: str
     verify: Verify
     rules: Rules
+    key_map: KeyMap
     bases: NamedBases
 
 
@@ -268,14 +306,14 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
     """Plan the load, and check that everything is there and fits; nothing is changed."""
     source, options, broadcast_reads = order
     models = cache(lambda: Models(state))
-    saved = CheckpointSource(*source, get_shapes=lambda: shapes_of(models()))
-    if options.partial is None:
+    saved = CheckpointSource(*source, get_shapes=lambda: find_param_shapes(models()))
+    if options.takes_all:
         saved.expect_most()
     if source.verify == "full":
         saved.check_blocks(coordinator.rank, coordinator.size, own_only=options.is_own_only)
     plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
     _require_fit(plan)
-    wanted = saved.ready([(each.entry, each.array) for each in plan.arrays])
+    wanted = saved.locate_requests([(each.entry, each.array) for each in plan.arrays])
     if coordinator.size == 1 or not (
         broadcast_reads or (broadcast_reads is None and not saved.store.capabilities.is_local)
     ):
@@ -288,7 +326,7 @@ def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[Br
     """Execute the plan; return its error, or an empty message."""
     values, failure = [], None
     try:
-        values = [each._replace(tree=session.saved.materialised(each.tree)) for each in session.plan.values]
+        values = [each._replace(tree=session.saved.read_tree(each.tree)) for each in session.plan.values]
     except Exception as error:  # noqa: BLE001  (others may wait for what this rank was to read)
         failure = error
     try:
@@ -342,7 +380,7 @@ def _shared(messages: list[bytes]) -> list[bytes]:
 _IDENTITY_BYTES = 16
 
 MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
-"""Said of a load that failed while it read."""
+"""Note on an error of a load that failed while it read."""
 
 
 _SHOWN_NAMES = 10
@@ -356,19 +394,13 @@ def _add_note(error: Exception, note: str) -> None:
         error.add_note(note)
 
 
-def globs_of(partial: Any) -> tuple[str, ...] | None:
-    """Return the globs that `partial` means; None for everything, the rest of the checkpoint included.
-
-    Raises:
-        UsageError: It is neither True, False nor names.
-    """
-    if partial is None or isinstance(partial, bool):
-        return ("*",) if partial else None
-    globs = (partial,) if isinstance(partial, str) else tuple(partial) if isinstance(partial, Iterable) else (partial,)
+def _read_globs(include: Any) -> tuple[str, ...] | None:
+    """Return globs as a tuple; None for None. Raises UsageError if they are not text."""
+    if include is None:
+        return None
+    globs = (include,) if isinstance(include, str) else tuple(include) if isinstance(include, Iterable) else (include,)
     if not all(isinstance(glob, str) for glob in globs):
-        raise UsageError(
-            "`partial` is neither True nor names", found=partial, expected="True, or globs of dotted names"
-        )
+        raise UsageError("`include` must be globs of dotted names", found=include)
     return globs
 
 
@@ -381,3 +413,26 @@ def _require_fit(plan: LoadPlan) -> None:
         listed = [f"unexpected: {dotted(path)}" for path in plan.unexpected]
         besides = [dotted(root) for root in plan.unexpected_roots()]
         raise MismatchError([*plan.problems, *listed], [*plan.problems, *plan.unexpected_shown()], besides)
+
+
+def find_param_shapes(models: Iterable[LocalModel]) -> ParamShapes | None:
+    """Return the names, shapes, order and ties of the parameters of models; None without a model.
+
+    A reader needs them for flat parameters if no file has them.
+
+    Args:
+        models: The models of a state, each once.
+    """
+    shapes = [_model_shapes(model) for model in models]
+    return replace(shapes[0], others=tuple(shapes[1:])) if shapes else None
+
+
+def _model_shapes(model: LocalModel) -> ParamShapes:
+    """Return a model's parameters, tied ones under each name; buffers are not in flat parameters."""
+    names = {name: model.aliases.get(name, name) for name in model.names}
+    shapes = {
+        name: model.arrays[first].shape
+        for name, first in names.items()
+        if first in model.arrays and first not in model.buffers
+    }
+    return ParamShapes(shapes, "the model that is loaded into", model.aliases)

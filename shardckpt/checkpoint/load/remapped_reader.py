@@ -42,7 +42,7 @@ class RemappedReader(Reader):
 
     @property
     def raw_store(self) -> Store:
-        """The files as they lie."""
+        """The files as they are stored."""
         return self._inner.raw_store
 
     @property
@@ -97,7 +97,7 @@ def remap_reader(reader: Reader, place: str) -> RemappedReader:
             name, _, slot = key.rpartition("/")
             path = (*root, "state", name, slot)
             tensors[path] = entry._replace(path=path)
-        objects |= _values_of(root, state)
+        objects |= _build_values(root, state)
     roots = found.optimizers
     objects |= {path: entry for path, entry in manifest.objects.items() if not any(path[: len(r)] == r for r in roots)}
     rest = {path: entry for path, entry in manifest.tensors.items() if path not in gone}
@@ -122,7 +122,7 @@ def _state(reader: Reader, manifest: Manifest, root: Path, model: NamedModel) ->
     return replace(state, tensors=dict(zip(state.tensors, located, strict=True)))
 
 
-def _values_of(root: Path, state: optimizer_state.OptimizerState) -> dict[Path, ObjectEntry]:
+def _build_values(root: Path, state: optimizer_state.OptimizerState) -> dict[Path, ObjectEntry]:
     values = to_paths({STATE: state.scalars, GROUPS: [dict(group) for group in state.groups]})
     if state.tensors:
         values.pop((STATE,), None)
@@ -130,7 +130,7 @@ def _values_of(root: Path, state: optimizer_state.OptimizerState) -> dict[Path, 
 
 
 def _same(reader: Reader, entries: Sequence[TensorEntry]) -> bool:
-    """Tell whether arrays of one element hold the same bits."""
+    """Return True if arrays of one element hold the same bits."""
     pieces = PieceReader(reader.store)
     buffers = [bytearray(nbytes(entry.stored, 1)) for entry in entries]
     pieces.fill(

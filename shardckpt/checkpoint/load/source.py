@@ -15,9 +15,9 @@ import torch
 from shardckpt.boxes import full_box
 from shardckpt.checkpoint.load.remapped_reader import remap_reader
 from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, ReadRequest
-from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled, find
+from shardckpt.checkpoint.load.unflatten import ForeignValue, fill_tree, find, iter_refs
 from shardckpt.checkpoint.stateful.flatten import TensorRef
-from shardckpt.checkpoint.stateful.stateful import revived
+from shardckpt.checkpoint.stateful.stateful import from_named_value
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.payload import BLOCK_BYTES
@@ -30,8 +30,11 @@ from shardckpt.plan.naming.sections import split_flat_names
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
 
-Rules = Mapping[str, str] | str | os.PathLike[str] | None
-"""Regular expressions to what stands for them in every key, or where a file of rules lies, or the name of a set."""
+KeyMap = Mapping[str, str] | None
+"""Regular expressions to their replacements, for every key of the names of a checkpoint."""
+
+Rules = str | os.PathLike[str] | None
+"""A TOML file of rules, or the name of a set that comes with the package."""
 
 Verify = str | bool
 VERIFY = (False, "read", "full")
@@ -41,17 +44,18 @@ class CheckpointSource:
     """A checkpoint that is open.
 
     Args:
-        url: Where it lies.
+        url: Its path or URL.
         verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
-        rules: Regular expressions and what stands for them in every key of every path; or a file of rules.
+        rules: A file of rules.
+        key_map: Regular expressions to their replacements, for every key of every path, after the rules.
         bases: Folders that the caller names of those that it refers to.
         get_shapes: Returns the parameters of flat parameters, where known; called where no file has them.
 
     Raises:
-        SourceNotFoundError: Nothing lies there.
+        SourceNotFoundError: Nothing is stored there.
         CheckpointError: It cannot be read, or is damaged.
         UsageError: An unknown way to verify; it refers to no folder that could have been moved; flat parameters of
-            which nothing tells the members.
+            which no file lists the members.
     """
 
     def __init__(
@@ -59,14 +63,15 @@ class CheckpointSource:
         url: str,
         verify: Verify = "read",
         rules: Rules = None,
+        key_map: KeyMap = None,
         bases: NamedBases = "",
         get_shapes: Callable[[], ParamShapes | None] = lambda: None,
     ) -> None:
         require_way_to_verify(verify)
-        self._rules = compiled(rules)
+        self._key_map = compile_key_map(key_map)
         self._reader: Reader = _with_shapes(open_checkpoint(url, bases), get_shapes)
         self._files = self._reader
-        if isinstance(rules, (str, os.PathLike)):
+        if rules is not None:
             self._reader = remap_reader(self._reader, os.fspath(rules))
         self.url = url
         self.manifest = split_flat_names(self._reader.manifest)
@@ -79,15 +84,15 @@ class CheckpointSource:
 
     @property
     def is_native(self) -> bool:
-        """Tell whether it is of our own format."""
+        """Whether it is in the native format."""
         return isinstance(self._reader, NativeReader)
 
     def expect_most(self) -> None:
         """Say that most arrays will be asked for: they are described in one go, which is cheaper than one by one."""
         self.manifest.tensors.values()
 
-    def lies_elsewhere(self, entry: TensorEntry) -> bool:
-        """Tell whether an array lies in other folders than the checkpoint."""
+    def is_elsewhere(self, entry: TensorEntry) -> bool:
+        """Return True if an array is stored in other folders than the checkpoint."""
         return bool(entry.pieces) and all(piece.file in self.manifest.elsewhere for piece in entry.pieces)
 
     def check_blocks(self, share: int = 0, shares: int = 1, *, own_only: bool = False) -> None:
@@ -96,7 +101,7 @@ class CheckpointSource:
         Args:
             share: Which, from 0.
             shares: How many there are.
-            own_only: Leave out files that lie in other folders.
+            own_only: Skip files in other folders.
 
         Raises:
             ChecksumError: A block is not what was saved.
@@ -108,24 +113,24 @@ class CheckpointSource:
             for start in range(0, size, BATCH_BYTES):
                 self._store.read([Read(name, start, memoryview(bytearray(min(BATCH_BYTES, size - start))))])
 
-    def renamed(self, key: Any) -> Any:
+    def rename_key(self, key: Any) -> Any:
         """Return a key as the rules have it."""
         if isinstance(key, str):
-            for pattern, new in self._rules:
+            for pattern, new in self._key_map:
                 key = pattern.sub(new, key)
         return key
 
     @cached_property
     def arrays(self) -> Mapping[Path, TensorEntry]:
         """The arrays, by path."""
-        if not self._rules:
+        if not self._key_map:
             return self.manifest.tensors
         found: dict[Path, TensorEntry] = {}
         for path, entry in self.manifest.tensors.items():
-            new = tuple(map(self.renamed, path))
+            new = tuple(map(self.rename_key, path))
             if new in found:
                 raise NameCollisionError(
-                    "`rules` give two tensors one name",
+                    "`key_map` gives two tensors one name",
                     where=dotted(new),
                     found=f"{dotted(found[new].path)} and {dotted(path)}",
                     fix="Make the expressions narrower.",
@@ -136,7 +141,7 @@ class CheckpointSource:
     @cached_property
     def paths(self) -> list[Path]:
         """Where arrays and other values are."""
-        return [*self.arrays, *(tuple(map(self.renamed, path)) for path in self.manifest.objects)]
+        return [*self.arrays, *(tuple(map(self.rename_key, path)) for path in self.manifest.objects)]
 
     @cached_property
     def tree(self) -> Any:
@@ -146,33 +151,33 @@ class CheckpointSource:
 
             def decode_ref(value: ArrayRef | NamedValue) -> object:
                 if isinstance(value, NamedValue):
-                    return revived(value)
-                return TensorRef(tuple(map(self.renamed, records[value.number].path)), value.kind)
+                    return from_named_value(value)
+                return TensorRef(tuple(map(self.rename_key, records[value.number].path)), value.kind)
 
             return self._renamed_keys(self._reader.decode_state(decode_ref))
-        return self._foreign_nest()
+        return self._build_foreign_tree()
 
     def _renamed_keys(self, tree: Any) -> Any:
-        if not self._rules:
+        if not self._key_map:
             return tree
         if isinstance(tree, dict):
-            return type(tree)((self.renamed(key), self._renamed_keys(value)) for key, value in tree.items())
+            return type(tree)((self.rename_key(key), self._renamed_keys(value)) for key, value in tree.items())
         if type(tree) in (list, tuple):
             return type(tree)(map(self._renamed_keys, tree))
         return tree
 
-    def _foreign_nest(self) -> Any:
+    def _build_foreign_tree(self) -> Any:
         values: dict[Path, Any] = {path: TensorRef(path) for path in self.arrays}
         for path, entry in self.manifest.objects.items():
             value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
-            values[tuple(map(self.renamed, path))] = ForeignValue(value, path)
+            values[tuple(map(self.rename_key, path))] = ForeignValue(value, path)
         return unflatten(values, has_lists=True)
 
     def find(self, path: Path) -> tuple[Any, bool]:
         """Return what was saved at a path, and whether anything was."""
         return find(self.tree, path)
 
-    def materialised(self, tree: Any, skipped: list[Path] | None = None) -> Any:
+    def read_tree(self, tree: Any, skipped: list[Path] | None = None) -> Any:
         """Return a part of the tree with its arrays read, on the CPU.
 
         Args:
@@ -183,7 +188,7 @@ class CheckpointSource:
             CheckpointError: It cannot be read.
             NoMemoryError: An array does not fit into memory.
         """
-        paths = list(dict.fromkeys(at.path for at in arrays_in(tree)))
+        paths = list(dict.fromkeys(at.path for at in iter_refs(tree)))
         entries = self.locate([self.arrays[path] for path in paths])  # before memory is taken for them
         made: dict[Path, torch.Tensor] = {}
         wanted = []
@@ -192,10 +197,10 @@ class CheckpointSource:
             shard = LocalShard(full_box(entry.shape), made[path])
             wanted.append((entry, TensorShards(entry.shape, made[path].dtype, (shard,))))
         self.elements.read(wanted)
-        return filled(tree, made, skipped)
+        return fill_tree(tree, made, skipped)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read the elements that lie on this rank, and no others, into their places.
+        """Read the elements that this rank holds, and no others, into their places.
 
         Args:
             wanted: Arrays with where their elements go, of any type.
@@ -204,9 +209,9 @@ class CheckpointSource:
             CheckpointError: Elements are missing, damaged, or of a kind that cannot be read.
             StorageError: The store failed.
         """
-        self.elements.read(self.ready(wanted))
+        self.elements.read(self.locate_requests(wanted))
 
-    def ready(self, wanted: Sequence[ReadRequest]) -> list[ReadRequest]:
+    def locate_requests(self, wanted: Sequence[ReadRequest]) -> list[ReadRequest]:
         """Return what is wanted, once it is sure that all of its elements are there; nothing is read.
 
         Args:
@@ -235,7 +240,7 @@ class CheckpointSource:
 
     @cached_property
     def identity(self) -> bytes:
-        """16 bytes that tell this checkpoint from another one that lay or will lie in its place."""
+        """16 bytes that differ for another checkpoint under the same path."""
         if isinstance(self._reader, NativeReader):
             content: object = self._reader.commit.manifest_sha256
         else:
@@ -252,13 +257,13 @@ class CheckpointSource:
 
 
 def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -> Reader:
-    """Return a reader that knows what lies in its flat parameters; the same one where files tell that."""
+    """Return a reader that knows the members of its flat parameters; the same one if files list them."""
     known = get_shapes() if reader.needs_param_shapes else None
     if known is not None:
         reader = reader.with_param_shapes(known)
     if reader.needs_param_shapes:
         raise UsageError(
-            "these are flat parameters of FSDP1, and no file tells the shapes of what lies in them",
+            "these are flat parameters of FSDP1, and no file has the shapes of their members",
             where=reader.store.url,
             fix="Load into the model, `load({'model': model}, path)`; or load what `shardckpt consolidate SRC DST"
             " --shapes-from MODEL --part all` writes.",
@@ -273,36 +278,39 @@ def require_way_to_verify(verify: Any) -> None:
         UsageError: It means nothing.
     """
     if not (isinstance(verify, bool) or (isinstance(verify, str) and verify in VERIFY)):
-        raise UsageError("this is no way to verify", found=repr(verify), expected="False, 'read' or 'full'")
+        raise UsageError("`verify` must be False, 'read' or 'full'", found=repr(verify))
 
 
-def compiled(rules: Any) -> list[tuple[re.Pattern[str], str]]:
-    """Return regular expressions, and what stands for what they match; none for a file of rules.
+def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:
+    """Return regular expressions and their replacements.
 
     Args:
-        rules: Both, as strings.
+        key_map: Both, as strings.
 
     Raises:
-        UsageError: There is one that is neither, or no regular expression.
+        UsageError: It is not a mapping of strings to strings, or a string is not a regular expression.
     """
-    if isinstance(rules, (str, os.PathLike)):
-        return []
-    if rules is not None and not isinstance(rules, Mapping):
-        expected = "regular expressions to what stands for them, or a file of rules"
-        raise UsageError("`rules` are no mapping", found=rules, expected=expected)
-    found = []
-    for pattern, new in (rules or {}).items():
+    if key_map is not None and not isinstance(key_map, Mapping):
+        expected = "a dict of regular expressions to their replacements"
+        raise UsageError("`key_map` must be a dict", found=key_map, expected=expected, fix="Pass a file as `rules`.")
+    patterns = []
+    for pattern, new in (key_map or {}).items():
+        found = f"{pattern!r}: {new!r}"
         if not (isinstance(pattern, str) and isinstance(new, str)):
-            raise UsageError("a rule is not two strings", where="rules", found=f"{pattern!r}: {new!r}")
+            raise UsageError("a key map must have two strings for each rule", where="key_map", found=found)
         try:
-            made = re.compile(pattern)
-            made.sub(new, "")  # what stands for a match may refer to groups that there are not
+            compiled = re.compile(pattern)
+            compiled.sub(new, "")  # the replacement may refer to a group that does not exist
         except (re.error, IndexError) as error:
-            raise UsageError(
-                f"a rule is no regular expression: {error}", where="rules", found=f"{pattern!r}: {new!r}"
-            ) from error
-        found.append((made, new))
-    return found
+            raise UsageError(f"invalid regular expression: {error}", where="key_map", found=found) from error
+        patterns.append((compiled, new))
+    return patterns
+
+
+def require_rules(rules: Any) -> None:
+    """Raise UsageError unless rules are a file, the name of a set or None."""
+    if rules is not None and not isinstance(rules, (str, os.PathLike)):
+        raise UsageError("`rules` must be a file of rules", found=rules, fix="Pass a dict of expressions as `key_map`.")
 
 
 def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
@@ -329,7 +337,7 @@ def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
-    """Return the type that an array is handed out in.
+    """Return the type that an array is loaded as.
 
     Raises:
         UnsupportedError: This torch has no such type.

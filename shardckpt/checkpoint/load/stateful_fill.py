@@ -1,7 +1,7 @@
 """Objects with `state_dict` and `load_state_dict`: which tensors of their state are filled in place, and what they get.
 
-A checkpoint has whole tensors; an object that holds a sharded model takes DTensors, cut as its own are. So the tensors
-that its `state_dict()` returns are filled, each rank with its part, and handed back in the tree that was saved.
+A checkpoint has full tensors; an object that holds a sharded model takes DTensors with its own sharding. So the tensors
+that its `state_dict()` returns are filled, each rank with its shard, and passed back in the tree that was saved.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.checkpoint.stateful.flatten import TensorRef, as_rows
+from shardckpt.checkpoint.stateful.flatten import TensorRef, view_as_dtensor
 from shardckpt.checkpoint.stateful.stateful import dtype_name, is_optimizer, is_stateful
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.keys.kinds import is_sharded_tensor
 
-_ABSENT = object()
+_MISSING = object()
 
 
 class Fill(NamedTuple):
@@ -39,7 +39,7 @@ class Fill(NamedTuple):
 
 @dataclass
 class Handover:
-    """What an object is handed.
+    """The state that an object receives.
 
     Attributes:
         tree: As it was saved; what is filled in place are the object's own tensors.
@@ -81,7 +81,7 @@ class _Match:
         self.made = Handover()
 
     def visit(self, saved: Any, own: Any, path: Path) -> Any:
-        """Return what is handed over for a part of the tree."""
+        """Return what the object receives for a part of the tree."""
         if isinstance(saved, TensorRef):
             return self._array(saved, own, path)
         if isinstance(saved, dict):
@@ -89,7 +89,7 @@ class _Match:
                 (key, self.visit(each, _member(own, key), (*path, path_key(key)))) for key, each in saved.items()
             )
         if type(saved) in (list, tuple):
-            theirs = own if isinstance(own, list) and len(own) == len(saved) else [_ABSENT] * len(saved)
+            theirs = own if isinstance(own, list) and len(own) == len(saved) else [_MISSING] * len(saved)
             pairs = enumerate(zip(saved, theirs, strict=True))
             return type(saved)(self.visit(each, its, (*path, at)) for at, (each, its) in pairs)
         return saved
@@ -97,7 +97,7 @@ class _Match:
     def _array(self, saved: TensorRef, own: Any, path: Path) -> Any:
         entry = self._arrays[saved.path]
         if is_sharded_tensor(own):
-            self.made.fills.append(Fill(path, saved.path, as_rows(own, path)))
+            self.made.fills.append(Fill(path, saved.path, view_as_dtensor(own, path)))
             return own
         if isinstance(own, DTensor) or (isinstance(own, torch.Tensor) and _can_be_filled(own, entry)):
             self.made.fills.append(Fill(path, saved.path, own))
@@ -123,14 +123,14 @@ def _expanded(own: Any, path: Path) -> Any:
 def _member(own: Any, key: Any) -> Any:
     """Return what a mapping has under a key, which another format may have spelled as text."""
     if not isinstance(own, dict):
-        return _ABSENT
+        return _MISSING
     if key in own:
         return own[key]
-    return next((each for other, each in own.items() if str(other) == str(key)), _ABSENT)
+    return next((each for other, each in own.items() if str(other) == str(key)), _MISSING)
 
 
 def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
-    """Tell whether a plain tensor has its own memory for what was saved; if not, the object gets a new one."""
+    """Return True if a plain tensor has memory for what was saved; if not, the object gets a new one."""
     return (
         tuple(own.shape) == entry.shape
         and dtype_name(own.dtype) == entry.dtype

@@ -12,7 +12,7 @@ import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, shift
 from shardckpt.checkpoint.load import torch_casts
-from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, lies_flat, narrowed
+from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cpu, narrow_to_box
 from shardckpt.dtypes import nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
@@ -37,7 +37,7 @@ class ElementReader:
     """Reads the elements of arrays whose pieces are located.
 
     Args:
-        store: Where the files lie; it checks what it reads where that was asked for.
+        store: The store of the files; it checks what it reads if that was asked for.
     """
 
     def __init__(self, store: Store) -> None:
@@ -162,7 +162,7 @@ def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadReques
 def _shards(array: TensorShards, entry: TensorEntry) -> Iterator[LocalShard]:
     """Yield what is held; what needs a buffer on its way in parts that fit a batch."""
     for shard in array.shards:
-        if lies_flat(shard.tensor) and shard.tensor.dtype == getattr(torch, entry.stored):
+        if is_flat_on_cpu(shard.tensor) and shard.tensor.dtype == getattr(torch, entry.stored):
             if shard.box.volume:
                 yield shard
         else:
@@ -186,20 +186,20 @@ class _Batch:
 
 
 def _place(request: ReadRequest) -> tuple[str, int]:
-    """Return about where elements lie, so that they are read in the order in which they do."""
+    """Return about where elements are stored, so that they are read in the order of files and offsets."""
     pieces = request[0].pieces
     return (pieces[0].file, getattr(pieces[0].layout, "offset", 0)) if pieces else ("", 0)
 
 
 def _straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
-    """Return the reads that fill a shard of an array; None where its elements do not lie as they are held."""
-    if not lies_flat(shard.tensor) or shard.tensor.dtype != getattr(torch, entry.stored):
+    """Return the reads that fill a shard of an array; None if its elements are stored in another form."""
+    if not is_flat_on_cpu(shard.tensor) or shard.tensor.dtype != getattr(torch, entry.stored):
         return None
     return straight_reads(ReadItem(entry.pieces, shard.box, entry.stored, flat_bytes(shard.tensor)))
 
 
 def _batches(wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
-    """Cut what is wanted into batches; no buffer is made before its batch is asked for."""
+    """Divide requests into batches; no buffer is made before its batch is asked for."""
     batch = _Batch()
     for entry, array in wanted:
         for box, tensor in _parts(array, entry):
@@ -216,7 +216,7 @@ def _batches(wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
 
 
 def _windows(wanted: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
-    """Cut what is wanted where a window is full, by bytes or by pieces."""
+    """Divide requests into windows, limited by bytes and by pieces."""
     start = held = pieces = 0
     for at, (entry, array) in enumerate(wanted):
         held += sum(shard.tensor.nbytes for shard in array.shards)
@@ -229,7 +229,7 @@ def _windows(wanted: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
 
 
 def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
-    """Cut reads into batches in the order in which they lie; where a file's blocks end, so that none is in two."""
+    """Divide reads into batches in the order of their offsets, at borders of blocks, so that no block is in two."""
     batch = _Batch()
     last: tuple[str, int] = ("", 0)
     for name, offset, buffer in sorted(reads, key=lambda read: read[:2]):
@@ -256,13 +256,13 @@ def _parts(array: TensorShards, entry: TensorEntry) -> Iterator[tuple[Box, torch
                 yield box, tensor
             continue
         for part in contiguous_blocks(box, most):
-            yield part, narrowed(tensor, shift(part, box.offset))
+            yield part, narrow_to_box(tensor, shift(part, box.offset))
 
 
 def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Callable[[], object] | None]:
     """Return where to read to: the tensor's own memory where that is what is stored, else a copy to take from."""
     stored = getattr(torch, entry.stored)
-    if lies_flat(tensor) and tensor.dtype == stored:
+    if is_flat_on_cpu(tensor) and tensor.dtype == stored:
         return flat_bytes(tensor), None
     staged = torch.empty(tuple(tensor.shape), dtype=stored)
     delivered = getattr(torch, entry.dtype)

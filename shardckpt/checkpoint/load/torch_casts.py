@@ -54,7 +54,7 @@ def _copy(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor | None:
 
 
 def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
-    """Tell whether a type has room for every value of another, rounding aside; neither is complex."""
+    """Return True if a type holds every value of another, rounding aside; neither is complex."""
     if stored in (wanted, torch.bool):
         return True
     if wanted.is_floating_point:
@@ -67,7 +67,7 @@ def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def _lost(values: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
-    """Tell which elements became others by more than rounding."""
+    """Return a mask of the elements that changed by more than rounding."""
     if cast.dtype.is_floating_point:
         wide = values.double()
         return wide.isfinite() & (~cast.float().isfinite() | (wide.abs() > _largest(cast.dtype)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardckpt.checkpoint.stateful.flatten import TensorRef
-from shardckpt.checkpoint.stateful.stateful import revived
+from shardckpt.checkpoint.stateful.stateful import from_named_value
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub
 from shardckpt.format.encodings.tagged_json import NamedValue
@@ -34,7 +34,7 @@ class ForeignValue:
 
 
 def find(tree: Any, path: Path) -> tuple[Any, bool]:
-    """Return what lies at a path of a tree, and whether anything does."""
+    """Return the value at a path of a tree, and whether there is one."""
     found = tree
     for key in path:
         if isinstance(found, dict):
@@ -49,19 +49,19 @@ def find(tree: Any, path: Path) -> tuple[Any, bool]:
     return found, True
 
 
-def arrays_in(tree: Any) -> Iterator[TensorRef]:
+def iter_refs(tree: Any) -> Iterator[TensorRef]:
     """Yield the arrays of a tree."""
     if isinstance(tree, TensorRef):
         yield tree
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from arrays_in(value)
+            yield from iter_refs(value)
     elif type(tree) in (list, tuple):
         for value in tree:
-            yield from arrays_in(value)
+            yield from iter_refs(value)
 
 
-def filled(tree: Any, made: Mapping[Path, torch.Tensor], skipped: list[Path] | None = None) -> Any:
+def fill_tree(tree: Any, made: Mapping[Path, torch.Tensor], skipped: list[Path] | None = None) -> Any:
     """Return a tree with its arrays, and values as plain ones.
 
     Args:
@@ -77,14 +77,14 @@ def filled(tree: Any, made: Mapping[Path, torch.Tensor], skipped: list[Path] | N
     if isinstance(tree, ForeignValue):
         return tree.plain(skipped)
     if isinstance(tree, dict):
-        rows = ((key, lambda each=each: filled(each, made, skipped), _path_of(each)) for key, each in tree.items())
+        rows = ((key, lambda each=each: fill_tree(each, made, skipped), _get_path(each)) for key, each in tree.items())
         return type(tree)(_readable(rows, skipped))
     if type(tree) in (list, tuple):
-        return type(tree)(filled(value, made, skipped) for value in tree)
+        return type(tree)(fill_tree(value, made, skipped) for value in tree)
     return tree
 
 
-def _path_of(value: Any) -> Path:
+def _get_path(value: Any) -> Path:
     return value.path if isinstance(value, ForeignValue) else ()
 
 
@@ -113,7 +113,7 @@ def _plain(value: Any, path: Path, skipped: list[Path] | None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_plain(each, (*path, at), skipped) for at, each in enumerate(value))
     if isinstance(value, Dtype):
-        return revived(NamedValue("dtype", value.name))
+        return from_named_value(NamedValue("dtype", value.name))
     if isinstance(value, InstanceStub) or type(value).__module__.startswith("shardckpt."):
         raise UnsupportedError("this value can only be read by what wrote it", where=dotted(path), found=repr(value))
     return value

@@ -113,7 +113,7 @@ def require_one_path(reports: Sequence[RankReport]) -> None:
         raise UsageError(
             "ranks save to different paths",
             found=paths,
-            fix="Make the name once and tell it to all ranks: a time or a random part is another on each.",
+            fix="Choose the name on one rank and broadcast it: a time or a random part differs between ranks.",
         )
 
 
@@ -232,7 +232,7 @@ def _merge_optional_values(reports: Iterable[RankReport]) -> dict[Path, Any]:
             if known != data:
                 raise UsageError(
                     f"`{dotted(path)}` differs between rank {first} and rank {rank}, which keep it of one parameter",
-                    fix="Let all ranks step their optimizers alike, or load the same checkpoint on all.",
+                    fix="Step the optimizers of all ranks alike, or load the same checkpoint on all.",
                 )
             if path not in found:
                 found[path] = each.decode()

@@ -26,7 +26,7 @@ class LocalSavePlan:
         arrays: The arrays, in the order of the state tree.
         buffers: Which of these ranks may have different values of: rank 0's are saved.
         ties: Further path of an array to its first.
-        frozen: Which of these are not written: they lie in the base.
+        frozen: Which of these are not written: they are in the base.
     """
 
     arrays: tuple[LocalTensor, ...]
@@ -188,7 +188,7 @@ def _build_rank_plan(
 
 
 def create_single_rank_plan(flattened: FlattenedState, *, trainable_only: bool = False) -> GlobalSavePlan:
-    """Return the plan of a world of one: everything, as it lies.
+    """Return the plan of a world of one: everything, as it is in memory.
 
     Args:
         flattened: The state.
@@ -222,17 +222,17 @@ def _find_replica_groups(
     local_plans: Sequence[LocalSavePlan],
 ) -> tuple[list[ReplicaGroup], list[dict[int, list[tuple[int, int]]]]]:
     """Return the replica groups, and for each rank which of its boxes belong to which group."""
-    holders: dict[tuple[Path, Box], dict[int, tuple[int, int]]] = {}
+    owners: dict[tuple[Path, Box], dict[int, tuple[int, int]]] = {}
     buffers: frozenset[Path] = frozenset().union(*(local_plan.buffers for local_plan in local_plans))
     shared = _held_twice(local_plans)
     for rank, local_plan in enumerate(local_plans) if shared else ():
         for at, array in enumerate(local_plan.arrays):
             for which, box in enumerate(array.boxes) if array.path in shared else ():
                 if box.volume:
-                    holders.setdefault((array.path, box), {})[rank] = (at, which)
+                    owners.setdefault((array.path, box), {})[rank] = (at, which)
     numbers: dict[ReplicaGroup, int] = {}
     positions: list[dict[int, list[tuple[int, int]]]] = [{} for _ in local_plans]
-    for (path, _), ranks in holders.items():
+    for (path, _), ranks in owners.items():
         if len(ranks) > 1 and path not in buffers:
             number = numbers.setdefault(tuple(ranks), len(numbers))
             for rank, position in ranks.items():

@@ -14,7 +14,7 @@ from shardckpt.manifest import Path, dotted
 
 
 def value_digests(flattened: FlattenedState) -> bytes:
-    """Return what tells each plain value, and each container, from another, for finding the one that differs."""
+    """Return digests of each plain value and each container, to find the one that differs."""
     values: dict[str, ValueSummary] = {}
     containers: dict[str, ValueSummary] = {}
     _collect(flattened.tree, (), values, containers)
@@ -76,7 +76,7 @@ def _differences(summaries: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
 
 
 def _difference(name: str, summaries: Sequence[Sequence[str] | None]) -> str:
-    """Return how a value differs between the first rank and the first other one that has another; empty if none."""
+    """Return how a value differs between rank 0 and another rank; empty if it does not."""
     odd = next((rank for rank, each in enumerate(summaries) if (each or [""])[0] != (summaries[0] or [""])[0]), None)
     if odd is None:
         return ""

@@ -194,7 +194,7 @@ class StepFinder:
             damages: What is wrong with steps whose load failed.
             faults: What is wrong with other steps.
         """
-        what = "no step here is complete" if wanted is None else f"there is no complete step {wanted} here"
+        what = "no step here is complete" if wanted is None else f"step {wanted} is not complete, or not here"
         listed = [*damages, *faults]
         more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
         fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."

@@ -75,7 +75,7 @@ def async_save(
         Where to ask for the result.
 
     Raises:
-        TargetExistsError: Something lies there and `overwrite` is false.
+        TargetExistsError: The target exists and `overwrite` is false.
         UnsupportedError: Something in the state cannot be saved; the message names its dotted path.
         UsageError: A value differs between ranks; another save is under way, and `on_busy` is `"raise"`.
         RankError: Another rank failed or is gone; the message names it.
@@ -112,7 +112,7 @@ def _parse_max_staging_bytes(max_staging_bytes: int | str | None) -> int | None:
 
 def _require_way_when_busy(on_busy: Any) -> None:
     if on_busy not in ("wait", "raise"):
-        raise UsageError("no way to deal with a save under way", found=repr(on_busy), expected="'wait' or 'raise'")
+        raise UsageError("`on_busy` must be 'wait' or 'raise'", found=repr(on_busy))
 
 
 def _refusal(on_busy: OnBusy) -> Exception | None:
@@ -127,7 +127,7 @@ def _refusal(on_busy: OnBusy) -> Exception | None:
 class _Copy:
     """The copy of a state, made by the call and written by the saver's thread.
 
-    A signal may end the call at any point. What ranks have agreed on is then taken back by the thread, which tells them
+    A signal may end the call at any point. The save is then rolled back by the thread, which sends the other ranks
     why, or by the call where the thread has not started: whoever claims the rest of the save.
 
     Args:
@@ -140,7 +140,7 @@ class _Copy:
         self._task, self._session = task, session
         self._staging = StagingArea(BUFFERS, budget)
         self._staged: SimpleQueue[StagedSave | Exception] = SimpleQueue()
-        self._is_whole = self._is_claimed = False
+        self._is_complete = self._is_claimed = False
 
     def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedSave, FlattenedState]:
         """Plan with the other ranks. Collective; a failure is raised on all."""
@@ -162,7 +162,7 @@ class _Copy:
                 staged = self._session.stage(planned, flattened)
                 self._staged.put(staged)
                 self._staging.fill(staged.payloads, flattened.arrays)
-            self._is_whole = True
+            self._is_complete = True
         except Exception as error:
             self._fail(error)
             if self._is_claimed:
@@ -173,7 +173,7 @@ class _Copy:
 
     def abandon(self) -> None:
         """Give the save up unless all is copied: a signal has ended the call."""
-        if self._is_whole or self._is_claimed:
+        if self._is_complete or self._is_claimed:
             return
         if self._claim():
             self._session.leave()
@@ -193,7 +193,7 @@ class _Copy:
                     self._session.commit(planned, error)
 
     def _fail(self, error: Exception) -> None:
-        """Tell the thread that no more will come, and why."""
+        """Send the thread the reason why no more data will come."""
         self._staged.put(error)
         self._staging.fail(error)
 

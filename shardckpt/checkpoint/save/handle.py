@@ -25,7 +25,7 @@ class SaveTimings:
         capture: Looking at the state and planning with the other ranks.
         staging: Copying the state, and waiting for buffers where it is larger than the budget.
         write: Writing the copy, since staging began.
-        publish: Telling the other ranks, and putting the result in place.
+        publish: Agreeing with the other ranks, and putting the result in place.
     """
 
     waiting: float = 0.0
@@ -46,7 +46,7 @@ class SaveEvent(NamedTuple):
     Attributes:
         path: The target.
         phase: What has ended: `waiting`, `capture`, `staging`, `write`, `publish`; at last `done` or `failed`.
-        seconds: How long the phase took; for the last two, the whole save.
+        seconds: How long the phase took; for the last two, all of the save.
         error: Why it failed.
     """
 
@@ -98,7 +98,7 @@ class AsyncSaveTask:
         return SaveTimings(**self._seconds)
 
     def claim(self) -> bool:
-        """Take over the rest of the save, and tell whether nobody had: its thread, or the call that was interrupted."""
+        """Claim the rest of the save, for its thread or for the interrupted call; return True if it was unclaimed."""
         return self._claimed.acquire(blocking=False)
 
     def start(self, work: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class AsyncSaveTask:
         self._thread.start()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end; tell whether it has come.
+        """Wait for the end; return True if it has come.
 
         Args:
             timeout: Seconds; None for as long as it takes.
@@ -154,7 +154,7 @@ class AsyncSaveTask:
             return
         try:
             self._on_event(event)
-        except Exception:  # noqa: BLE001  (a logger that fails is no reason to lose a checkpoint)
+        except Exception:  # noqa: BLE001  (a logger that fails must not fail the save)
             _LOG.exception("on_event failed at %s of the save to %s", event.phase, self.path)
 
 
@@ -170,7 +170,7 @@ class SaveHandle:
         self._task = task
 
     def done(self) -> bool:
-        """Tell whether the save is over, well or not."""
+        """Return True if the save has succeeded or failed."""
         return self._task.is_over
 
     def result(self, timeout: float | None = None) -> None:

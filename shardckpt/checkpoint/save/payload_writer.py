@@ -1,4 +1,4 @@
-"""From memory to payload files: what is planned is written as it lies, hashed on its way, through a bounded buffer."""
+"""Write payload files from memory, and hash them on the way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, held, tensor_bytes
+from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, tensor_bytes, view_box
 from shardckpt.format.native.partial_manifest import WrittenPayload
 from shardckpt.format.native.payload import FileHasher, PayloadFile
 from shardckpt.manifest import Path
@@ -17,7 +17,7 @@ from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
 SLICE_BYTES = 4 << 20
-"""Bytes handed to the disk at once: as many are hashed meanwhile."""
+"""Bytes of one write; as many are hashed meanwhile."""
 
 _GATHERED_BYTES = 1 << 20
 
@@ -33,7 +33,7 @@ def write_payloads(
 
     Args:
         publication: Where they go.
-        payloads: As they were laid out.
+        payloads: Their layout.
         source: Gives their contents.
         checksums: Hash every block of what is written.
         digests: Hash every chunk too.
@@ -55,15 +55,15 @@ def write_payloads(
 
 
 def iter_contents(payload: PayloadFile, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
-    """Yield the bytes of a file, as they lie in memory now.
+    """Yield the bytes of a file from memory.
 
     Args:
-        payload: The file as it was laid out.
-        arrays: What lies here.
+        payload: The layout of the file.
+        arrays: The arrays of this rank.
     """
     yield memoryview(payload.header)
     for chunk in payload.chunks:
-        yield from tensor_bytes(held(arrays[chunk.path], chunk.box))
+        yield from tensor_bytes(view_box(arrays[chunk.path], chunk.box))
 
 
 class _Hashing:
@@ -96,7 +96,7 @@ class _Stream:
         self._small = bytearray()
 
     def add(self, data: memoryview) -> None:
-        """Append bytes; they are no longer looked at when this returns."""
+        """Append bytes; they may change when this returns."""
         if len(data) <= SMALL_BYTES:
             self._small += data
             if len(self._small) >= _GATHERED_BYTES:

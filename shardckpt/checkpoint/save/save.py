@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import ALONE, get_channels, resolve_process_group
-from shardckpt.checkpoint.load.source import compiled
+from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
@@ -44,21 +44,21 @@ def save(
 ) -> None:
     """Save what a training run holds. Collective: every rank of the group calls it with its own state.
 
-    Nothing lies under `path` before all of it is there and safe; what lay there before stays until then. A save in the
+    Nothing appears under `path` before all of it is safely stored; the former content stays until then. A save in the
     background is waited for first; if it failed and nobody has asked, that is raised here, and nothing is saved.
 
     Args:
         state: Models, optimizers, anything with `state_dict` and `load_state_dict`, tensors, plain values, in dicts and
-            lists of any depth. Tensors that are no DTensors, and plain values, are the same on every rank.
+            lists of any depth. Tensors other than DTensors, and plain values, must be equal on every rank.
         path: The folder to become the checkpoint, or a URL that fsspec knows.
-        overwrite: Replace a checkpoint that lies there.
-        checksums: Store a hash of every 4 MiB block, and make sure that what several ranks hold is the same.
+        overwrite: Replace an existing checkpoint.
+        checksums: Store a hash of every 4 MiB block, and require that replicated data is equal.
         process_group: The ranks that save; all where None.
         custom_metadata: Free text by name, kept in the manifest. Reserved for `Checkpointer`: `run.branch` and names
             that begin with `metric.`.
         base: A checkpoint to refer to for what has not changed since, which is then not written again: one that was
             saved with `store_digests` or a base of its own. It has to stay where it is. Or a function that returns it,
-            called on the first rank when the save begins.
+            called on rank 0 when the save begins.
         store_digests: Store a hash of each tensor's bytes, so that a later save can have this one as its base; a save
             with a base does so anyway.
         trainable_only: Refer to the base for every parameter that does not require gradients, and make sure that it is
@@ -67,7 +67,7 @@ def save(
             wrappers and adapters (PEFT) put around names is known.
 
     Raises:
-        TargetExistsError: Something lies there and `overwrite` is false.
+        TargetExistsError: The target exists and `overwrite` is false.
         UnsupportedError: Something in the state cannot be saved; the message names its dotted path.
         UsageError: A value differs between ranks; a frozen parameter differs from the base.
         RankError: Another rank failed or is gone; the message names it.
@@ -83,7 +83,7 @@ def save(
 
 
 GetBase = Callable[[], str | None]
-"""Returns where the base of a save lies; None where it has none."""
+"""Returns the path or URL of the base of a save; None for none."""
 
 
 def build_save_options(
@@ -109,7 +109,7 @@ def build_save_options(
     ask: GetBase = base if callable(base) else lambda: url
     key_map = _require_texts("base_key_map", base_key_map)
     if key_map:
-        compiled(key_map)
+        compile_key_map(key_map)
     wants_digests = store_digests or base is not None
     return SaveOptions(
         as_url(path), overwrite, checksums, read_notes(custom_metadata), ask, wants_digests, trainable_only, key_map
@@ -117,7 +117,7 @@ def build_save_options(
 
 
 def check_save_options(path: object, *arguments: Any) -> tuple[SaveOptions, Exception | None]:
-    """Return the way to save, or what is wrong with the arguments: the first message tells the other ranks.
+    """Return the options, or the error in the arguments, which the first message sends to the other ranks.
 
     Args:
         path: As for `build_save_options`.
@@ -176,7 +176,7 @@ def saver_for(group: dist.ProcessGroup | None, refusal: Exception | None = None)
 
     Args:
         group: The ranks; all where None.
-        refusal: Raised where a rank is gone, since nobody can be told.
+        refusal: Raised if a rank is lost, since it cannot be sent.
     """
     channels, key = get_channels(group, refusal), resolve_process_group(group)
     if key is None:

@@ -65,8 +65,8 @@ class SaveOptions:
 
     Attributes:
         path: The target.
-        overwrite: Replace one checkpoint of shardckpt that lies there.
-        checksums: Hash blocks, compare what several ranks hold.
+        overwrite: Replace one checkpoint of shardckpt.
+        checksums: Hash blocks, and compare replicated data.
         custom_metadata: Free text by name, for the manifest.
         base: Returns which checkpoint to refer to, when the save begins; None or an empty text for none. Called on
             rank 0.
@@ -333,7 +333,9 @@ class SaveSession:
             assert cache is not None, "a rank that has no plan cached receives one"
             rank_plan = cache.rank_plan
         needs_base = response.hints is not None or bool(rank_plan.frozen)
-        model = flattened.model if is_alone and response.hints is None else None  # of Hugging Face if nothing is absent
+        model = (
+            flattened.model if is_alone and response.hints is None else None
+        )  # a folder that refers to others is not one
         frozen_params = self._saver.frozen_params.copy() if needs_base else None
         return PlannedSave(response, rank_plan, local_plan, model, frozen_params), flattened
 

@@ -12,12 +12,12 @@ import torch
 from shardckpt.boxes import contiguous_blocks, full_box
 from shardckpt.checkpoint.stateful.tensor_bytes import (
     SMALL_BYTES,
-    copied_bytes,
-    flat,
-    held,
+    copy_bytes,
     is_flat,
-    lies_flat,
-    narrowed,
+    is_flat_on_cpu,
+    narrow_to_box,
+    view_as_bytes,
+    view_box,
 )
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import PayloadFile
@@ -34,7 +34,7 @@ _LEAST_BUFFERS = 4
 
 _PAGE_BYTES = 4096
 _PART_BYTES = 1 << 20
-"""Bytes of what does not lie in one piece that are put in order at a time, besides the budget."""
+"""Bytes of a tensor that is not contiguous that are copied at a time, besides the budget."""
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ class BufferPool(Generic[T]):
             self._changed.notify()
 
     def close(self) -> None:
-        """Tell whoever waits that no buffer will come."""
+        """Release a waiting `take`: no buffer will come."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -188,13 +188,13 @@ class StagingArea:
         budget: Bytes that they may take; None for no limit.
 
     Attributes:
-        rounds: How often what was copied was handed over, and how often the loop had to wait for that plus one.
+        rounds: How often copied buffers were queued for the writing thread: one more than the loop had to wait.
     """
 
     def __init__(self, pool: BufferPool[StagingBuffer], budget: int | None) -> None:
         pool.open(budget)
         self._pool = pool
-        self._handed: SimpleQueue[_Filled | Exception] = SimpleQueue()
+        self._queue: SimpleQueue[_Filled | Exception] = SimpleQueue()
         self._filled: list[_Filled] = []
         self._block: StagingBuffer | None = None
         self._used = 0
@@ -207,36 +207,36 @@ class StagingArea:
         """Copy what is to be written; once this returns, the arrays may change.
 
         Args:
-            payloads: Files as they were laid out.
-            arrays: What lies here.
+            payloads: The layouts of the files.
+            arrays: The arrays of this rank.
         """
         try:
             for payload in payloads:
                 self._put_bytes(memoryview(payload.header))
                 for chunk in payload.chunks:
-                    self._put(held(arrays[chunk.path], chunk.box))
+                    self._put(view_box(arrays[chunk.path], chunk.box))
                 self._end_block(ends_file=True)
             self._hand_over()
         except _NobodyWritesError:
             return
 
     def fail(self, error: Exception) -> None:
-        """Tell the writing thread that no more will come, and why."""
-        self._handed.put(error)
+        """Send the writing thread the reason why no more data will come."""
+        self._queue.put(error)
 
     def _put(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
             self._devices.add(tensor.device)
         if not tensor.numel():
             return
-        if tensor.nbytes <= SMALL_BYTES and lies_flat(tensor):
-            self._put_bytes(copied_bytes(tensor))
+        if tensor.nbytes <= SMALL_BYTES and is_flat_on_cpu(tensor):
+            self._put_bytes(copy_bytes(tensor))
             return
         if is_flat(tensor):
-            self._put_flat(flat(tensor))
+            self._put_flat(view_as_bytes(tensor))
             return
         for box in contiguous_blocks(full_box(tuple(tensor.shape)), _PART_BYTES // tensor.element_size()):
-            self._put_flat(flat(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous()))
+            self._put_flat(view_as_bytes(narrow_to_box(tensor, box).resolve_conj().resolve_neg().contiguous()))
 
     def _put_flat(self, data: torch.Tensor) -> None:
         for start, stop, block, at in self._spans(data.numel()):
@@ -281,7 +281,7 @@ class StagingArea:
         self._devices.clear()
         self.rounds += 1
         for each in self._filled:
-            self._handed.put(each)
+            self._queue.put(each)
         self._filled.clear()
 
     # The saver's side
@@ -293,11 +293,11 @@ class StagingArea:
             payload: The file; they come in the order in which they are copied.
 
         Raises:
-            Exception: What `fail` was told.
+            Exception: The error that `fail` was called with.
         """
         del payload
         while True:
-            got = self._handed.get()
+            got = self._queue.get()
             if isinstance(got, Exception):
                 raise got
             yield got.block.view[: got.nbytes]
@@ -306,5 +306,5 @@ class StagingArea:
                 return
 
     def close(self) -> None:
-        """Tell the copying thread that nothing is written any more."""
+        """Release the copying thread: nothing is written any more."""
         self._pool.close()

@@ -1,4 +1,4 @@
-"""Flatten a state: from the objects of a user to a tree of plain values and the arrays that lie on this rank."""
+"""Flatten a state: from the objects of a user to a tree of plain values and the arrays of this rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.stateful.stateful import (
     PerRank,
-    array_of,
     check_tensor,
     get_state_dict,
     is_optimizer,
     is_stateful,
-    named,
+    tensor_from_numpy,
+    to_named_value,
 )
 from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
@@ -59,8 +59,8 @@ class FlattenedState:
         ties: Further path of an array to its first.
         optional_values: Values that a rank may lack: what optimizers keep of parameters of which it has no part.
         per_rank_values: Values that each rank saves for itself, by the path of the list of all ranks'.
-        buffers: Arrays of which ranks may have different ones; the first rank's counts.
-        model: Where the first model is; None where there is none.
+        buffers: Arrays that may differ between ranks; rank 0's are saved.
+        model: Where the first model is; None without a model.
         frozen: Parameters that take no part in gradients.
         slots: Where optimizers keep their state, with the names of their parameters in order.
         variants: Where further weights of a model are, with where that is; None where it is not saved.
@@ -82,7 +82,7 @@ class Models:
     """The models of a state, each looked at once; optimizers find theirs here.
 
     Args:
-        state: As the user handed it in.
+        state: As the user passed it.
     """
 
     def __init__(self, state: Any) -> None:
@@ -101,11 +101,11 @@ class Models:
                 self._look(each, (*path, path_key(key)))
 
     def __iter__(self) -> Iterator[LocalModel]:
-        """Yield what lies here of each model, in the order of the state."""
+        """Yield this rank's part of each model, in the order of the state."""
         return (found for _, found in self._found.values())
 
     def of(self, model: nn.Module) -> LocalModel:
-        """Return what of a model lies here."""
+        """Return this rank's part of a model."""
         return self._found[id(model)][1]
 
     def description_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
@@ -139,7 +139,7 @@ def require_no_flat_shard(tensor: torch.Tensor, path: Path, shards: FlatShards) 
     """Refuse a tensor that is a rank's shard of a flat parameter: other ranks have other elements under its name.
 
     Args:
-        tensor: As the user handed it in.
+        tensor: As the user passed it.
         path: Where it is in the state.
         shards: The flat parameters of this process.
 
@@ -150,7 +150,7 @@ def require_no_flat_shard(tensor: torch.Tensor, path: Path, shards: FlatShards) 
         raise FlatShardError(dotted(path))
 
 
-def as_rows(value: torch.Tensor, path: Path) -> DTensor:
+def view_as_dtensor(value: torch.Tensor, path: Path) -> DTensor:
     """Return a ShardedTensor as a DTensor over the same memory.
 
     Args:
@@ -159,14 +159,14 @@ def as_rows(value: torch.Tensor, path: Path) -> DTensor:
 
     Raises:
         FlatShardError: It is a flat parameter of a LOCAL state.
-        ShardedTensorError: It is cut in another way than into rows.
+        ShardedTensorError: It is sharded in another way than by rows.
     """
     if is_flat_part(str(path[-1]) if path else "", value):
         raise FlatShardError(dotted(path))
     return as_dtensor(dotted(path), value, None)
 
 
-def require_model_of(optim: torch.optim.Optimizer, path: Path, shards: FlatShards) -> None:
+def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShards) -> None:
     """Refuse an optimizer of flat parameters whose model is not in the state: nothing names what it keeps.
 
     Args:
@@ -248,7 +248,7 @@ class _StateFlattener:
         if is_stateful(value):
             return self._visit(get_state_dict(value, path), path)
         if isinstance(value, np.ndarray):
-            return self._tensor(array_of(value, path), path, "numpy")
+            return self._tensor(tensor_from_numpy(value, path), path, "numpy")
         return value
 
     def _check_depth(self, path: Path) -> None:
@@ -267,14 +267,14 @@ class _StateFlattener:
         except UnsupportedError as error:
             raise UnsupportedError(error.what, where=dotted(path), found=error.found, fix=error.fix) from error
         self._kept.append(value)
-        is_whole = not isinstance(value, DTensor) and value.numel()
-        self._add(path, array, _memory(array) if is_whole else ("object", id(value)))
+        is_full = not isinstance(value, DTensor) and value.numel()
+        self._add(path, array, _memory(array) if is_full else ("object", id(value)))
         return TensorRef(path, kind)
 
     def _sharded_tensor(self, value: torch.Tensor, path: Path) -> TensorRef:
         """Take what torch's wrapper gives where it has no mesh."""
         self._kept.append(value)
-        self._add(path, get_tensor_shards(as_rows(value, path)), ("object", id(value)))
+        self._add(path, get_tensor_shards(view_as_dtensor(value, path)), ("object", id(value)))
         return TensorRef(path)
 
     def _add(self, path: Path, array: TensorShards, identity: Hashable) -> None:
@@ -314,8 +314,8 @@ class _StateFlattener:
                 array = found.arrays[name]
                 if array.shards and array.shards[0].tensor.is_meta:
                     check_tensor(array.shards[0].tensor, place)
-                is_whole = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
-                self._add(place, array, _memory(array) if is_whole else ("model", id(found), name))
+                is_full = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
+                self._add(place, array, _memory(array) if is_full else ("model", id(found), name))
                 tree[name] = TensorRef(place)
                 if name in found.buffers:
                     self._made.buffers.add(place)
@@ -333,7 +333,7 @@ class _StateFlattener:
             model = self._models.foreign_for(optim)
             if model is None:
                 if not self._is_per_rank:
-                    require_model_of(optim, path, self._shards)
+                    require_model_for(optim, path, self._shards)
                 return self._visit(get_state_dict(optim, path), path)
             return self._visit(torch_fsdp1.full_optim_state(model, optim, offload=False, first_only=False), path)
         try:
@@ -378,6 +378,6 @@ def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> o
 
     def leaf(value: object, at: Path) -> ArrayRef | NamedValue | None:
         del at
-        return ArrayRef(number(value), value.kind) if isinstance(value, TensorRef) else named(value)
+        return ArrayRef(number(value), value.kind) if isinstance(value, TensorRef) else to_named_value(value)
 
     return tagged_json.encode(tree, path, leaf)

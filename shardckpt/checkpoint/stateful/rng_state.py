@@ -36,7 +36,7 @@ class RNGState(PerRank):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the generators go on where they were.
+        """Restore the states of the generators.
 
         Args:
             state: As `state_dict` returned it.

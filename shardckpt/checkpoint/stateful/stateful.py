@@ -51,7 +51,7 @@ class PerRank:
 
     def load_state_dict(self, state: Any) -> None:
         """Take this rank's state back."""
-        self.held = _given_back(self.held, state)
+        self.held = _fill_in_place(self.held, state)
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
         """Take what another number of ranks saved, if there is a rule for that.
@@ -72,7 +72,7 @@ def _takes_state(held: object) -> bool:
     return isinstance(held, Stateful) and not isinstance(held, type)
 
 
-def _given_back(held: Any, saved: Any) -> Any:
+def _fill_in_place(held: Any, saved: Any) -> Any:
     """Return what was saved, in the memory and the containers that are there as far as it fits them."""
     if _takes_state(held):
         held.load_state_dict(saved)
@@ -86,24 +86,24 @@ def _given_back(held: Any, saved: Any) -> Any:
             return saved
         held[...] = saved
     elif isinstance(held, dict) and isinstance(saved, dict):
-        given = {key: _given_back(held.get(key), each) for key, each in saved.items()}
+        given = {key: _fill_in_place(held.get(key), each) for key, each in saved.items()}
         held.clear()
         held.update(given)
     elif type(held) is list and type(saved) is list:
         rest = [None] * (len(saved) - len(held))
-        held[:] = [_given_back(own, each) for own, each in zip((*held, *rest), saved, strict=False)]
+        held[:] = [_fill_in_place(own, each) for own, each in zip((*held, *rest), saved, strict=False)]
     else:
         return saved
     return held
 
 
 def is_optimizer(value: object) -> bool:
-    """Tell whether an object is an optimizer, whose state belongs to parameters of a model."""
+    """Return True if an object is an optimizer, whose state belongs to parameters of a model."""
     return isinstance(value, torch.optim.Optimizer) and not _keeps_state_elsewhere(value)
 
 
 def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer is a container of others: it gives their state, and has none in its own `state`."""
+    """Return True if an optimizer contains others: it returns their state, and its own `state` is empty."""
     if type(optim).state_dict is torch.optim.Optimizer.state_dict or optim.state:
         return False
     state: Any = optim.state_dict()
@@ -111,7 +111,7 @@ def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
 
 
 def is_stateful(value: object) -> bool:
-    """Tell whether an object gives and takes its state itself."""
+    """Return True if an object has `state_dict` and `load_state_dict`."""
     return not isinstance(value, (type, nn.Module)) and isinstance(value, Stateful)
 
 
@@ -189,22 +189,22 @@ def check_array(value: np.ndarray[Any, Any], path: Path) -> None:
         )
 
 
-def array_of(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
+def tensor_from_numpy(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
     """Return a numpy array as a tensor of the same elements.
 
     Raises:
-        UnsupportedError: It holds something that is no number, or it is of a class that keeps more than elements.
+        UnsupportedError: Its elements are not numbers, or its class keeps more than elements.
     """
     check_array(value, path)
     if not dtypes.is_known(value.dtype.name):
         raise UnsupportedError(f"a numpy array of type {value.dtype} cannot be saved", where=dotted(path))
     native = value.astype(value.dtype.newbyteorder("="), copy=False)  # torch knows no other byte order
-    whole = np.ascontiguousarray(native).reshape(value.shape)
-    return torch.from_numpy(whole if whole.flags.writeable else whole.copy())
+    dense = np.ascontiguousarray(native).reshape(value.shape)
+    return torch.from_numpy(dense if dense.flags.writeable else dense.copy())
 
 
-def named(value: object) -> NamedValue | None:
-    """Return a value that only torch or numpy knows in its inert form; None for any other."""
+def to_named_value(value: object) -> NamedValue | None:
+    """Return a value that only torch or numpy knows by its kind and text; None for any other."""
     if isinstance(value, NamedValue):
         return value
     if isinstance(value, torch.dtype):
@@ -218,8 +218,8 @@ def named(value: object) -> NamedValue | None:
     return None
 
 
-def revived(value: NamedValue) -> object:
-    """Return the value that `named` made inert.
+def from_named_value(value: NamedValue) -> object:
+    """Return the value that `to_named_value` returned.
 
     Raises:
         UnsupportedError: This torch has no such type.

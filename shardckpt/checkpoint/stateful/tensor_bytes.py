@@ -11,14 +11,14 @@ from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, shift
 from shardckpt.state.local.local_shards import TensorShards
 
 STAGED_BYTES = 16 << 20
-"""Bytes of what does not lie in one piece in this machine's memory that are copied at a time."""
+"""Bytes of a tensor that is not contiguous in this machine's memory that are copied at a time."""
 
 SMALL_BYTES = 64 << 10
 """Bytes up to which a tensor is copied and written with others: that takes less time than a view of each."""
 
 
-def held(array: TensorShards, box: Box) -> torch.Tensor:
-    """Return the elements of a box of an array, as a view of what lies here.
+def view_box(array: TensorShards, box: Box) -> torch.Tensor:
+    """Return the elements of a box of an array, as a view of this rank's shard.
 
     Args:
         array: Of which this rank holds all of the box.
@@ -28,12 +28,12 @@ def held(array: TensorShards, box: Box) -> torch.Tensor:
         if shard.box == box:
             return shard.tensor
         if box.volume and intersect(shard.box, box) == box:
-            return narrowed(shard.tensor, shift(box, shard.box.offset))
+            return narrow_to_box(shard.tensor, shift(box, shard.box.offset))
     assert not box.volume, "a plan gives a rank only what it holds"
     return torch.empty(0, dtype=torch.uint8)
 
 
-def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def narrow_to_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the elements of a box of a tensor, as a view."""
     for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
         if size != tensor.shape[dim]:
@@ -42,44 +42,44 @@ def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's elements in row-major order: as it lies where that is possible, else in staged parts.
+    """Yield a tensor's elements in row-major order: views if possible, else staged copies.
 
     Args:
         tensor: Plain, of any strides, on any device.
     """
     if not tensor.numel():
         return
-    if lies_flat(tensor):
-        yield copied_bytes(tensor) if tensor.nbytes <= SMALL_BYTES else flat_bytes(tensor)
+    if is_flat_on_cpu(tensor):
+        yield copy_bytes(tensor) if tensor.nbytes <= SMALL_BYTES else flat_bytes(tensor)
         return
     for box in contiguous_blocks(full_box(tuple(tensor.shape)), max(STAGED_BYTES // tensor.element_size(), 1)):
-        yield flat_bytes(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous().cpu())
+        yield flat_bytes(narrow_to_box(tensor, box).resolve_conj().resolve_neg().contiguous().cpu())
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's memory is its elements in row-major order."""
+    """Return True if a tensor's memory is its elements in row-major order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def lies_flat(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's memory is its elements in row-major order, on this machine."""
+def is_flat_on_cpu(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's memory is its elements in row-major order, on this machine."""
     return tensor.is_cpu and is_flat(tensor)
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor that is flat, as bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a tensor that lies flat; writing to it changes the tensor."""
+    """Return the memory of a flat tensor; writing to it changes the tensor."""
     if tensor.dtype in _PLAIN and tensor.numel():
         return memoryview(tensor.detach().numpy()).cast("B")  # type: ignore[arg-type]
-    return memoryview(flat(tensor).numpy())  # type: ignore[arg-type]
+    return memoryview(view_as_bytes(tensor).numpy())  # type: ignore[arg-type]
 
 
-def copied_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a copy of the memory of a small tensor that lies flat: a tenth of the time that a view takes to make."""
+def copy_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a copy of the memory of a small flat tensor: it takes a tenth of the time of a view."""
     return memoryview(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
 

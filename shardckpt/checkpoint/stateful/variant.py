@@ -14,7 +14,7 @@ from shardckpt.state.local.ema_shards import map_ema_shards
 from shardckpt.state.local.local_shards import LocalModel, TensorShards
 
 EXTRAS = ("n_averaged",)
-"""Names that lie beside a variant's weights, where an average was saved."""
+"""Names beside a variant's weights, if an average was saved."""
 
 
 class Variant:
@@ -60,10 +60,10 @@ class Variant:
         return {"n_averaged": self.weights.n_averaged} if isinstance(self.weights, AveragedModel) else {}
 
     def arrays(self, found: LocalModel) -> dict[str, TensorShards]:
-        """Return what lies here of a dict of tensors.
+        """Return this rank's part of a dict of tensors.
 
         Args:
-            found: What of the model lies here.
+            found: This rank's part of the model.
 
         Raises:
             UnsupportedError: A tensor that does not fit its parameter.

@@ -217,7 +217,7 @@ class TestShards:
             saved = values()
             names = [[*saved], ["large.0", "one"], ["large.1", "large.2"]][rank]
             state = {"model": {name: torch.full_like(saved[name], -1.0) for name in names}}
-            shardckpt.load(state, f"counted://{step}", partial=True)
+            shardckpt.load(state, f"counted://{step}", ignore_extra=True)
             return is_as_saved(state)
 
         assert run(3, body) == [True] * 3
@@ -272,14 +272,14 @@ class TestFailures:
 
     def test_a_rank_that_cannot_begin_keeps_nobody_waiting(self, step: Path) -> None:
         def body(rank: int, world: int):
-            whole = loading.CheckpointSource.materialised
+            whole = loading.CheckpointSource.read_tree
 
             def broken(self, nest):
                 if rank == 1:
                     raise ZeroDivisionError("before it began")
                 return whole(self, nest)
 
-            loading.CheckpointSource.materialised = broken
+            loading.CheckpointSource.read_tree = broken
             shardckpt.load(empty(), f"counted://{step}")
 
         for rank, raised in enumerate(raised_everywhere(3, body)):

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardckpt
 from shardckpt import core as ours
-from shardckpt.checkpoint.load.model_shapes import shapes_of
+from shardckpt.checkpoint.load.load import find_param_shapes
 from shardckpt.errors import UsageError
 from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.state.local.local_shards import local_model
@@ -113,18 +113,18 @@ def test_models_and_optimizers_are_filled_bit_for_bit(
 
 def test_a_model_tells_its_parameters_in_order_with_their_ties_and_no_buffers() -> None:
     model = built()
-    known = shapes_of([local_model(model)])
+    known = find_param_shapes([local_model(model)])
     assert known is not None
     parameters = model.named_parameters(remove_duplicate=False)
     assert list(known.shapes.items()) == [(name, tuple(parameter.shape)) for name, parameter in parameters]
     assert known.aliases == {"head.weight": "embed.weight"}
     assert known.is_ordered
-    assert shapes_of([]) is None
+    assert find_param_shapes([]) is None
 
 
 def test_a_process_without_a_group_loads_them(written: Path) -> None:
     model = blank()
-    shardckpt.load({"model": model}, written / "local-flat", partial=True)
+    shardckpt.load({"model": model}, written / "local-flat", ignore_extra=True)
     weights = {name: value for name, value in truth().items() if "/" not in name}
     assert differing(model.state_dict(), weights) == []
 
@@ -154,7 +154,7 @@ def test_another_model_is_refused_with_the_unit_and_left_alone(
     change(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UsageError, match=rf"into.*'{unit}._flat_param'.* found \d+ .* expected \d+ elements"):
-        shardckpt.load({"model": model}, written / name, partial=True)
+        shardckpt.load({"model": model}, written / name, ignore_extra=True)
     assert differing(model.state_dict(), before) == []
 
 
@@ -163,20 +163,20 @@ def test_another_model_is_refused_on_every_rank(written: Path) -> None:
         warnings.simplefilter("ignore")
         model = blank()
         other_width(model)
-        shardckpt.load({"model": FACES["flat"](model)}, written / "local-flat", partial=True)
+        shardckpt.load({"model": FACES["flat"](model)}, written / "local-flat", ignore_extra=True)
 
     assert all("'first._flat_param'" in each.message for each in raised_everywhere(2, body))
 
 
 @pytest.mark.parametrize("read", [shardckpt.load, shardckpt.open])
 def test_without_a_model_they_are_refused_with_the_way_out(read: Callable[[Path], Any], written: Path) -> None:
-    way_out = r"no file tells the shapes.*load\({.model.: model}, path\).*consolidate SRC DST --shapes-from"
+    way_out = r"no file has the shapes.*load\({.model.: model}, path\).*consolidate SRC DST --shapes-from"
     with pytest.raises(UsageError, match=way_out):
         read(written / "local-flat")
 
 
 def test_a_state_without_a_model_is_refused(written: Path) -> None:
-    with pytest.raises(UsageError, match="no file tells the shapes"):
+    with pytest.raises(UsageError, match="no file has the shapes"):
         shardckpt.load({"model": built().state_dict()}, written / "local-flat")
 
 
@@ -188,7 +188,7 @@ def test_of_several_models_each_file_is_of_the_one_that_fits(written: Path, tmp_
             shutil.copyfile(written / name / f"model_rank{rank}.pt", file)
     other = nn.Linear(3, 2)
     model, again = blank(), blank()
-    shardckpt.load({"other": other, "model_1": again, "model": model}, tmp_path, partial=["model*"])
+    shardckpt.load({"other": other, "model_1": again, "model": model}, tmp_path, include=["model*"])
     weights = {name: value for name, value in truth().items() if "/" not in name}
     assert differing(model.state_dict(), weights) == []
     assert differing(again.state_dict(), weights) == []

@@ -132,7 +132,7 @@ def test_they_stay_variants_when_the_step_is_written_anew(path: Path, tmp_path: 
 
 def test_a_model_can_be_loaded_with_them(path: Path) -> None:
     model = built(seed=4)
-    shardckpt.load({"slow": model}, path, partial=["slow.*weight"])
+    shardckpt.load({"slow": model}, path, include=["slow.*weight"])
     assert torch.equal(model[0].weight, 4 * built()[0].weight)
 
 

@@ -1,0 +1,283 @@
+"""Plan a load: visit a state, and add what it wants of a checkpoint to a plan."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardckpt import dtypes
+from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, LoadPlanBuilder, Put, Taker, model_names
+from shardckpt.checkpoint.load.optim_load_plan import OptimizerLoadPlanner
+from shardckpt.checkpoint.load.source import CheckpointSource
+from shardckpt.checkpoint.load.stateful_fill import hand_over
+from shardckpt.checkpoint.load.unflatten import iter_refs
+from shardckpt.checkpoint.stateful.flatten import (
+    Models,
+    TensorRef,
+    require_no_flat_shard,
+    view_as_dtensor,
+)
+from shardckpt.checkpoint.stateful.stateful import (
+    PerRank,
+    Stateful,
+    check_array,
+    check_tensor,
+    get_state_dict,
+    is_optimizer,
+    is_stateful,
+)
+from shardckpt.checkpoint.stateful.variant import EXTRAS, Variant
+from shardckpt.errors import UsageError
+from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
+from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.state.adapters.flat_shard_check import FlatShards
+from shardckpt.state.keys.kinds import is_sharded_tensor
+from shardckpt.state.local.local_shards import get_tensor_shards
+
+
+def plan_load(
+    state: Any, saved: CheckpointSource, options: LoadOptions, rank: int, world: int, models: Models
+) -> LoadPlan:
+    """Plan a load: compare a state with a checkpoint; nothing of either is changed.
+
+    Args:
+        state: The state as `load` takes it.
+        saved: The checkpoint.
+        options: Options of the load.
+        rank: This rank.
+        world: The number of ranks.
+        models: The models of the state.
+    """
+    builder = LoadPlanBuilder(saved, options)
+    planner = _LoadPlanner(builder, rank, world, models)
+    planner.visit(state, (), _refuse)
+    plan = builder.plan
+    if options.strict and options.takes_all:
+        plan.unexpected = list(planner.find_unexpected())
+    if options.strict:
+        plan.problems += [f"`include`: nothing is called {glob!r}" for glob in builder.unmatched_globs()]
+    return plan
+
+
+def _refuse(value: Any) -> None:
+    """Raise the error for a value that is not inside a container, and cannot be replaced."""
+    kind = type(value).__name__
+    raise UsageError(
+        "a plain value cannot be loaded in place",
+        found="None"
+        if value is None
+        else f"an empty {kind}"
+        if type(value) in (dict, list, tuple) and not value
+        else f"a value of type {kind}",
+        expected="a state that holds models, optimizers, tensors or values by name",
+        fix="Leave the state away to get what was saved: load(path).",
+    )
+
+
+class _LoadPlanner:
+    """Visits a state, and adds what is wanted to a plan."""
+
+    def __init__(self, builder: LoadPlanBuilder, rank: int, world: int, models: Models) -> None:
+        self._builder, self._rank, self._world, self._models = builder, rank, world, models
+        self._opened: set[Path] = set()  # lists whose entries are visited one by one
+        self._shards = FlatShards()
+
+    def find_unexpected(self) -> Iterator[Path]:
+        """Yield the paths that only the checkpoint has."""
+        taken = self._builder.plan.taken
+        for saved in self._builder.source.paths:
+            for path in self._parts(saved):
+                if not any(path[:n] in taken for n in range(len(path) + 1)):
+                    yield path
+
+    def _parts(self, path: Path) -> Iterable[Path]:
+        """Yield a path; those of the entries of a list that is one value in the checkpoint and several objects here."""
+        if path not in self._opened:
+            return (path,)
+        found, _ = self._builder.source.find(path)
+        return _iter_parts(found, path, set(self._builder.source.arrays))
+
+    def visit(self, value: Any, path: Path, put: Put) -> None:
+        """Add what is wanted of a value and everything in it."""
+        if len(path) > MAX_DEPTH:
+            raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
+        if is_sharded_tensor(value):
+            self._builder.add_array(path, path, get_tensor_shards(view_as_dtensor(value, path)))
+        elif isinstance(value, torch.Tensor):
+            check_tensor(value, path)
+            require_no_flat_shard(value, path, self._shards)
+            self._builder.add_array(path, path, get_tensor_shards(value))
+        elif isinstance(value, nn.Module):
+            self._module(value, path)
+        elif is_optimizer(value):
+            OptimizerLoadPlanner(self._builder, self._models, self._shards).plan(value, path)
+        elif isinstance(value, PerRank):
+            self._per_rank(value, path)
+        elif isinstance(value, Variant):
+            self._variant(value, path)
+        elif is_stateful(value):
+            self._stateful(value, path)
+        elif type(value) in (dict, OrderedDict) and value:
+            for key, each in value.items():
+                self.visit(each, (*path, path_key(key)), _setter(value, key))
+        elif type(value) in (list, tuple) and _holds_objects(value):
+            self._sequence(value, path, put)
+        elif isinstance(value, np.ndarray):
+            self._numpy_array(value, path, put)
+        else:
+            self._value_in_place(path, put, value)
+
+    def _numpy_array(self, value: np.ndarray[Any, Any], path: Path, put: Put) -> None:
+        """Want an array: in place where the saved one fits it, else in its stead where that can be."""
+        check_array(value, path)
+        is_fillable = (
+            value.flags.writeable and value.size and value.dtype.isnative and dtypes.is_known(value.dtype.name)
+        )
+        entry = self._builder.source.arrays.get(path)
+        if is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
+            self._builder.add_array(path, path, get_tensor_shards(torch.from_numpy(value)))
+        elif entry is not None and self._builder.options.is_own_only and self._builder.source.is_elsewhere(entry):
+            self._builder.plan.taken.add(path)
+        else:
+            self._value_in_place(path, put, value)
+
+    def _fits(self, value: np.ndarray[Any, Any], entry: TensorEntry) -> bool:
+        """Return True if an array is filled in place: by a saved array of its shape and type, or by a tensor."""
+        saved = self._builder.source.find(entry.path)[0]
+        has_form = entry.shape == value.shape and (entry.dtype == value.dtype.name or self._builder.options.cast)
+        return has_form or not (isinstance(saved, TensorRef) and saved.kind == "numpy")
+
+    def _sequence(self, value: Any, path: Path, put: Put) -> None:
+        self._opened.add(path)
+        found, is_there = self._builder.source.find(path)
+        if is_there and isinstance(found, (list, tuple)) and len(found) != len(value):
+            self._builder.add_problem(
+                path, f"size mismatch for {dotted(path)}: found {len(found)} entries, expected {len(value)}"
+            )
+        held = value if isinstance(value, list) else list(value)
+        for at, each in enumerate(value):
+            self.visit(each, (*path, at), put if held is not value and put is _refuse else _setter(held, at))
+        if isinstance(value, tuple) and put is not _refuse:
+            self._builder.plan.values.append(Taker(path, None, lambda _: put(tuple(held))))
+
+    def _value_in_place(self, path: Path, put: Put, value: Any) -> None:
+        if put is _refuse:
+            put(value)
+        self._builder.add_value(path, put)
+
+    def _stateful(self, value: Stateful, path: Path) -> None:
+        """Want the tensors of an object's state in place, and hand it the rest with them."""
+        found, _ = self._builder.source.find(path)
+        if next(iter_refs(found), None) is None or not self._builder.wants(path):
+            self._builder.add_value(path, value.load_state_dict)
+            return
+        self._builder.plan.taken.add(path)
+        handover = hand_over(found, get_state_dict(value, path), path, self._builder.source.arrays)
+        for fill in handover.fills:
+            require_no_flat_shard(fill.tensor, fill.path, self._shards)
+            self._builder.add_array(fill.path, fill.source, get_tensor_shards(fill.tensor))
+        for each in handover.missing:
+            self._builder.add_missing(each)
+        for each in handover.unplaced if self._builder.options.strict else ():
+            self._builder.add_problem(
+                each,
+                f"no tensor for {dotted(each)}: {type(value).__name__}.state_dict() has sharded tensors, none of this"
+                " name, so that its sharding is not known (let the object make it before the load: torch's"
+                " `get_optimizer_state_dict` makes the state of an optimizer)",
+            )
+        self._builder.plan.values.append(Taker(path, handover.tree, value.load_state_dict))
+
+    def _variant(self, variant: Variant, path: Path) -> None:
+        if variant.module is not None:
+            self._module(variant.module, path)
+        else:
+            for name, array in variant.arrays(self._models.of(variant.of)).items():
+                self._builder.add_array((*path, name), (*path, name), array)
+        for name, value in variant.extras.items():
+            self.visit(value, (*path, name), _refuse)
+        self._builder.plan.taken |= {(*path, name) for name in EXTRAS}
+
+    def _module(self, module: nn.Module, path: Path) -> None:
+        model = self._models.of(module)
+        names = model_names(self._builder.source, path, model.arrays)
+        for name, array in model.arrays.items():
+            others = (alias for alias, first in model.aliases.items() if first == name)
+            found = next((each for each in (name, *others) if each in names), name)
+            self._builder.add_array((*path, name), names.get(found, (*path, found)), array)
+        self._builder.plan.taken |= {names[alias] for alias in model.aliases if alias in names}
+        for name, owner in model.extra.items():
+            self._builder.add_value((*path, name), owner.set_extra_state)
+        self._builder.plan.after.append(model.finish)
+
+    def _per_rank(self, value: PerRank, path: Path) -> None:
+        found, is_there = self._builder.source.find(path)
+        if not is_there:
+            self._builder.add_missing(path)
+            return
+        self._builder.plan.taken.add(path)
+        if not self._builder.wants(path):
+            return
+        if not isinstance(found, list):
+            self._builder.add_problem(
+                path, f"kind mismatch for {dotted(path)}: the checkpoint has no state of each rank there"
+            )
+        elif len(found) == self._world:
+            self._builder.plan.values.append(Taker(path, found[self._rank], value.load_state_dict))
+        elif type(value).load_other_world is PerRank.load_other_world:
+            text = f"every rank has its own {dotted(path)}, and there are more or fewer ranks than saved it"
+            found_text = f"found {len(found)}, expected {self._world}"
+            self._builder.add_problem(
+                path, f"{text}: {found_text} (leave it out of the state; `load(path)` has all of them)"
+            )
+        else:
+            self._builder.plan.values.append(Taker(path, found, self._other_world(value, path)))
+
+    def _other_world(self, value: PerRank, path: Path) -> Put:
+        def take(states: list[Any]) -> None:
+            if not value.load_other_world(states, self._rank, self._world):
+                raise UsageError(
+                    "every rank has its own, and there are more or fewer ranks than saved it",
+                    where=dotted(path),
+                    found=f"{len(states)} ranks",
+                    expected=self._world,
+                    fix="Leave it out of the state, and load it with `load(path)`.",
+                )
+
+        return take
+
+
+def _setter(container: Any, key: Any) -> Put:
+    def put(value: Any) -> None:
+        container[key] = value
+
+    return put
+
+
+def _holds_objects(value: Any) -> bool:
+    return any(
+        isinstance(each, (torch.Tensor, nn.Module, PerRank, Variant, np.ndarray))
+        or is_stateful(each)
+        or (type(each) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(each)))
+        for each in value
+    )
+
+
+def _iter_parts(value: Any, path: Path, arrays: Set[Path]) -> Iterator[Path]:
+    """Yield the paths of the values in a tree, without those of arrays."""
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _iter_parts(each, (*path, path_key(key)), arrays)
+    elif type(value) in (list, tuple) and value:
+        for at, each in enumerate(value):
+            yield from _iter_parts(each, (*path, at), arrays)
+    elif path not in arrays:
+        yield path
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value)

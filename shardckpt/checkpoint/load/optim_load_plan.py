@@ -1,0 +1,243 @@
+"""Plan the load of optimizers: which saved state goes to which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardckpt.checkpoint.load.load_plan import LoadItem, LoadPlanBuilder, Put, Taker
+from shardckpt.checkpoint.load.source import torch_dtype
+from shardckpt.checkpoint.stateful.flatten import Models, require_model_for
+from shardckpt.errors import ShardckptError
+from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.plan.naming.sections import find_sections
+from shardckpt.plan.optim import optimizer_state as optimizers
+from shardckpt.state.adapters import torch_fsdp1
+from shardckpt.state.adapters.flat_shard_check import FlatShards
+from shardckpt.state.adapters.model_index import ModelIndex
+from shardckpt.state.keys.slots import LARGEST_NOTE
+from shardckpt.state.local.local_shards import get_tensor_shards
+from shardckpt.state.local.optim_shards import OptimTargets, Slot, parameter_names, plan_optim_targets
+
+
+class OptimizerLoadPlanner:
+    """Adds the states of optimizers to a plan, by the names that their models have.
+
+    Args:
+        builder: The plan.
+        models: The models of the state.
+        shards: The flat parameters of this process.
+    """
+
+    def __init__(self, builder: LoadPlanBuilder, models: Models, shards: FlatShards) -> None:
+        self._builder, self._models, self._shards = builder, models, shards
+
+    def plan(self, optim: torch.optim.Optimizer, path: Path) -> None:
+        """Add the state of an optimizer.
+
+        Args:
+            optim: The optimizer.
+            path: Its path in the state.
+        """
+        description = self._models.description_for(optim)
+        root = self._find_root(path)
+        if root is None:
+            self._builder.add_missing(path)
+            return
+        if description is None:
+            self._plan_unnamed(optim, path, root)
+            return
+        self._builder.plan.taken.add(root)
+        if not self._builder.options.may_want_below(path):
+            return
+        try:
+            state = self._select(self._read_named_state(root, description, optim), path)
+            targets = self._plan_optim_targets(optim, description, state)
+        except ShardckptError as error:
+            self._builder.plan.problems.append(f"{dotted(path)}: {error}")
+            return
+        self._fill_optim_targets(targets, state, path)
+        self._builder.plan.problems += [f"{dotted(path)}.{text}" for text in targets.problems]
+        if self._builder.options.strict:
+            self._compare_parameters(optim, description, state, path)
+        self._builder.plan.after.append(lambda: targets.put(optim))
+
+    def _compare_parameters(
+        self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState, path: Path
+    ) -> None:
+        """Add the parameters that only one of the live and the saved optimizer has; groups may differ."""
+        live = dict.fromkeys(name for names in parameter_names(found, optim) for name in names)
+        groups: Sequence[Mapping[str, Any]] = state.groups
+        saved = dict.fromkeys(_first(str(name), found) for group in groups for name in group.get("params", ()))
+        kept = dict.fromkeys(_first(key.rpartition("/")[0], found) for key in state.tensors)
+        for name in {**saved, **kept}:
+            if name not in live:
+                self._builder.add_problem((*path, "state", name), f"unexpected: {dotted((*path, 'state', name))}")
+        for name in live if saved else ():
+            if name not in saved and name not in kept:
+                self._builder.add_problem((*path, "state", name), f"missing: {dotted((*path, 'state', name))}")
+
+    def _find_root(self, path: Path) -> Path | None:
+        """Return where the checkpoint has an optimizer's state: at its path, or the only one there is."""
+        if self._builder.source.find(path)[1]:
+            return path
+        found = find_sections(self._builder.source.manifest).optimizers
+        return found[0] if len(found) == 1 and not self._builder.source.is_native else None
+
+    def _plan_unnamed(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
+        model = self._models.foreign_for(optim)
+        if model is None:
+            require_model_for(optim, path, self._shards)
+        self._builder.plan.taken.add(root)
+        n = len(root)
+        wanted = [self._builder.wants((*path, *at[n:])) for at in self._builder.source.paths if at[:n] == root]
+        if not any(wanted):
+            return
+        if not all(wanted):
+            self._builder.plan.problems.append(
+                f"{dotted(path)}: it can only be loaded completely, and `include` names a part of it"
+            )
+        take: Put = optim.load_state_dict
+        if model is not None:
+            take = lambda state: torch_fsdp1.put_optim_state(model, optim, state)  # noqa: E731
+        self._builder.plan.values.append(Taker(path, self._builder.source.find(root)[0], take))
+
+    def _read_named_state(
+        self, root: Path, found: ModelIndex, optim: torch.optim.Optimizer
+    ) -> optimizers.OptimizerState:
+        shapes = {name: entry.shape for name, entry in found.entries.items()}
+        n = len(root)
+        tensors = {path: entry for path, entry in self._builder.source.arrays.items() if path[:n] == root}
+        small = {path: entry for path, entry in tensors.items() if path[n : n + 1] == ("param_groups",)}
+        values = _leaves(self._builder.source.read_tree(_without_state(self._builder.source.find(root)[0])), root)
+        raw = optimizers.RawOptimizer(
+            {path[n:]: entry for path, entry in tensors.items() if path not in small},
+            {path[n:]: value for path, value in values.items()},
+        )
+        numbers = _names_by_number(parameter_names(found, optim), raw.values.get(("param_groups",)))
+        return optimizers.key_by_name(raw, shapes, numbers, clean=lambda name: _first(name, found))
+
+    def _select(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
+        """Return what is to be loaded of an optimizer's state."""
+        if not self._builder.options.is_selective:
+            return state
+
+        def wants(name: str, slot: str) -> bool:
+            return self._builder.wants((*path, "state", name, slot))
+
+        tensors = {key: entry for key, entry in state.tensors.items() if wants(*key.rsplit("/", 1))}
+        scalars = {
+            name: {slot: value for slot, value in slots.items() if wants(name, slot)}
+            for name, slots in state.scalars.items()
+        }
+        groups = state.groups if self._builder.wants((*path, "param_groups")) else ()
+        return replace(state, tensors=tensors, scalars=scalars, groups=groups)
+
+    def _plan_optim_targets(
+        self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState
+    ) -> OptimTargets:
+        slots: dict[str, dict[str, Slot]] = {}
+        for key, entry in state.tensors.items():
+            name, _, slot = key.rpartition("/")
+            slots.setdefault(name, {})[slot] = Slot(entry.shape, torch_dtype(entry))
+        return plan_optim_targets(
+            found,
+            optim,
+            slots,
+            state.scalars,
+            state.groups,
+            keeps_rest=self._builder.options.is_selective,
+            unequal_steps=self._builder.options.unequal_steps,
+        )
+
+    def _fill_optim_targets(self, targets: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
+        """Request the values of the targets; numbers that several parameters share are compared first."""
+        shared: dict[int, list[LoadItem]] = {}
+        for name, slot, array in targets.arrays:
+            wanted = LoadItem((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
+            if not array.shape and array.shards:
+                shared.setdefault(array.shards[0].tensor.data_ptr(), []).append(wanted)
+            else:
+                self._builder.plan.arrays.append(wanted)
+        for rows in shared.values():
+            self._builder.plan.arrays += rows if len(rows) == 1 else self._read_shared_number(rows, path)
+
+    def _read_shared_number(self, rows: Sequence[LoadItem], path: Path) -> Sequence[LoadItem]:
+        """Return what is read into the one number that an optimizer keeps of all parameters of a flat one."""
+        values = [self._read_number(each.entry) for each in rows]
+        if all(value == values[0] for value in values):
+            return rows[:1]
+        if self._builder.options.unequal_steps == "error":
+            firsts: dict[Any, str] = {}
+            for row, value in zip(rows, values, strict=True):
+                firsts.setdefault(value, f"{row.path[-2]}/{row.path[-1]}")
+            text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
+            start = f"{dotted(path)}: differs among parameters of one flat parameter: "
+            self._builder.add_problem(path, f"{start}{text}{LARGEST_NOTE}")
+        return (rows[values.index(max(values))],)
+
+    def _read_number(self, entry: TensorEntry) -> Any:
+        made = torch.empty((), dtype=torch_dtype(entry))
+        self._builder.source.fill([(entry, get_tensor_shards(made))])
+        return made.item()
+
+
+def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, str] | None:
+    """Return the names of numbered parameters: as torch does, by their position in groups of the same sizes."""
+    if not isinstance(groups, (list, tuple)) or len(groups) != len(live):
+        return None
+    numbers = [list(group.get("params", ())) for group in groups if isinstance(group, dict)]
+    if [len(each) for each in numbers] != [len(names) for names in live]:
+        return None
+    pairs = [pair for each, names in zip(numbers, live, strict=True) for pair in zip(each, names, strict=True)]
+    return {number: name for number, name in pairs if type(number) is int} or None
+
+
+def _without_state(tree: Any) -> Any:
+    """Return an optimizer's tree without the tensors of its state, which are read straight to their places."""
+    if not isinstance(tree, dict):
+        return tree
+    if "state" not in tree:  # flattened: `state.{name}.{slot}`
+        return {key: value for key, value in tree.items() if not (_is_array(value) and _is_flat_slot(key))}
+    state = tree["state"]
+    kept = {name: _plain_slots(slots) for name, slots in state.items()} if isinstance(state, dict) else state
+    return {**tree, "state": kept}
+
+
+def _plain_slots(slots: Any) -> Any:
+    if not isinstance(slots, dict):
+        return slots
+    return {slot: value for slot, value in slots.items() if not _is_array(value)}
+
+
+def _is_flat_slot(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith("state.")
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "path") and hasattr(value, "kind")
+
+
+def _leaves(tree: Any, root: Path) -> dict[Path, Any]:
+    """Return the values of an optimizer's tree by path, groups as one value."""
+    found: dict[Path, Any] = {}
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if key == "state" and isinstance(value, dict):
+                for name, slots in value.items():
+                    if isinstance(slots, dict):
+                        found.update({_below(root, key, name, slot): each for slot, each in slots.items()})
+            else:
+                found[_below(root, key)] = value
+    return found
+
+
+def _first(name: str, found: ModelIndex) -> str:
+    return found.aliases.get(name, name)
+
+
+def _below(root: Path, *keys: Any) -> Path:
+    return (*root, *keys)
