@@ -25,7 +25,7 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
 
     @property
-    def frees_after_forward(self) -> bool:
+    def reshard_after_forward(self) -> bool:
         """Tell whether full parameters go between forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -198,49 +198,49 @@ class UnitConfig:
     """Settings of one unit, of either front end.
 
     Attributes:
-        frees_after_forward: Full parameters go between forward and backward.
-        keeps_as_root: Unless the unit is the root.
+        reshard_after_forward: Free full parameters between forward and backward.
+        keeps_root_unsharded: But not those of the root.
         post_forward_ranks: Number of ranks to reshard to after forward; 0 for none.
-        keeps_without_grad: Full parameters that stay after forward stay also when nothing was recorded for backward.
-        frees_after_backward: Full parameters go after backward.
-        keeps_while_held: Those that stay after forward stay after a backward that held its reductions back.
-        gathers_in_backward: Full parameters are gathered for backward.
-        keeps_full: Full parameters are the shard and never go (nothing is sharded).
-        original_params: The user's parameters stay registered; else one flat parameter a bucket.
-        backward_prefetch: When the next unit is gathered in backward.
-        forward_prefetch: Gather the next unit while this one computes forward.
-        limit_gathers: At most two gathered units wait for their computation.
+        keeps_unsharded_without_grad: Parameters that stay after forward stay also after a forward without gradients.
+        reshard_after_backward: Free full parameters after backward.
+        keeps_unsharded_without_sync: Parameters that stay after forward stay after a backward without gradient sync.
+        unshard_in_backward: Backward needs the full parameters.
+        keeps_full: Nothing is sharded: full parameters are the shard.
+        backward_prefetch: When the next unit is prefetched in backward.
+        forward_prefetch: Prefetch the next unit while this one computes forward.
+        limit_all_gathers: At most two unsharded units wait for their computation.
         precision: Dtypes.
-        offload: Where shards live.
-        divide_factor: What summed gradients are divided by; the number of ranks where None.
-        force_sum: Divide before and after a plain sum, whatever the backend could do.
+        offload: Whether shards are on the CPU.
+        gradient_divide_factor: Divisor of summed gradients; the number of ranks where None.
+        force_sum_reduction: Divide before and after a plain sum, whatever the backend could do.
         sync_gradients: Backward reduces gradients.
         all_reduce: A reduction includes the all-reduce over replicas.
-        zeros_for_unused: A parameter that no rank used gets a gradient of zeros.
-        reductions_under_way: So many reductions of units may be under way at once.
+        reduce_scatter_unused_params: A parameter that no rank used gets a gradient of zeros.
+        reduce_scatter_max_input_buffers: Number of reductions of units that may run at once.
     """
 
-    frees_after_forward: bool = True
-    keeps_as_root: bool = True
+    reshard_after_forward: bool = True
+    keeps_root_unsharded: bool = True
     post_forward_ranks: int = 0
-    keeps_without_grad: bool = False
-    frees_after_backward: bool = True
-    keeps_while_held: bool = True
-    gathers_in_backward: bool = True
+    keeps_unsharded_without_grad: bool = False
+    reshard_after_backward: bool = True
+    keeps_unsharded_without_sync: bool = True
+    unshard_in_backward: bool = True
     keeps_full: bool = False
-    original_params: bool = False
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
-    limit_gathers: bool = True
+    limit_all_gathers: bool = True
     precision: Precision = Precision()
     offload: Offload = Offload()
-    divide_factor: float | None = None
-    force_sum: bool = False
+    gradient_divide_factor: float | None = None
+    force_sum_reduction: bool = False
     sync_gradients: bool = True
     all_reduce: bool = True
-    zeros_for_unused: bool = False
-    reductions_under_way: int = 1
+    reduce_scatter_unused_params: bool = False
+    reduce_scatter_max_input_buffers: int = 1
 
     def stays_after_backward(self, *, is_unsynced: bool) -> bool:
         """Return True if full parameters stay after a backward, which may have left gradients unreduced."""
-        return not self.frees_after_backward or (is_unsynced and self.keeps_while_held and not self.frees_after_forward)
+        return not self.reshard_after_backward or (
+            is_unsynced and self.keeps_unsharded_without_sync and not self.reshard_after_forward
+        )

@@ -198,7 +198,7 @@ def test_a_custom_policy_changes_what_fully_shard_is_told():
         )
         model = Stack()
         wrap.auto_wrap(model, policy, core.fully_shard, {"reshard_after_forward": True})
-        return [unit.config.frees_after_forward for unit in traversal.units(model)]
+        return [unit.config.reshard_after_forward for unit in traversal.units(model)]
 
     assert run(2, body)[0].count(False) == 3
 

@@ -241,12 +241,11 @@ class FullyShardedDataParallel(StateStatics):
     def _build_unit(self, module: nn.Module, managed: list[ParamInfo]) -> FSDPUnit:
         strategy = self.sharding_strategy
         config = UnitConfig(
-            frees_after_forward=strategy.frees_after_forward,
+            reshard_after_forward=strategy.reshard_after_forward,
             keeps_full=strategy is ShardingStrategy.NO_SHARD,
-            original_params=self._use_orig_params,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
-            limit_gathers=self.limit_all_gathers,
+            limit_all_gathers=self.limit_all_gathers,
             precision=_precision(self.mixed_precision),
             offload=Offload(self.cpu_offload.offload_params),
         )

@@ -124,7 +124,7 @@ def fully_shard(
         precision=mp_policy.precision,
         offload=offload_policy.offload,
         keeps_full=info.shard_mesh_dim is None,
-        keeps_while_held=False,
+        keeps_unsharded_without_sync=False,
         **kept,
     )
     FSDPState(
@@ -350,10 +350,10 @@ class FSDPModule:
             raise ArgumentError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for each in self._each(recurse):
             each.configure(
-                frees_after_forward=reshard_after_forward,
-                keeps_without_grad=not reshard_after_forward,
+                reshard_after_forward=reshard_after_forward,
+                keeps_unsharded_without_grad=not reshard_after_forward,
                 post_forward_ranks=0,
-                keeps_as_root=False,
+                keeps_root_unsharded=False,
             )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -364,7 +364,7 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
         """
         for each in self._each(recurse):
-            each.configure(frees_after_backward=reshard_after_backward)
+            each.configure(reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this module's full parameters; that of an embedding does not.
@@ -372,7 +372,7 @@ class FSDPModule:
         Args:
             unshard_in_backward: Whether they are gathered in backward.
         """
-        self._fsdp_state.configure(gathers_in_backward=unshard_in_backward)
+        self._fsdp_state.configure(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Say what is gathered while this module computes forward.
@@ -432,7 +432,7 @@ class FSDPModule:
         Args:
             factor: The divisor.
         """
-        self._fsdp_state.configure(divide_factor=factor)
+        self._fsdp_state.configure(gradient_divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what `set_gradient_divide_factor` does, which is to be used instead."""
@@ -445,7 +445,7 @@ class FSDPModule:
         Args:
             enable: Whether they do.
         """
-        self._fsdp_state.configure(force_sum=enable)
+        self._fsdp_state.configure(force_sum_reduction=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether a parameter that no rank used gets a gradient of zeros, rather than none.
@@ -457,7 +457,7 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
         """
         for each in self._each(recurse):
-            each.configure(zeros_for_unused=reduce_scatter_unused_params)
+            each.configure(reduce_scatter_unused_params=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Say how many reductions may be under way at once, each of which holds a buffer.
@@ -475,7 +475,7 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ArgumentError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for each in self._each(recurse):
-            each.configure(reductions_under_way=max_input_buffers)
+            each.configure(reduce_scatter_max_input_buffers=max_input_buffers)
 
     # -------------------------------------------------------------------------------------------- collectives
 

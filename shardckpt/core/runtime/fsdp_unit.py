@@ -222,8 +222,8 @@ class UnitParams:
             if each.bucket.requires_grad:
                 self.finish_reduction(config)
                 each.bucket.start_reduce_scatter(
-                    factor=config.divide_factor,
-                    split=config.force_sum,
+                    factor=config.gradient_divide_factor,
+                    split=config.force_sum_reduction,
                     all_reduce=config.all_reduce,
                     full_precision=full_precision,
                 )
@@ -239,7 +239,7 @@ class UnitParams:
             reduced = each.bucket.wait_reduce_scatter()
             if reduced is not None:
                 every = replace(reduced, used=(True,) * len(reduced.used))
-                each.add_gradient(every if config.zeros_for_unused else reduced)
+                each.add_gradient(every if config.reduce_scatter_unused_params else reduced)
 
 
 class RootHooks(Protocol):
@@ -387,7 +387,7 @@ class FSDPUnit:
             return
         if self.root.compares_ranks:
             self.root.check_unshard_order(self)
-        if self.config.limit_gathers:
+        if self.config.limit_all_gathers:
             self.root.limiter.wait()
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
@@ -425,7 +425,7 @@ class FSDPUnit:
             for address in params.addresses:
                 root.owners.by_address.pop(address, None)
         params.reshard(keep_partial_shard=keep_partial_shard)
-        if root is not None and self.config.limit_gathers and params.registrations and not unconditionally:
+        if root is not None and self.config.limit_all_gathers and params.registrations and not unconditionally:
             root.limiter.record_free_event(params.registrations[0].bucket.compute_device)
 
     # ------------------------------------------------------------------------------------------------- forward
@@ -484,8 +484,8 @@ class FSDPUnit:
         self._modules_run = 0
         self.phase = Phase.IDLE
         has_backward = torch.is_grad_enabled()
-        frees = config.frees_after_forward and not (config.keeps_as_root and is_root)
-        if frees or not (has_backward or config.keeps_without_grad):
+        frees = config.reshard_after_forward and not (config.keeps_root_unsharded and is_root)
+        if frees or not (has_backward or config.keeps_unsharded_without_grad):
             self.reshard(keep_partial_shard=has_backward and config.post_forward_ranks > 0)
         else:
             self.params.register_post_forward()

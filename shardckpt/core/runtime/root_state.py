@@ -107,11 +107,7 @@ class RootState:
         if not recomputes:
             self._begin_forward(unit)
         if autograd_hooks.differentiating_functionally():
-            raise TransformError(
-                "transforms of torch.func do not go through units that gather and free parameters",
-                where=unit.name,
-                fix="Use backward, or a copy of the module with the full parameters of summon_full_params.",
-            )
+            raise _transform_error(unit)
         has_backward = torch.is_grad_enabled()
         args, kwargs = unit.prepare_inputs((args, dict(kwargs)), is_root=unit is self.root)
         inputs = find_grad_tensors((args, kwargs)) if has_backward else []
@@ -237,15 +233,10 @@ class RootState:
         """Prepare for the backward of a call when a gradient of its outputs arrives. Collective."""
         unit = call.unit
         if torch.is_grad_enabled() and not all(bucket.aliased for bucket in unit.buckets):
-            raise DoubleBackwardError(
-                "gradients of gradients would need parameters that are gone by then",
-                where=unit.name,
-                found="a backward with create_graph=True",
-                fix="Compute this term with summon_full_params or a NO_SHARD unit, or without create_graph.",
-            )
+            raise _double_backward_error(unit)
         self.start_backward()
         self._run_steps(self._running_order.enter(call))
-        self.enter_backward(unit, needs_params=unit.config.gathers_in_backward)
+        self.enter_backward(unit, needs_params=unit.config.unshard_in_backward)
 
     def enter_backward(self, unit: FSDPUnit, *, needs_params: bool) -> None:
         """Unshard a unit for its backward if that needs the parameters; prefetch the next one. Collective."""
@@ -271,7 +262,7 @@ class RootState:
         for step, call in steps:
             unit = call.unit
             if step is not Step.CLOSE:
-                self.enter_backward(unit, needs_params=unit.config.gathers_in_backward)
+                self.enter_backward(unit, needs_params=unit.config.unshard_in_backward)
             if step is Step.CLOSE or (step is Step.SKIP and call in unit.open_calls):
                 self.post_backward(call)
 
@@ -285,7 +276,7 @@ class RootState:
             self._rank_checks.order.reduces(self.units.index(unit))
         unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
         self._reducing_units = [*(each for each in self._reducing_units if each is not unit), unit]
-        self._finish_reductions(unit.config.reductions_under_way)
+        self._finish_reductions(unit.config.reduce_scatter_max_input_buffers)
 
     def _prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch) -> None:
         """Prefetch before or after the gradients of a unit are computed, as its settings say."""
@@ -295,7 +286,7 @@ class RootState:
                 each.prefetch_unshard()
         elif unit.config.backward_prefetch is when:
             call = self._running_order.find_next()
-            if call is not None and call.unit.config.gathers_in_backward:
+            if call is not None and call.unit.config.unshard_in_backward:
                 call.unit.prefetch_unshard()
 
     def _finish_reductions(self, left: int) -> None:
@@ -353,3 +344,20 @@ def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks
     buckets = [("" if unit is root else unit.name, each) for unit in units for each in unit.buckets]
     order = rank_checks.OrderCheck([unit.name for unit in units], groups)
     return rank_checks.Comparison(order, rank_checks.ReplicaCheck(buckets, full))
+
+
+def _transform_error(unit: FSDPUnit) -> TransformError:
+    return TransformError(
+        "transforms of torch.func do not go through units that gather and free parameters",
+        where=unit.name,
+        fix="Use backward, or a copy of the module with the full parameters of summon_full_params.",
+    )
+
+
+def _double_backward_error(unit: FSDPUnit) -> DoubleBackwardError:
+    return DoubleBackwardError(
+        "gradients of gradients would need parameters that are gone by then",
+        where=unit.name,
+        found="a backward with create_graph=True",
+        fix="Compute this term with summon_full_params or a NO_SHARD unit, or without create_graph.",
+    )
