@@ -135,7 +135,7 @@ def test_without_the_file_that_carries_the_nest_tensors_come_back_and_a_warning_
     folder = write_step(tmp_path / "s", {"model": state()["model"], "step": 100}, whole)
     gone(COMMIT, MANIFEST, f"{SAVE}-00000-00.safetensors")(folder)
     found = shardckpt.repair(str(folder))
-    assert any("values that are no tensors" in warning for warning in found.warnings)
+    assert any("values that are not tensors" in warning for warning in found.warnings)
     reader = open_checkpoint(str(folder))
     assert list(reader.manifest.tensors) == [("model", "w"), ("model", "a")]
     assert reader.manifest.objects == {}
