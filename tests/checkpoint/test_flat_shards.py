@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run
-from states import FACES, Net, plain_of, quiet, step, wrapper
+from states import FRONT_ENDS, Net, plain_of, quiet, step, wrapper
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.nn.parallel import DistributedDataParallel
@@ -91,8 +91,8 @@ UNSHARDED = {
         device_id=torch.device("cpu"),
     ),
     "ours, nothing sharded": wrapper(ours, use_orig_params=True, sharding_strategy=ours.ShardingStrategy.NO_SHARD),
-    "torch in place": FACES["torch in place"],
-    "ours in place": FACES["in place"],
+    "torch in place": FRONT_ENDS["torch in place"],
+    "ours in place": FRONT_ENDS["in place"],
     "ddp": DistributedDataParallel,
     "plain": plain_of,
 }

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import mark, run, since
 from safetensors.torch import save_file
-from states import FACES, Net, differing, flat, step, whole
+from states import FRONT_ENDS, Net, differing, flat, step, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  (as everybody calls it)
@@ -43,7 +43,7 @@ def load_on(face: str, path: Path, model_key: str = "model", optim_key: str = "o
 
     def body(rank: int, world: int):
         torch.manual_seed(8)
-        model = FACES[face](Net((1,)))
+        model = FRONT_ENDS[face](Net((1,)))
         optim = torch.optim.AdamW(model.parameters(), lr=9.0)
         start = mark()
         state = {model_key: model, optim_key: optim, "epoch": 0}
@@ -106,7 +106,7 @@ def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path, face: str, fl
 
     def save_it(rank: int, world: int):
         torch.manual_seed(0)
-        model = FACES["torch in place"](Net((1,)))
+        model = FRONT_ENDS["torch in place"](Net((1,)))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         step(model, optim)
         options = StateDictOptions(flatten_optimizer_state_dict=flattened)
@@ -125,7 +125,7 @@ def test_rank_files_of_torchs_fully_shard(tmp_path: Path, face: str) -> None:
 
     def save_it(rank: int, world: int):
         torch.manual_seed(0)
-        model = FACES["torch in place"](Net((1,)))
+        model = FRONT_ENDS["torch in place"](Net((1,)))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         step(model, optim)
         state = {"model": model.state_dict(), "optim": optim.state_dict(), "epoch": 3}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from harness import mark, outcomes, raised_everywhere, run, since
-from states import FACES, PARALLEL, Net, differing, flat, step, theirs, whole, wrapper
+from states import FRONT_ENDS, PARALLEL, Net, differing, flat, step, theirs, whole, wrapper
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -28,7 +28,7 @@ from shardckpt.storage.local import LocalStore
 def built(face: str, seed: int = 0, steps: int = 2):
     """Return a trained model of a face and its optimizer; the data is the same on every rank."""
     torch.manual_seed(seed)
-    model = FACES[face](Net((1,)))
+    model = FRONT_ENDS[face](Net((1,)))
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number in range(steps):
         step(model, optim, number)
@@ -104,7 +104,7 @@ class TestElastic:
         assert (nest["step"], len(nest["rng"])) == (5, 3)
 
     def test_torchs_own_wrapper_is_saved_and_loaded_by_its_whole_state(self, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.setitem(FACES, "torch wrapper", wrapper(theirs, use_orig_params=True))
+        monkeypatch.setitem(FRONT_ENDS, "torch wrapper", wrapper(theirs, use_orig_params=True))
         saved, _ = run(2, save_face, "torch wrapper", tmp_path / "c")[0]
         for _, found, _ in run(2, load_face, "torch wrapper", tmp_path / "c"):
             assert compare(found, saved) == []
@@ -114,7 +114,7 @@ class TestElastic:
         def body(rank: int, world: int):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             torch.manual_seed(0)
-            model = FACES[face](Net((1,)), mesh)
+            model = FRONT_ENDS[face](Net((1,)), mesh)
             optim = torch.optim.AdamW(model.parameters(), lr=0.01)
             step(model, optim)
             shardckpt.save({"model": model, "optim": optim}, tmp_path / "c")

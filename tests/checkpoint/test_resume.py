@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from harness import run
-from states import FACES, Net, differing, flat, over, refused, step, theirs, whole, wrapper
+from states import FRONT_ENDS, Net, differing, flat, over, refused, step, theirs, whole, wrapper
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -66,7 +66,7 @@ class Job:
 
     def __init__(self, face: str, rank: int, seed: int) -> None:
         seed_everything(seed)
-        self.model = FACES[face](Net((1,)))
+        self.model = FRONT_ENDS[face](Net((1,)))
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.05, amsgrad=True)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optim, STEPS)
         seed_everything(100 * seed + rank)
@@ -123,7 +123,7 @@ def unlike(rank: int, face: str, root: Path, left_out: str = "") -> list[str]:
 
 
 def test_training_that_resumes_is_training_that_was_never_interrupted(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(FACES, "torch wrapper", wrapper(theirs, use_orig_params=True))
+    monkeypatch.setitem(FRONT_ENDS, "torch wrapper", wrapper(theirs, use_orig_params=True))
     faces = ["flat", "orig", "in place", "torch in place", "torch wrapper", "ddp"]
     over(faces, lambda rank, world, face: unlike(rank, face, tmp_path / face))
 
@@ -179,7 +179,7 @@ class TestOptimizersOfTheirOwn:
             wrong = []
             for face in ("in place", "torch in place"):
                 seed_everything(0)
-                model = FACES[face](Net((1,)))
+                model = FRONT_ENDS[face](Net((1,)))
                 optim = Factored(model.parameters())
                 step(model, optim)
                 path = tmp_path / f"{face} at 2"
@@ -188,7 +188,7 @@ class TestOptimizersOfTheirOwn:
                 expected = {name: whole(value) for name, value in optim.state[model.first.weight].items()}
                 trained = []
                 for is_fresh in (True, False):
-                    other = FACES[face](Net((1,)))
+                    other = FRONT_ENDS[face](Net((1,)))
                     again = Factored(other.parameters())
                     if not is_fresh:
                         step(other, again, 9)
@@ -230,7 +230,7 @@ class TestOptimizersOfTheirOwn:
         def body(rank: int, world: int):
             told, made = {}, {}
             for name, kept in (("rows", rows_of), ("sum", partial), ("packed", packed)):
-                model = FACES["in place"](Net((1,)))
+                model = FRONT_ENDS["in place"](Net((1,)))
                 optim = Keeping(model.parameters(), kept)
                 step(model, optim)
                 told[name] = refused(shardckpt.save, {"model": model, "optim": {"a": optim}}, tmp_path / name)

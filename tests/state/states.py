@@ -110,7 +110,7 @@ def plain_of(net: nn.Module, mesh=None) -> nn.Module:
     return net
 
 
-FACES = {
+FRONT_ENDS = {
     "plain": plain_of,
     "flat": wrapper(ours),
     "orig": wrapper(ours, use_orig_params=True),
@@ -130,13 +130,13 @@ PARALLEL = {
 }
 
 
-def over(faces, body, world: int = 2, timeout: float = 60.0) -> None:
-    """Run `body(rank, world, face)` for each face on the same forked ranks: it gives what is wrong."""
+def over(front_ends, body, world: int = 2, timeout: float = 60.0) -> None:
+    """Run `body(rank, world, front_end)` for each front_end on the same forked ranks: it gives what is wrong."""
 
     def each(rank, world):
         warnings.simplefilter("ignore")
-        found = {face: body(rank, world, face) for face in faces}
-        return {face: wrong for face, wrong in found.items() if wrong}
+        found = {front_end: body(rank, world, front_end) for front_end in front_ends}
+        return {front_end: wrong for front_end, wrong in found.items() if wrong}
 
     found = run(world, each, timeout=timeout)
     assert found == [{}] * world, found

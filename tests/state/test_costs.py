@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from harness import Call, recorded
-from states import FACES, Net, differing, flat, over, refused, step
+from states import FRONT_ENDS, Net, differing, flat, over, refused, step
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,16 +78,16 @@ def no_objects():
             setattr(dist, name, original)
 
 
-def trained(face: str):
-    model = FACES[face](Even())
+def trained(front_end: str):
+    model = FRONT_ENDS[front_end](Even())
     optim = torch.optim.Adam(model.parameters())
     step(model, optim)
     return model, optim
 
 
 def test_sharded_states_cost_one_exchange_a_unit_and_nothing_in_place():
-    def body(rank, world, face):
-        model, optim = trained(face)
+    def body(rank, world, front_end):
+        model, optim = trained(front_end)
         shard = sum(bucket.shard.nbytes for bucket in buckets(model))
         log = {}
         with no_objects():
@@ -101,8 +101,10 @@ def test_sharded_states_cost_one_exchange_a_unit_and_nothing_in_place():
                 load_optim_state_dict(model, optim, kept)
             with recorded() as log["lie"]:
                 model_state_dict(model, "LOCAL")
-        exchanges = 0 if face == "in place" else UNITS
-        surveys = 0 if face == "flat" else 2  # the length and the content of what ranks keep of parameters not all have
+        exchanges = 0 if front_end == "in place" else UNITS
+        surveys = (
+            0 if front_end == "flat" else 2
+        )  # the length and the content of what ranks keep of parameters not all have
         wrong = []
         for what, slots, most in (
             ("take", 1, 0),
@@ -124,9 +126,9 @@ def test_sharded_states_cost_one_exchange_a_unit_and_nothing_in_place():
 
 
 def test_whole_states_for_the_first_rank_are_sent_to_it_alone():
-    def body(rank, world, face):
-        model, optim = trained(face)
-        bare = face == "torch in place"
+    def body(rank, world, front_end):
+        model, optim = trained(front_end)
+        bare = front_end == "torch in place"
         with no_objects():
             with recorded() as taking:
                 taken = model_state_dict(model, rank0_only=True)
@@ -167,8 +169,8 @@ def _elements_of(model, rank: int) -> int:
 
 
 def test_an_optimizer_that_has_stepped_is_loaded_into_the_tensors_that_it_has():
-    def body(rank, world, face):
-        model, optim = trained(face)
+    def body(rank, world, front_end):
+        model, optim = trained(front_end)
         kept = {p: {s: v for s, v in state.items() if v.dim()} for p, state in optim.state.items()}
         unit = max([4 * bucket.packing.all_gather_numel for bucket in buckets(model)] or [4 * 48])
         wrong = []
@@ -190,8 +192,8 @@ def test_an_optimizer_that_has_stepped_is_loaded_into_the_tensors_that_it_has():
 
 
 def test_an_error_costs_one_agreement():
-    def body(rank, world, face):
-        model, optim = trained(face)
+    def body(rank, world, front_end):
+        model, optim = trained(front_end)
         weights, moments = model_state_dict(model), optim_state_dict(model, optim)
         bad = {**weights, "last.bias": torch.zeros(9)} if rank else weights
         strange = {**moments, "state": {**moments["state"], "odd": {}}} if rank else moments
@@ -242,8 +244,8 @@ class Large(Even):
 
 
 def test_a_whole_state_holds_itself_and_one_unit_and_elsewhere_one_unit_at_most():
-    def body(rank, world, face):
-        model = FACES[face](Large())
+    def body(rank, world, front_end):
+        model = FRONT_ENDS[front_end](Large())
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         step(model, optim)
         unit = max(4 * bucket.packing.all_gather_numel for bucket in buckets(model))
@@ -273,8 +275,8 @@ def test_a_whole_state_holds_itself_and_one_unit_and_elsewhere_one_unit_at_most(
 
 
 def test_a_whole_state_is_gathered_one_unit_at_a_time():
-    def body(rank, world, face):
-        model = FACES[face](Even())
+    def body(rank, world, front_end):
+        model = FRONT_ENDS[front_end](Even())
         most = 4 * max(bucket.packing.all_gather_numel for bucket in buckets(model))
         before = FULL_BYTES.held
         FULL_BYTES.reset_peak()

@@ -6,7 +6,7 @@ import copy
 
 import torch
 from harness import run
-from states import FACES, Net, differing, flat, in_place, kept_differs, over, refused, step, wrapper
+from states import FRONT_ENDS, Net, differing, flat, in_place, kept_differs, over, refused, step, wrapper
 from torch.distributed import fsdp as theirs
 
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
@@ -36,9 +36,9 @@ def told_rightly(rank: int, told: str, where: int, *words: str) -> bool:
 
 
 def test_a_model_state_that_does_not_fit_on_one_rank_changes_nothing_on_any():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(rank)
-        model = FACES[face](Net())
+        model = FRONT_ENDS[front_end](Net())
         before = copy.deepcopy(model_state_dict(model))
         torch.manual_seed(9)
         good = Net().state_dict()
@@ -87,8 +87,8 @@ def changed(before: dict, how: str) -> dict:
 
 
 def test_an_optimizer_state_that_does_not_fit_changes_nothing():
-    def body(rank, world, face):
-        model = FACES[face](Net())
+    def body(rank, world, front_end):
+        model = FRONT_ENDS[front_end](Net())
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         step(model, optim)
         before = copy.deepcopy(optim_state_dict(model, optim))
@@ -102,7 +102,7 @@ def test_an_optimizer_state_that_does_not_fit_changes_nothing():
             "number",
             "not a state of an optimizer",
         ):
-            if how == "step differs" and face != "flat":
+            if how == "step differs" and front_end != "flat":
                 continue
             bad = changed(before, how)
             for given, where in ((bad if rank == 0 else {}, 0), (bad if rank == 1 else before, 1)):
@@ -126,9 +126,9 @@ def test_an_optimizer_state_that_does_not_fit_changes_nothing():
 
 
 def test_ranks_that_were_given_different_states_are_told_so():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(0)
-        model = FACES[face](Net())
+        model = FRONT_ENDS[front_end](Net())
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         step(model, optim)
         weights, moments = copy.deepcopy(model_state_dict(model)), copy.deepcopy(optim_state_dict(model, optim))
@@ -168,12 +168,12 @@ def test_ranks_that_were_given_different_states_are_told_so():
 
 
 def test_a_local_state_is_taken_on_its_own_rank_and_units_alone():
-    def body(rank, world, face):
-        model = FACES[face](Net())
+    def body(rank, world, front_end):
+        model = FRONT_ENDS[front_end](Net())
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         step(model, optim)
         taken, kept = model_state_dict(model, "LOCAL"), optim_state_dict(model, optim, "LOCAL")
-        cut_otherwise = FACES["orig" if face != "orig" else "flat"](Net())
+        cut_otherwise = FRONT_ENDS["orig" if front_end != "orig" else "flat"](Net())
         wrong = [refused(load_model_state_dict, cut_otherwise, taken)]
         wrong += [refused(load_optim_state_dict, cut_otherwise, torch.optim.Adam(cut_otherwise.parameters()), kept)]
         wrong = [told for told in wrong if "StateMismatchError" not in told]
@@ -197,7 +197,7 @@ def test_a_local_state_is_taken_on_its_own_rank_and_units_alone():
 def test_what_fails_on_one_rank_leaves_both_optimizers_as_they_were():
     """Of torch's modules too: live tensors are compared, not what is exported."""
 
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(0)
         model = in_place(theirs)(Net((1,)))
         optim = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -215,9 +215,9 @@ def test_what_fails_on_one_rank_leaves_both_optimizers_as_they_were():
 
 
 def test_models_under_torchs_own_wrapper_are_checked_too_before_torch_changes_anything():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(rank)
-        model = wrapper(theirs, use_orig_params=face == "orig")(Net((1,)))
+        model = wrapper(theirs, use_orig_params=front_end == "orig")(Net((1,)))
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         step(model, optim)
         weights, moments = copy.deepcopy(model_state_dict(model)), copy.deepcopy(optim_state_dict(model, optim))
@@ -245,8 +245,8 @@ def test_models_under_torchs_own_wrapper_are_checked_too_before_torch_changes_an
 def test_nothing_that_is_handed_in_is_changed():
     def body(rank, world):
         wrong = []
-        for face in FORMS:
-            model = FACES[face](Net())
+        for front_end in FORMS:
+            model = FRONT_ENDS[front_end](Net())
             optim = torch.optim.Adam(model.parameters(), lr=0.1)
             step(model, optim)
             for kind in ("FULL", "SHARDED", "LOCAL"):
@@ -254,15 +254,17 @@ def test_nothing_that_is_handed_in_is_changed():
                 names, ids = list(taken), {name: id(value) for name, value in taken.items()}
                 inner = {(n, s): id(v) for n, slots in kept["state"].items() for s, v in slots.items()}
                 values = copy.deepcopy(flat(kept))
-                other = FACES[face](Net())
+                other = FRONT_ENDS[front_end](Net())
                 theirs = torch.optim.Adam(other.parameters(), lr=0.1)
                 load_model_state_dict(other, taken)
                 load_optim_state_dict(other, theirs, kept)
                 step(other, theirs)
                 wrong += differing(flat(kept), values)
-                wrong += [face] if list(taken) != names or {n: id(v) for n, v in taken.items()} != ids else []
+                wrong += [front_end] if list(taken) != names or {n: id(v) for n, v in taken.items()} != ids else []
                 wrong += (
-                    [face] if {(n, s): id(v) for n, ss in kept["state"].items() for s, v in ss.items()} != inner else []
+                    [front_end]
+                    if {(n, s): id(v) for n, ss in kept["state"].items() for s, v in ss.items()} != inner
+                    else []
                 )
         return wrong
 
@@ -270,14 +272,14 @@ def test_nothing_that_is_handed_in_is_changed():
 
 
 def test_g5_a_load_between_forward_and_backward_is_not_lost():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(0)
-        model = FACES[face](Net())
+        model = FRONT_ENDS[front_end](Net())
         torch.manual_seed(1)
         weights = Net().state_dict()
         wrong = []
         for kind in ("FULL", "SHARDED", "LOCAL"):
-            source = FACES[face](Net())
+            source = FRONT_ENDS[front_end](Net())
             load_model_state_dict(source, weights)
             taken = model_state_dict(source, kind)
             model(torch.randn(4, 5)).sum()

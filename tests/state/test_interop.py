@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import run
-from states import FACES, Net, differing, flat, in_place, over, quiet, refused, step, whole, wrapper
+from states import FRONT_ENDS, Net, differing, flat, in_place, over, quiet, refused, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,10 +53,10 @@ def settled(state) -> dict:
     }
 
 
-@pytest.mark.parametrize("face", OURS)
-def test_torchs_functions_take_and_put_states_of_our_models(face):
+@pytest.mark.parametrize("front_end", OURS)
+def test_torchs_functions_take_and_put_states_of_our_models(front_end):
     def body(rank, world):
-        model, optim = trained(FACES[face])
+        model, optim = trained(FRONT_ENDS[front_end])
         weights = copy.deepcopy(plain(model_state_dict(model)))
         moments = copy.deepcopy(settled(flat(optim_state_dict(model, optim))))
         wrong = []
@@ -69,7 +69,7 @@ def test_torchs_functions_take_and_put_states_of_our_models(face):
                 wrong += differing(plain(found), weights)
             else:
                 wrong += list(found) + list(kept)
-            other = FACES[face](Net((1,)))
+            other = FRONT_ENDS[front_end](Net((1,)))
             again = torch.optim.AdamW(other.parameters(), lr=0.5)
             told = torchs.StateDictOptions(**{**options, "cpu_offload": False})
             quiet(torchs.set_model_state_dict, other, found, options=told)
@@ -105,18 +105,18 @@ def test_torchs_functions_name_members_of_every_flat_parameter():
     assert run(2, body) == [([], 3), ([], 3)]
 
 
-@pytest.mark.parametrize("face", ["flat", "orig"])
-def test_checkpoints_by_torchs_functions_go_from_our_wrapper_to_torchs_and_back(face, tmp_path):
+@pytest.mark.parametrize("front_end", ["flat", "orig"])
+def test_checkpoints_by_torchs_functions_go_from_our_wrapper_to_torchs_and_back(front_end, tmp_path):
     def body(rank, world):
         mesh = init_device_mesh("cpu", (world,))
         torch.manual_seed(0)
-        model = FACES[face](Net((1,)), mesh)
+        model = FRONT_ENDS[front_end](Net((1,)), mesh)
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         step(model, optim)
         weights = copy.deepcopy(plain(model_state_dict(model)))
         moments = copy.deepcopy(settled(flat(optim_state_dict(model, optim))))
         wrong = []
-        for index, shard in enumerate((THEIRS[face], FACES[face])):
+        for index, shard in enumerate((THEIRS[front_end], FRONT_ENDS[front_end])):
             at = str(tmp_path / str(index))
             found, kept = quiet(torchs.get_state_dict, model, optim)
             quiet(dcp.save, {"model": found, "optim": kept}, checkpoint_id=at)
@@ -133,16 +133,16 @@ def test_checkpoints_by_torchs_functions_go_from_our_wrapper_to_torchs_and_back(
     assert run(2, body) == [[], []]
 
 
-@pytest.mark.parametrize("face", OURS)
-def test_distributed_checkpoints_of_our_states_load_on_other_faces(face, tmp_path):
+@pytest.mark.parametrize("front_end", OURS)
+def test_distributed_checkpoints_of_our_states_load_on_other_front_ends(front_end, tmp_path):
     def body(rank, world):
-        model, optim = trained(FACES[face])
+        model, optim = trained(FRONT_ENDS[front_end])
         weights, moments = model_state_dict(model, "SHARDED"), optim_state_dict(model, optim, "SHARDED")
         expected = copy.deepcopy((plain(model_state_dict(model)), flat(optim_state_dict(model, optim))))
         quiet(dcp.save, {"model": weights, "optim": moments["state"]}, checkpoint_id=str(tmp_path / "step"))
         wrong = []
         for target in OURS:
-            other, again = trained(FACES[target], 1)
+            other, again = trained(FRONT_ENDS[target], 1)
             mine, kept = model_state_dict(other, "SHARDED"), optim_state_dict(other, again, "SHARDED")
             quiet(dcp.load, {"model": mine, "optim": kept["state"]}, checkpoint_id=str(tmp_path / "step"))
             load_model_state_dict(other, mine)
@@ -154,21 +154,21 @@ def test_distributed_checkpoints_of_our_states_load_on_other_faces(face, tmp_pat
     assert run(2, body) == [[], []]
 
 
-@pytest.mark.parametrize("face", list(THEIRS))
-def test_torchs_models_give_what_ours_take_and_the_other_way_round(face):
+@pytest.mark.parametrize("front_end", list(THEIRS))
+def test_torchs_models_give_what_ours_take_and_the_other_way_round(front_end):
     def body(rank, world):
         torch.manual_seed(0)
-        model, optim = trained(THEIRS[face])
-        reference, kept = trained(FACES["in place"])
+        model, optim = trained(THEIRS[front_end])
+        reference, kept = trained(FRONT_ENDS["in place"])
         wrong = []
         wrong += differing(plain(model_state_dict(model)), plain(model_state_dict(reference)), False)
         theirs_kept = optim_state_dict(model, optim)
         wrong += differing(flat(theirs_kept), flat(optim_state_dict(reference, kept)), False)
-        other, again = trained(FACES["orig"], 1)
+        other, again = trained(FRONT_ENDS["orig"], 1)
         load_model_state_dict(other, model_state_dict(model))
         load_optim_state_dict(other, again, theirs_kept)
         weights, moments = model_state_dict(other), optim_state_dict(other, again)
-        back, last = trained(THEIRS[face], 2)
+        back, last = trained(THEIRS[front_end], 2)
         load_model_state_dict(back, weights)
         load_optim_state_dict(back, last, moments)
         wrong += differing(plain(model_state_dict(back)), plain(weights))
@@ -178,14 +178,14 @@ def test_torchs_models_give_what_ours_take_and_the_other_way_round(face):
     assert run(2, body) == [[], []]
 
 
-@pytest.mark.parametrize("face", ["flat", "orig"])
-def test_sharded_states_are_cut_over_the_mesh_that_the_wrapper_was_given(face):
+@pytest.mark.parametrize("front_end", ["flat", "orig"])
+def test_sharded_states_are_cut_over_the_mesh_that_the_wrapper_was_given(front_end):
     def body(rank, world):
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         found, texts = [], []
         for engine in (ours, theirs):
             torch.manual_seed(0)
-            model = wrapper(engine, use_orig_params=face == "orig")(Net((1,)), mesh)
+            model = wrapper(engine, use_orig_params=front_end == "orig")(Net((1,)), mesh)
             optim = torch.optim.AdamW(model.parameters(), lr=0.01)
             step(model, optim)
             weights, kept = quiet(torchs.get_state_dict, model, optim)
@@ -200,18 +200,18 @@ def test_sharded_states_are_cut_over_the_mesh_that_the_wrapper_was_given(face):
 
 
 def test_dcp_refuses_local_states_of_which_it_would_keep_one_ranks(tmp_path):
-    def body(rank, world, face):
-        model = FACES[face](Net((1,)))
+    def body(rank, world, front_end):
+        model = FRONT_ENDS[front_end](Net((1,)))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         step(model, optim)
         states = [model_state_dict(model, "LOCAL"), {"optim": optim_state_dict(model, optim, "LOCAL")}]
-        if face == "flat":
+        if front_end == "flat":
             kind = ours.StateDictType.LOCAL_STATE_DICT
             with quiet(ours.FullyShardedDataParallel.state_dict_type, model, kind):
                 states += [model.state_dict(), {"deep": {"model": model.state_dict()}}]
-        told = [refused(dcp.save, state, checkpoint_id=str(tmp_path / face)) for state in states]
-        quiet(dcp.save, model_state_dict(model, "SHARDED"), checkpoint_id=str(tmp_path / f"{face} rows"))
+        told = [refused(dcp.save, state, checkpoint_id=str(tmp_path / front_end)) for state in states]
+        quiet(dcp.save, model_state_dict(model, "SHARDED"), checkpoint_id=str(tmp_path / f"{front_end} rows"))
         return [each for each in told if "LOCAL" not in each]
 
     over(["flat", "orig", "in place"], body)
-    assert not any((tmp_path / face).exists() for face in ("flat", "orig", "in place"))
+    assert not any((tmp_path / front_end).exists() for front_end in ("flat", "orig", "in place"))

@@ -6,7 +6,7 @@ import copy
 
 import torch
 from harness import run
-from states import FACES, Block, Net, differing, flat, in_place, over, step, whole
+from states import FRONT_ENDS, Block, Net, differing, flat, in_place, over, step, whole
 from torch import nn
 from torch.distributed import fsdp as theirs
 
@@ -54,11 +54,11 @@ def members(state) -> dict:
 
 
 def test_tied_parameters_have_one_state_and_stay_tied():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(0)
         net = Tied()
         plain = copy.deepcopy(net)
-        model = FACES[face](net)
+        model = FRONT_ENDS[front_end](net)
         optim = torch.optim.Adam(model.parameters())
         step(model, optim)
         full, kept = model_state_dict(model), optim_state_dict(model, optim)
@@ -83,17 +83,17 @@ def test_tied_parameters_have_one_state_and_stay_tied():
     over(FORMS, body)
 
 
-def test_types_and_frozen_parts_are_kept_from_face_to_face():
-    def body(rank, world, face):
+def test_types_and_frozen_parts_are_kept_between_front_ends():
+    def body(rank, world, front_end):
         torch.manual_seed(0)
-        model = FACES[face](Mixed())
+        model = FRONT_ENDS[front_end](Mixed())
         optim = torch.optim.Adam(model.parameters())
         step(model, optim)
         weights, kept = copy.deepcopy(model_state_dict(model)), optim_state_dict(model, optim)
         wrong = [] if "blocks.1.up.weight" not in kept["state"] else ["a state of what is frozen"]
         wrong += [] if kept["state"]["blocks.0.up.weight"]["exp_avg"].dtype is torch.bfloat16 else ["another type"]
         for target in FORMS:
-            other = FACES[target](Mixed())
+            other = FRONT_ENDS[target](Mixed())
             again = torch.optim.Adam(other.parameters())
             load_model_state_dict(other, weights)
             load_optim_state_dict(other, again, kept)
@@ -107,9 +107,9 @@ def test_types_and_frozen_parts_are_kept_from_face_to_face():
 
 
 def test_states_are_sharded_ones_while_parameters_are_full():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(0)
-        model = FACES[face](Net())
+        model = FRONT_ENDS[front_end](Net())
         optim = torch.optim.Adam(model.parameters())
         step(model, optim)
         before, weights = members(optim_state_dict(model, optim)), copy.deepcopy(model_state_dict(model))
@@ -128,13 +128,13 @@ def test_states_are_sharded_ones_while_parameters_are_full():
 
 
 def test_sharded_states_go_between_torchs_fully_shard_and_ours():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(0)
         torchs = in_place(theirs)(Net((1,)))
-        model = FACES[face](Net((1,)))
+        model = FRONT_ENDS[front_end](Net((1,)))
         load_model_state_dict(model, torchs.state_dict())
         wrong = differing(model_state_dict(model), {name: whole(v) for name, v in torchs.state_dict().items()})
-        other = FACES[face](Net((1,)))
+        other = FRONT_ENDS[front_end](Net((1,)))
         torchs.load_state_dict(model_state_dict(other, "SHARDED"))
         expected = {name: whole(v) for name, v in torchs.state_dict().items()}
         wrong += differing(model_state_dict(other), expected)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from harness import raised_everywhere, run
-from states import FACES, Net, differing, flat, kept_differs, local, over, refused, step, whole
+from states import FRONT_ENDS, Net, differing, flat, kept_differs, local, over, refused, step, whole
 
 from shardckpt.state import (
     ConflictError,
@@ -51,10 +51,10 @@ def of(state: dict, names: list[str]) -> dict:
 
 
 def test_g1_reordered_split_and_merged_groups():
-    def body(rank, world, faces):
-        source, target = faces
+    def body(rank, world, front_ends):
+        source, target = front_ends
         torch.manual_seed(0)
-        model = FACES[source](Net())
+        model = FRONT_ENDS[source](Net())
         a, b, rest = parts(model)
         optim = torch.optim.Adam([{"params": a, "lr": 0.1}, {"params": b, "lr": 0.2}, {"params": rest, "lr": 0.1}])
         step(model, optim)
@@ -62,7 +62,7 @@ def test_g1_reordered_split_and_merged_groups():
         for kind in ("FULL", "SHARDED"):
             saved = optim_state_dict(model, optim, kind)
             expected = {k: v for k, v in flat(saved).items() if k[0] != "group"}
-            other = FACES[target](Net())
+            other = FRONT_ENDS[target](Net())
             a, b, rest = parts(other)
             shapes = {
                 "reordered": [{"params": rest}, {"params": b}, {"params": a}],
@@ -90,9 +90,9 @@ def test_g1_reordered_split_and_merged_groups():
 
 
 def test_g14_optimizers_of_parts_of_a_model_each_have_their_own():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         saved = moments()
-        model = FACES[face](Net())
+        model = FRONT_ENDS[front_end](Net())
         a, b, rest = parts(model)
         first, second = torch.optim.Adam(a, lr=1.0), torch.optim.Adam([{"params": b}, {"params": rest}], lr=1.0)
         load_optim_state_dict(model, first, saved)
@@ -115,7 +115,7 @@ def test_g14_optimizers_of_parts_of_a_model_each_have_their_own():
         wrong += [] if not fresh.state and fresh.param_groups[0]["lr"] == 0.2 else ["a state from nowhere"]
         some = {n: s for n, s in saved["state"].items() if n != "blocks.1.up.bias"}
         load_optim_state_dict(model, fresh, {**saved, "state": some}, missing="zeros")
-        zeros = optim_state_dict(model, fresh)["state"]["blocks.1.up.bias"] if face != "flat" else None
+        zeros = optim_state_dict(model, fresh)["state"]["blocks.1.up.bias"] if front_end != "flat" else None
         if zeros is not None and (zeros["exp_avg"].any() or zeros["step"] != 0):
             wrong.append("not zeros")
         return wrong
@@ -134,18 +134,18 @@ def optimizers() -> dict:
 
 
 def test_states_of_other_optimizers_come_back_and_train_on():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         wrong = []
-        kinds = itertools.cycle(("FULL", "SHARDED", "LOCAL") if face != "orig" else ("LOCAL", "FULL", "SHARDED"))
+        kinds = itertools.cycle(("FULL", "SHARDED", "LOCAL") if front_end != "orig" else ("LOCAL", "FULL", "SHARDED"))
         for name, make in optimizers().items():
-            if face == "in place" and name not in ("momentum", "amsgrad"):
+            if front_end == "in place" and name not in ("momentum", "amsgrad"):
                 continue  # as the others, and each takes DTensors long
             torch.manual_seed(0)
-            model = FACES[face](Net())
+            model = FRONT_ENDS[front_end](Net())
             optim = make(model.parameters())
             step(model, optim)
             saved = optim_state_dict(model, optim, next(kinds))
-            other = FACES[face](Net())
+            other = FRONT_ENDS[front_end](Net())
             load_model_state_dict(other, copy.deepcopy(model_state_dict(model)))
             again = make(other.parameters())
             again.param_groups[0]["lr"] = 5.0
@@ -165,14 +165,14 @@ def test_states_of_other_optimizers_come_back_and_train_on():
 
 
 def test_g30_moments_and_steps_keep_the_types_they_have():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         saved = moments()
         for index, (name, slots) in enumerate(saved["state"].items()):
-            low = face == "flat" or index % 2
+            low = front_end == "flat" or index % 2
             slots["exp_avg"] = slots["exp_avg"].to(torch.bfloat16 if low else torch.float32)
-            slots["step"] = 3.0 if face == "flat" or "bias" in name else torch.tensor(3, dtype=torch.int64)
-            slots["note"] = "kept" if index % 2 or face == "flat" else None
-        model = FACES[face](Net())
+            slots["step"] = 3.0 if front_end == "flat" or "bias" in name else torch.tensor(3, dtype=torch.int64)
+            slots["note"] = "kept" if index % 2 or front_end == "flat" else None
+        model = FRONT_ENDS[front_end](Net())
         a, b, rest = parts(model)
         optim = torch.optim.Adam([{"params": a}, {"params": b}, {"params": rest}])
         load_optim_state_dict(model, optim, saved)
@@ -221,9 +221,9 @@ def test_g24_what_is_shaped_otherwise_is_refused_or_joined_as_told(world):
     def layout(name, slot, value):
         return 0 if slot == "rows" else "replicated"
 
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(0)
-        model = FACES[face](Net((1,)))
+        model = FRONT_ENDS[front_end](Net((1,)))
         optim = Rows(model.parameters())
         step(model, optim)
         wrong = []
@@ -234,7 +234,7 @@ def test_g24_what_is_shaped_otherwise_is_refused_or_joined_as_told(world):
         wrong += same(live(model, other), live(model, optim))
         told = refused(optim_state_dict, model, optim, state_layout=lambda *_: "rows")
         wrong += [] if "answer must describe a sharding" in told and "rows" in told else [told]
-        if face == "flat":  # of a flat parameter's rows nobody knows whose they are
+        if front_end == "flat":  # of a flat parameter's rows nobody knows whose they are
             told = refused(optim_state_dict, model, optim, state_layout=layout)
             return wrong + ([] if "OpaqueStateError" in told and "/rows" in told else [told])
         saved = optim_state_dict(model, optim, state_layout=layout)
@@ -265,17 +265,17 @@ def test_g24_what_is_shaped_otherwise_is_refused_or_joined_as_told(world):
         held = [(n, p) for n, p in model.named_parameters() if local(p).numel()]
         return {name: dict(optim.state[p]) for name, p in held if p in optim.state}
 
-    def all_faces(rank, world):
-        return [(face, each) for face in FORMS for each in body(rank, world, face)]
+    def all_front_ends(rank, world):
+        return [(front_end, each) for front_end in FORMS for each in body(rank, world, front_end)]
 
     assert issubclass(OpaqueStateError, RuntimeError)
-    assert run(world, all_faces) == [[]] * world
+    assert run(world, all_front_ends) == [[]] * world
 
 
 def test_named_optimizers_keep_their_names():
     def body(rank, world):
         saved = moments()
-        model = FACES["in place"](Net())
+        model = FRONT_ENDS["in place"](Net())
         optim = torch.optim.Adam(model.named_parameters(), lr=0.5)
         saved["param_groups"] = [{**saved["param_groups"][0], "params": list(saved["state"])}]
         load_optim_state_dict(model, optim, saved)
@@ -306,23 +306,23 @@ def test_scalars_lie_beside_their_parameters_where_the_optimizer_runs_on_the_dev
 
 
 def test_states_are_in_one_order_on_all_ranks_whatever_the_order_of_groups():
-    def body(rank, world, face):
-        model = FACES[face](Net())
+    def body(rank, world, front_end):
+        model = FRONT_ENDS[front_end](Net())
         given = list(model.parameters())
         optim = torch.optim.Adam(given if rank == 0 else given[::-1], lr=0.1)
         step(model, optim)
         return [list(optim_state_dict(model, optim, kind)["state"]) for kind in ("FULL", "SHARDED")]
 
-    for face in FORMS:
-        first, second = run(2, body, face)
+    for front_end in FORMS:
+        first, second = run(2, body, front_end)
         assert first == second
         assert first[0] == first[1] == [name for name, _ in Net().named_parameters()]
 
 
-@pytest.mark.parametrize("face", FORMS)
-def test_ranks_whose_optimizers_have_other_parameters_are_refused(face):
+@pytest.mark.parametrize("front_end", FORMS)
+def test_ranks_whose_optimizers_have_other_parameters_are_refused(front_end):
     def body(rank, world):
-        model = FACES[face](Net())
+        model = FRONT_ENDS[front_end](Net())
         optim = torch.optim.Adam(list(model.parameters())[: -1 if rank else None], lr=0.1)
         step(model, optim)
         return optim_state_dict(model, optim)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import run
 from states import (
-    FACES,
+    FRONT_ENDS,
     PARALLEL,
     Net,
     differing,
@@ -80,9 +80,9 @@ class Way:
 
 
 def product(*, every: bool = False) -> list[Way]:
-    """Return every strategy in every precision; faces and halves of the kinds in turn, or all `every` time.
+    """Return every strategy in every precision; front ends and halves of the kinds in turn, or all `every` time.
 
-    Each kind comes together with each strategy, precision and face. Optimizers take turns too.
+    Each kind comes together with each strategy, precision and front_end. Optimizers take turns too.
     """
     ways = []
     for (turn, strategy), orig, precision in itertools.product(enumerate(STRATEGIES), (False, True), PRECISIONS):
@@ -104,9 +104,9 @@ def product(*, every: bool = False) -> list[Way]:
         ways.append(Way(name, shard, optimizer, low_or_not(precision), kinds=kinds))
     return [
         *ways,
-        *(Way(name, FACES[name], "momentum", kinds=HALVES[1]) for name in ("plain", "ddp")),
-        *(Way(name, FACES[name], "momentum") for name in ("torch in place", "offloaded")),
-        Way("wrapped inside", FACES["wrapped inside"], "momentum", kinds=("SHARDED",)),  # it takes long to compile
+        *(Way(name, FRONT_ENDS[name], "momentum", kinds=HALVES[1]) for name in ("plain", "ddp")),
+        *(Way(name, FRONT_ENDS[name], "momentum") for name in ("torch in place", "offloaded")),
+        Way("wrapped inside", FRONT_ENDS["wrapped inside"], "momentum", kinds=("SHARDED",)),  # it takes long to compile
     ]
 
 
@@ -119,7 +119,7 @@ def low_or_not(precision: str) -> torch.dtype:
 
 
 def ways(world: int) -> list[Way]:
-    """All on two ranks; elsewhere each face, with meshes of two dimensions on four. Momentum is quick with DTensors.
+    """All on two ranks; elsewhere each front end, with 2-D meshes on four. Momentum is quick with DTensors.
 
     On three ranks, where pieces are of unequal sizes, all kinds; on one and on four the halves.
     """
@@ -128,7 +128,8 @@ def ways(world: int) -> list[Way]:
     one = ("flat", "orig", "in place", "torch in place", "whole") if world != 4 else ("flat", "in place")
     kinds = {True: KINDS, False: HALVES[world == 4]}
     found = [
-        Way(name, FACES[name], "momentum" if "in place" in name else "NAdam", kinds=kinds[world == 3]) for name in one
+        Way(name, FRONT_ENDS[name], "momentum" if "in place" in name else "NAdam", kinds=kinds[world == 3])
+        for name in one
     ]
     if world == 4:
         both = {"optimizer": "momentum", "mesh": (2, 2)}
@@ -211,9 +212,9 @@ SOURCES = ("flat", "orig", "in place")
 
 
 def saved(folder: Path, rank: int, world: int) -> None:
-    """Leave the state for other numbers of ranks: whole, sharded by each face, and each rank's own."""
-    for face in SOURCES:
-        way = Way(face, FACES[face])
+    """Leave the state for other numbers of ranks: whole, sharded by each front end, and each rank's own."""
+    for front_end in SOURCES:
+        way = Way(front_end, FRONT_ENDS[front_end])
         model = way.sharded(None)
         optim = way.optim(model)
         weights, moments = truth(way)
@@ -221,16 +222,16 @@ def saved(folder: Path, rank: int, world: int) -> None:
         load_optim_state_dict(model, optim, moments)
         sharded = model_state_dict(model, "SHARDED"), optim_state_dict(model, optim, "SHARDED")
         state = {"model": sharded[0], "optim": sharded[1]["state"]}
-        quiet(dcp.save, state, checkpoint_id=str(folder / f"{face} {world}"))
+        quiet(dcp.save, state, checkpoint_id=str(folder / f"{front_end} {world}"))
         first, lying = taken(model, optim, "first"), taken(model, optim, "LOCAL")
         if rank == 0:
-            torch.save(first, folder / f"{face} {world}.pt")
-        torch.save(lying, folder / f"{face} {world} {rank}.pt")
+            torch.save(first, folder / f"{front_end} {world}.pt")
+        torch.save(lying, folder / f"{front_end} {world} {rank}.pt")
 
 
 def loaded(folder: Path, source: str, world: int, target: str, rank: int) -> list[str]:
-    """Put what one face left on some number of ranks into another face on these."""
-    way = Way(target, FACES[target])
+    """Put what one front end left on some number of ranks into another front end on these."""
+    way = Way(target, FRONT_ENDS[target])
     expected = truth(way)
     wrong = []
 
@@ -251,7 +252,7 @@ def loaded(folder: Path, source: str, world: int, target: str, rank: int) -> lis
         "orig": lambda: put("first", *(first if rank == 0 else ({}, {}))),
         "in place": lambda: put("full pieces", *first, kind="SHARDED"),
     }
-    ways_of_whole[source]()  # each source face another: they are checked together above
+    ways_of_whole[source]()  # each source front_end another: they are checked together above
     model, optim = fresh()
     load_optim_state_dict(model, optim, expected[1])  # so that there is something to read into
     weights, moments = model_state_dict(model, "SHARDED"), optim_state_dict(model, optim, "SHARDED")
@@ -290,7 +291,7 @@ def test_every_form_goes_round_and_training_goes_on_bit_for_bit(world, left):
 
 
 @pytest.mark.slow
-def test_every_strategy_goes_round_in_every_precision_on_both_faces():
+def test_every_strategy_goes_round_in_every_precision_on_both_front_ends():
     """The full product, of which the test above has every two settings together."""
 
     def body(rank, world):

@@ -7,7 +7,7 @@ import copy
 import torch
 import torch.distributed as dist
 from harness import run
-from states import FACES, Block, differing, flat, in_place, local, quiet, step, whole, wrapper
+from states import FRONT_ENDS, Block, differing, flat, in_place, local, quiet, step, whole, wrapper
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import DeviceMesh
@@ -86,9 +86,14 @@ def test_each_stage_of_a_pipeline_takes_and_puts_its_own_state():
     def body(rank, world):
         meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
         stage = rank // 2
-        faces = {**{name: FACES[name] for name in ("flat", "orig", "in place", "whole")}, "torch": in_place(theirs)}
-        wrong = [(n, w) for n, shard in faces.items() for w in goes_round(shard, meshes[stage], stage, rank % 2 == 0)]
-        told = refused_alone(FACES["flat"], meshes[stage], stage, rank)
+        front_ends = {
+            **{name: FRONT_ENDS[name] for name in ("flat", "orig", "in place", "whole")},
+            "torch": in_place(theirs),
+        }
+        wrong = [
+            (n, w) for n, shard in front_ends.items() for w in goes_round(shard, meshes[stage], stage, rank % 2 == 0)
+        ]
+        told = refused_alone(FRONT_ENDS["flat"], meshes[stage], stage, rank)
         dist.barrier()
         return wrong, told
 
@@ -107,9 +112,9 @@ def test_a_stage_on_a_mesh_of_two_dimensions_is_a_grid_of_ranks():
         if rank == 4:
             dist.barrier()
             return [], ""
-        faces = {"flat": wrapper(ours, sharding_strategy=HYBRID), "in place": in_place(ours)}
-        wrong = [(n, w) for n, shard in faces.items() for w in goes_round(shard, mesh, 0, rank == 0)]
-        told = refused_alone(faces["flat"], mesh, 0, rank)
+        front_ends = {"flat": wrapper(ours, sharding_strategy=HYBRID), "in place": in_place(ours)}
+        wrong = [(n, w) for n, shard in front_ends.items() for w in goes_round(shard, mesh, 0, rank == 0)]
+        told = refused_alone(front_ends["flat"], mesh, 0, rank)
         dist.barrier()
         return wrong, told
 

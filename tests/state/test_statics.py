@@ -163,13 +163,13 @@ def test_optim_input_is_deprecated():
 
 
 def test_ranks_that_have_no_state_may_give_none_as_accelerate_does():
-    def body(rank, world, face):
-        model, optim = trained(face)
+    def body(rank, world, front_end):
+        model, optim = trained(front_end)
         kinds = {"FULL": ours.StateDictType.FULL_STATE_DICT, "SHARDED": ours.StateDictType.SHARDED_STATE_DICT}
         configs = ours.FullStateDictConfig(rank0_only=True), ours.FullOptimStateDictConfig(rank0_only=True)
         quiet(ours.FullyShardedDataParallel.set_state_dict_type, model, kinds["FULL"], *configs)
         state = ours.FullyShardedDataParallel.optim_state_dict(model, optim)
-        other, again = trained(face, steps=0)
+        other, again = trained(front_end, steps=0)
         quiet(ours.FullyShardedDataParallel.set_state_dict_type, other, kinds["FULL"], *configs)
         load = ours.FullyShardedDataParallel.optim_state_dict_to_load
         again.load_state_dict(load(other, again, state if rank == 0 else None))
@@ -180,9 +180,9 @@ def test_ranks_that_have_no_state_may_give_none_as_accelerate_does():
         told = refused(load, other, again, None)
         return wrong + ([] if "not a state of an optimizer" in told else [told])
 
-    def trained(face, steps=2):
+    def trained(front_end, steps=2):
         torch.manual_seed(0)
-        model = wrapper(ours, use_orig_params=face == "orig")(Net((1,)))
+        model = wrapper(ours, use_orig_params=front_end == "orig")(Net((1,)))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         for number in range(steps):
             step(model, optim, number)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from states import FACES, Net, over, quiet, refused, step, whole
+from states import FRONT_ENDS, Net, over, quiet, refused, step, whole
 
 import shardckpt
 from shardckpt.errors import UsageError
@@ -15,15 +15,15 @@ from shardckpt.state import load_optim_state_dict, optim_state_dict
 from shardckpt.state.keys.slots import Form, Slot, with_largest
 
 
-def made(face: str):
+def made(front_end: str):
     torch.manual_seed(0)
-    model = quiet(FACES[face], Net((1,)))
+    model = quiet(FRONT_ENDS[front_end], Net((1,)))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def trained_unevenly(face: str):
+def trained_unevenly(front_end: str):
     """One bias has no gradient in the first of two steps."""
-    model, optim = made(face)
+    model, optim = made(front_end)
     late = next(p for name, p in model.named_parameters() if name.endswith("last.bias"))
     late.requires_grad_(False)
     step(model, optim)

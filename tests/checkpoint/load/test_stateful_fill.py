@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import run
-from states import FACES, Net, differing, flat, quiet, step, whole, wrapper
+from states import FRONT_ENDS, Net, differing, flat, quiet, step, whole, wrapper
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint.state_dict import (
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 import shardckpt
 from shardckpt.state import model_state_dict, optim_state_dict
 
-SHARDED = {name: FACES[name] for name in ("flat", "orig", "in place", "torch in place", "ddp")}
+SHARDED = {name: FRONT_ENDS[name] for name in ("flat", "orig", "in place", "torch in place", "ddp")}
 SHARDED["torch's wrapper"] = wrapper(theirs, use_orig_params=True)
 
 

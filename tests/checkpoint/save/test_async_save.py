@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import mark, outcomes, raised_everywhere, run, since, stored_bytes
-from states import FACES, Net, differing, flat, step, whole
+from states import FRONT_ENDS, Net, differing, flat, step, whole
 from torch import nn
 
 import shardckpt
@@ -459,7 +459,7 @@ shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
 
 def built(face: str):
     torch.manual_seed(0)
-    model = FACES[face](Net((1,)))
+    model = FRONT_ENDS[face](Net((1,)))
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     step(model, optim)
     return model, optim

@@ -1,11 +1,11 @@
-"""What torch's wrapper gives without a mesh, ShardedTensors, is taken: SHARDED on any face, LOCAL on the same units."""
+"""ShardedTensors of torch's wrapper without a mesh load: SHARDED on any front end, LOCAL on the same units."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from harness import raised_everywhere, run
-from states import FACES, Net, differing, flat, quiet, step, wrapper
+from states import FRONT_ENDS, Net, differing, flat, quiet, step, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -49,20 +49,22 @@ def groupless(state) -> dict:
 
 
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
-def test_sharded_states_of_torchs_wrapper_load_on_every_face(orig, tmp_path):
+def test_sharded_states_of_torchs_wrapper_load_on_every_front_end(orig, tmp_path):
     def body(rank, world):
         model, optim = trained(wrapper(theirs, use_orig_params=orig))
         torch.save(old(model, optim, SHARDED), tmp_path / f"{rank}.pt")
         expected = model_state_dict(model), groupless(optim_state_dict(model, optim))
         wrong = []
-        for face in ("flat", "orig", "in place", "whole", "ddp"):
-            other, again = trained(FACES[face], 1)
+        for front_end in ("flat", "orig", "in place", "whole", "ddp"):
+            other, again = trained(FRONT_ENDS[front_end], 1)
             weights, moments = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
             assert all(any(is_sharded_tensor(v) for v in tensors(state)) for state in (weights, moments))
             load_model_state_dict(other, weights)
             load_optim_state_dict(other, again, moments)
-            wrong += [f"{face}: {each}" for each in differing(model_state_dict(other), expected[0])]
-            wrong += [f"{face}: {each}" for each in differing(groupless(optim_state_dict(other, again)), expected[1])]
+            wrong += [f"{front_end}: {each}" for each in differing(model_state_dict(other), expected[0])]
+            wrong += [
+                f"{front_end}: {each}" for each in differing(groupless(optim_state_dict(other, again)), expected[1])
+            ]
         return wrong
 
     assert run(3, body, timeout=60) == [[], [], []]
@@ -73,7 +75,7 @@ def test_local_states_of_torchs_wrapper_load_on_the_same_units(orig):
     def body(rank, world):
         model, optim = trained(wrapper(theirs, use_orig_params=orig))
         weights, _ = old(model, optim, LOCAL)
-        other, _ = trained(FACES["orig" if orig else "flat"], 1)
+        other, _ = trained(FRONT_ENDS["orig" if orig else "flat"], 1)
         load_model_state_dict(other, weights)
         return detect_kind(weights) is StateKind.LOCAL, differing(model_state_dict(other), model_state_dict(model))
 
@@ -86,7 +88,7 @@ def test_the_wrapper_takes_them_as_torchs_does(orig, kind):
     def body(rank, world):
         model, optim = trained(wrapper(theirs, use_orig_params=orig))
         weights, moments = old(model, optim, theirs.StateDictType[f"{kind}_STATE_DICT"])
-        other, again = trained(FACES["orig" if orig else "flat"], 1)
+        other, again = trained(FRONT_ENDS["orig" if orig else "flat"], 1)
         with quiet(Ours.state_dict_type, other, StateDictType[f"{kind}_STATE_DICT"]):
             other.load_state_dict(weights)
             if moments is not None:
@@ -102,7 +104,7 @@ def test_what_torchs_optimizer_keeps_of_flat_parameters_loads_on_the_same_units(
     def body(rank, world):
         model, optim = trained(wrapper(theirs))
         own = to_names(optim.state_dict(), [[clean(name) for name, _ in model.named_parameters()]])
-        other, again = trained(FACES["flat"], 1)
+        other, again = trained(FRONT_ENDS["flat"], 1)
         again.param_groups[0]["lr"] = 7.0
         load_optim_state_dict(other, again, own, kind="LOCAL")
         wrong = differing(groupless(optim_state_dict(other, again)), groupless(optim_state_dict(model, optim)))
@@ -119,8 +121,8 @@ def test_replicas_take_what_each_group_of_theirs_has_cut():
         model, optim = trained(wrapper(theirs, **settings))
         weights, moments = old(model, optim, SHARDED)
         wrong = []
-        for face in ("flat", "in place"):
-            other, again = trained(FACES[face], 1, mesh)
+        for front_end in ("flat", "in place"):
+            other, again = trained(FRONT_ENDS[front_end], 1, mesh)
             load_model_state_dict(other, weights)
             load_optim_state_dict(other, again, moments)
             wrong += differing(model_state_dict(other), model_state_dict(model))
@@ -136,7 +138,7 @@ def test_what_no_mesh_of_the_model_fits_is_refused_by_name():
         settings = {"process_group": (mesh.get_group(1), mesh.get_group(0))}
         model, optim = trained(wrapper(theirs, **settings, sharding_strategy=theirs.ShardingStrategy.HYBRID_SHARD))
         weights, _ = old(model, optim, SHARDED)
-        other, _ = trained(FACES["flat"], 1)
+        other, _ = trained(FRONT_ENDS["flat"], 1)
         load_model_state_dict(other, weights)
 
     for rank, raised in enumerate(raised_everywhere(4, body)):
@@ -148,7 +150,7 @@ def test_local_states_of_other_units_are_refused():
     def body(rank, world):
         model, optim = trained(wrapper(theirs))
         weights, _ = old(model, optim, LOCAL)
-        other = quiet(FACES["flat"], Net((2,)))
+        other = quiet(FRONT_ENDS["flat"], Net((2,)))
         load_model_state_dict(other, weights)
 
     for raised in raised_everywhere(2, body):

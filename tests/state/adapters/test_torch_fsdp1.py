@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from harness import run
-from states import FACES, Net, differing, flat, step, whole, wrapper
+from states import FRONT_ENDS, Net, differing, flat, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint import state_dict as functions
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +38,7 @@ def trained(shard):
 def test_whole_states_are_on_the_cpu_where_they_are_wanted_there(orig):
     def body(rank, world):
         model, optim = trained(wrapper(theirs, use_orig_params=orig))
-        plain, kept = trained(FACES["plain"])
+        plain, kept = trained(FRONT_ENDS["plain"])
         expected = dict(plain.state_dict()), flat({**optim_state_dict(plain, kept), "param_groups": []})
         wrong = []
         for first in (False, True):
@@ -90,7 +90,7 @@ def test_sharded_states_have_dtensors_and_go_back(orig, meshed):
         assert all(isinstance(weights[name], DTensor) for name in weights if name != "scale")
         assert all(isinstance(slots["exp_avg"], DTensor) for slots in moments["state"].values())
         wrong = differing(whole_of(weights), expected[0]) + differing(flat(moments), expected[1])
-        for shard in (wrapper(theirs, use_orig_params=orig), FACES["flat"], FACES["in place"]):
+        for shard in (wrapper(theirs, use_orig_params=orig), FRONT_ENDS["flat"], FRONT_ENDS["in place"]):
             other, again = trained(shard)
             step(other, again, 1)
             load_model_state_dict(other, weights)
@@ -128,9 +128,9 @@ def test_our_wrapper_may_be_put_where_torchs_was(settings, monkeypatch):
         monkeypatch.setattr(theirs, name, getattr(core, name))
 
     def body(rank, world):
-        plain, kept = trained(FACES["plain"])
+        plain, kept = trained(FRONT_ENDS["plain"])
         wrong = []
-        for wrap in (FACES["flat"], lambda net: Theirs(net, device_id=torch.device("cpu"))):
+        for wrap in (FRONT_ENDS["flat"], lambda net: Theirs(net, device_id=torch.device("cpu"))):
             model, optim = trained(wrap)
             moments = optim_state_dict(model, optim)
             wrong += differing(dict(model_state_dict(model)), dict(plain.state_dict()), exact=False)

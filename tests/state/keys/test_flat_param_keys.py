@@ -12,7 +12,7 @@ from harness import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from states import FACES, Net, differing, flat, step
+from states import FRONT_ENDS, Net, differing, flat, step
 
 import shardckpt
 from shardckpt.errors import ShardckptError, UsageError
@@ -222,9 +222,9 @@ def test_other_groups_may_be_asked_for() -> None:
     assert set(to_original_parameters(whole, two(), [["b"]])["state"]) == {"b"}
 
 
-def trained(face: str, seed: int):
+def trained(front_end: str, seed: int):
     torch.manual_seed(seed)
-    model = FACES[face](Net())
+    model = FRONT_ENDS[front_end](Net())
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     step(model, optim, seed)
     return model, optim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from states import FACES, Net, differing, in_place, over, refused, whole
+from states import FRONT_ENDS, Net, differing, in_place, over, refused, whole
 from torch import nn
 from torch.distributed import fsdp as theirs
 
@@ -61,19 +61,19 @@ def whole_of(state) -> dict:
 
 
 def test_both_ways_give_and_take_the_same():
-    def body(rank, world, face):
+    def body(rank, world, front_end):
         torch.manual_seed(3)
         plain = Own()
         expected = dict(plain.state_dict())
         torch.manual_seed(4)
-        shard = in_place(theirs) if face == "torch in place" else FACES[face]
+        shard = in_place(theirs) if front_end == "torch in place" else FRONT_ENDS[front_end]
         model = shard(Own())
         before = whole_of(model_state_dict(model))
         wrong = [] if list(before) == list(expected) else [f"names {list(before)}"]
         registered = {name: id(parameter) for name, parameter in model.named_parameters()}
         for taken in (model_state_dict(model, "SHARDED"), model_state_dict(model, rank0_only=True)):
             wrong += differing(whole_of(taken), before if taken else {})
-        if face not in ("ddp", "compiled"):  # whose own has other names
+        if front_end not in ("ddp", "compiled"):  # whose own has other names
             wrong += differing(whole_of(model.state_dict()), before)
         ways = {
             "given": lambda: load_model_state_dict(model, expected),
@@ -81,10 +81,10 @@ def test_both_ways_give_and_take_the_same():
             "older": lambda: load_model_state_dict(model, older(expected)),
             "pieces": lambda: load_model_state_dict(model, pieces),
         }
-        if face in ("flat", "orig", "plain"):
+        if front_end in ("flat", "orig", "plain"):
             ways["recursion"] = lambda: model.load_state_dict(expected)
             ways["assigned"] = lambda: model.load_state_dict(copy.deepcopy(expected), assign=True)
-        if face in ("in place", "torch in place"):
+        if front_end in ("in place", "torch in place"):
             ways["recursion"] = lambda: model.load_state_dict(pieces)
             ways["assigned"] = lambda: model.load_state_dict(dict(pieces), assign=True)
         load_model_state_dict(model, expected)
@@ -97,7 +97,7 @@ def test_both_ways_give_and_take_the_same():
             with torch.no_grad():
                 out, right = model(torch.ones(2, 5)), plain(torch.ones(2, 5))
             wrong += [] if torch.allclose(out, right, atol=1e-6) else [f"{way}: computes with others"]
-            if way != "assigned" and face != "torch in place":  # which registers others after a forward
+            if way != "assigned" and front_end != "torch in place":  # which registers others after a forward
                 same = {name: id(parameter) for name, parameter in model.named_parameters()} == registered
                 wrong += [] if same else [f"{way}: other parameters are registered"]
         told = refused(load_model_state_dict, model, {**expected, "blocks.0.up.weight": torch.zeros(2, 2), "odd": 3})
@@ -111,8 +111,8 @@ def test_both_ways_give_and_take_the_same():
 
 
 def test_a_state_dict_that_was_put_on_the_model_is_asked():
-    def body(rank, world, face):
-        model = FACES[face](Net((1,)))
+    def body(rank, world, front_end):
+        model = FRONT_ENDS[front_end](Net((1,)))
         own = model.state_dict
         model.state_dict = lambda *a, **k: {name: value for name, value in own(*a, **k).items() if "up" in name}
         return [name for name in model_state_dict(model) if "up" not in name] or (
