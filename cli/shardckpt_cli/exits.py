@@ -39,7 +39,7 @@ def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, No
     """Make end-of-file errors, interruptions and broken pipes of a command reach `run_main`.
 
     A truncated checkpoint is an EOFError, and the parser would turn it into "Aborted" and print an empty line; a reader
-    that has seen enough is no failure, and the parser would exit with 1.
+    that has seen enough is not a failure, and the parser would exit with 1.
     """
 
     @functools.wraps(command)

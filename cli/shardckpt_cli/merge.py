@@ -17,7 +17,7 @@ def merge_adapter(
     to: options.To = "",
     model_key: Annotated[str, typer.Option("--model-key", help="Where the model is in BASE.")] = "",
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of BASE; repeatable.")] = None,
-    allow_overflow: Annotated[bool, typer.Option("--allow-overflow", help="Let sums become infinite.")] = False,
+    allow_overflow: Annotated[bool, typer.Option("--allow-overflow", help="Accept sums that become infinite.")] = False,
     max_shard_size: options.ShortMaxShardSize = "5GB",
     max_memory: options.ShortMaxMemory = "256MiB",
     config_from: Annotated[str, typer.Option("--config-from", help="Folder with config and tokenizer files.")] = "",

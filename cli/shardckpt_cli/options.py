@@ -39,7 +39,7 @@ ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, 
 OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
 OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the optimizer written: names, ids or flat.")]
 ParamNames = Annotated[str, typer.Option("--param-names", help="JSON file: names by optimizer id, array or object.")]
-ShapesFrom = Annotated[str, typer.Option("--shapes-from", help="Checkpoint of the same model, for whole shapes.")]
+ShapesFrom = Annotated[str, typer.Option("--shapes-from", help="Checkpoint of the same model, for full shapes.")]
 FlatShapesFrom = Annotated[
     str, typer.Option("--shapes-from", help="Checkpoint of the same model, for flat parameters of FSDP1.")
 ]
@@ -51,11 +51,13 @@ Base = Annotated[
 # what becomes of it
 Dtype = Annotated[str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64.")]
 KeepFp32 = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of names that are not cast; repeatable.")]
-AllowOverflow = Annotated[bool, typer.Option("--allow-overflow", help="Let a cast turn finite values into infinity.")]
+AllowOverflow = Annotated[
+    bool, typer.Option("--allow-overflow", help="Accept finite values that a cast makes infinite.")
+]
 AllowLoss = Annotated[bool, typer.Option("--allow-loss", help="Leave out what the format written cannot hold.")]
 Include = Annotated[list[str] | None, typer.Option("--include", help="Glob of names to take; repeatable.")]
 Exclude = Annotated[list[str] | None, typer.Option("--exclude", help="Glob of names to leave; repeatable.")]
-Rename = Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for whole names; repeatable, in order.")]
+Rename = Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for full names; repeatable, in order.")]
 Rules = Annotated[str, typer.Option("--rules", help="TOML file of rules, or the name of a set that comes along.")]
 ConfigFrom = Annotated[str, typer.Option("--config-from", help="Folder with config.json and tokenizer files to carry.")]
 

@@ -91,7 +91,7 @@ def left_out(places: Sequence[str]) -> None:
 
 
 class ProgressLine:
-    """One line on a terminal that is overwritten as bytes are written; nothing where stderr is no terminal.
+    """One line on a terminal that is overwritten as bytes are written; nothing if stderr is not a terminal.
 
     Args:
         quiet: Print nothing at all.

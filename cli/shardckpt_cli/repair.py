@@ -11,13 +11,13 @@ from shardckpt_cli import options, output
 
 def repair(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a step of shardckpt: path or URL.")],
-    save: Annotated[str, typer.Option("--save", help="Id of the save, where several whole ones lie in SRC.")] = "",
+    save: Annotated[str, typer.Option("--save", help="Id of the save, if SRC holds several complete ones.")] = "",
     rehash: Annotated[bool, typer.Option("--rehash", help="Take bytes that do not match the manifest.")] = False,
     base: options.Base = None,
     dry_run: options.ShortDryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a step's manifest and COMMIT anew from its payload files, where those are whole."""
+    """Rebuild a step's manifest and COMMIT from its payload files, if those are complete."""
     import shardckpt
     from shardckpt.errors import escape
 

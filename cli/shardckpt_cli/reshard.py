@@ -13,14 +13,14 @@ from shardckpt_cli.consolidate import run
 def reshard(
     src: options.Src,
     dst: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
-    world_size: Annotated[int, typer.Option("--world-size", help="For how many ranks tensors are cut.")],
+    world_size: Annotated[int, typer.Option("--world-size", help="Ranks that tensors are split for.")],
     to: options.ToForRanks = "native",
     max_shard_size: options.ShortMaxShardSize = "5GB",
     max_memory: options.ShortMaxMemory = "256MiB",
     shapes_from: options.FlatShapesFrom = "",
     base: options.Base = None,
     keep_whole: Annotated[
-        list[str] | None, typer.Option("--keep-whole", help="Glob of names that rank files do not cut; repeatable.")
+        list[str] | None, typer.Option("--keep-whole", help="Glob of names that rank files do not split; repeatable.")
     ] = None,
     allow_loss: Annotated[bool, typer.Option("--allow-loss", help="Leave out what the format cannot hold.")] = False,
     dry_run: options.ShortDryRun = False,

@@ -84,7 +84,7 @@ def convert(
 ) -> Report:
     """Convert a checkpoint as `consolidate` does, but keep how its tensors are split over files.
 
-    Tensors that lie whole in one source file stay together; those cut over several files are joined into one more.
+    Tensors that one source file holds in full stay together; those split over several files share one more file.
 
     Args:
         src: As for `consolidate`.
@@ -148,7 +148,9 @@ def export(
         raise UsageError("ranks share files, and there is but one", found=dst, fix="Name a folder; or run one process.")
     source = open_source(src, options.base)
     ids = read_param_names(options.param_names) if options.param_names else None
-    reader = load_param_shapes(detect(source).open(source), options.shapes_from, ids)
+    reader = detect(source).open(source)
+    if reader.is_flat:
+        reader = load_param_shapes(reader, options.shapes_from, ids)
     config = find_config_files(source, options.config_from)
     if options.overwrite and target.keeps_config and not is_file:
         config = add_kept_files(config, dst, CONFIG_FILES)

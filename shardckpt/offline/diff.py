@@ -65,7 +65,7 @@ def diff(
     rename: Sequence[str] = (),
     base: NamedBases = "",
 ) -> Comparison:
-    """Compare two checkpoints by canonical names: every tensor, and every value that is no tensor.
+    """Compare two checkpoints by canonical names: every tensor, and every other value.
 
     Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, an optimizer's
     groups by the parameters in them (`param_groups.0.lr`), everything else by its dotted path. Flat parameters of FSDP1
@@ -79,7 +79,7 @@ def diff(
     Args:
         a: Checkpoint in any readable format.
         b: Another.
-        part: `model`, `optim` or `all`: the whole checkpoint, what is neither model nor optimizer too.
+        part: `model`, `optim` or `all`: the full checkpoint, with values of neither model nor optimizer.
         include: Globs of names to compare; all, where there is none.
         exclude: Globs of names to leave out.
         atol: Absolute tolerance.
@@ -87,7 +87,7 @@ def diff(
         rules: TOML file of rules, or the name of a set that comes with the package, that make the names and shapes of
             `b` of those of `a`.
         rename: `FROM=TO`, applied in order after `rules`.
-        base: Where a folder lies that one of them, or each, refers to, as `load` takes it.
+        base: Path of a folder that one of them, or each, refers to, as `load` takes it.
 
     Returns:
         What is only in one, what differs, what was left out, and what could not be compared.
@@ -239,14 +239,14 @@ def _list_not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[s
 
 
 def _source(name: str, sources: Mapping[str, ObjectEntry]) -> str:
-    """Return the dotted path of the value that something lies in; empty where it was not read from a file."""
+    """Return the dotted path of the value that contains something; empty if it was not read from a file."""
     while name and name not in sources:
         name = name.rpartition(".")[0]
     return name
 
 
 def _same_bytes(a: _Side, b: _Side, name: str) -> bool:
-    """Return True if a value lies in both checkpoints as the same bytes."""
+    """Return True if both checkpoints store a value as the same bytes."""
     in_a, in_b = a.held.sources[name], b.held.sources.get(name)
     if in_b is None or not isinstance(in_a.layout, Span) or not isinstance(in_b.layout, Span):
         return False
@@ -329,7 +329,7 @@ def _words(entry: TensorEntry | None) -> str:
 def _values(
     name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntry, tolerance: Tolerance
 ) -> TensorDifference | None:
-    """Compare block by block; both sides are cut at the same elements."""
+    """Compare block by block; both sides are split at the same elements."""
     same_type = a.dtype == b.dtype
     is_tolerant = same_type and not tolerance.is_exact and _is_tolerated(a.dtype)
     have_numbers = same_type or (bits(a.dtype) % 8 == bits(b.dtype) % 8 == 0)

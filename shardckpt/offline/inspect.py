@@ -23,9 +23,9 @@ def inspect(
 
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
-        shapes_from: Any checkpoint of the same model that holds whole tensors: then flat parameters of FSDP1 are shown
-            as what lies in them.
-        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
+        shapes_from: Any checkpoint of the same model that holds full tensors: then flat parameters of FSDP1 are shown
+            as their members.
+        base: Path of a folder that the checkpoint refers to, as `load` takes it.
 
     Returns:
         Its tensors, values, files and parts. Gaps, overlaps and short files are warnings here.

@@ -40,7 +40,7 @@ def merge_adapter(
     """Write a base model with a LoRA adapter merged into it.
 
     What the adapter adds is computed in float32 (float64 for a base in float64), added in that type, and the sum is
-    rounded once to the type of the base's weight. Tensors that were trained as a whole take the place of the base's.
+    rounded once to the type of the base's weight. Tensors that were trained in full replace those of the base.
     Memory is constant but for one factor at a time.
 
     Args:
@@ -146,7 +146,7 @@ class _AdapterReader:
         return data, entry.stored
 
     def rows(self, name: str, dim: int, start: int, size: int, kind: str) -> NDArray[Any]:
-        """Return some rows (`dim` 0) or columns (`dim` 1) of a factor; what lies behind counts as columns."""
+        """Return some rows (`dim` 0) or columns (`dim` 1) of a factor; later dimensions count as columns."""
         shape = self._entries[name].shape
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
         box = Box(offset, tuple(size if d == dim else n for d, n in enumerate(shape)))
@@ -154,7 +154,7 @@ class _AdapterReader:
         return found.reshape(box.size[0], -1)
 
     def whole(self, name: str, kind: str) -> NDArray[Any]:
-        """Return a whole factor."""
+        """Return a full factor."""
         kept = self._kept
         if kept is None or kept[:2] != (name, kind):
             kept = self._kept = (name, kind, self.rows(name, 0, 0, self._entries[name].shape[0], kind))

@@ -36,7 +36,7 @@ class StepInfo:
 
     Attributes:
         number: The step.
-        path: Where it lies: a path or URL that every verb takes.
+        path: Path or URL, which every verb takes.
         nbytes: Of its files, as they were committed.
         saved_at: When its save began, in seconds since the epoch; None where not known.
         fault: Why it is not complete; empty where it is.
@@ -54,7 +54,7 @@ class StepList:
     """The steps of a run.
 
     Attributes:
-        root: Where they lie.
+        root: Path or URL of the run.
         complete: Those that were committed, with all their files, the oldest first.
         incomplete: Folders that are called like steps and cannot be loaded.
     """
@@ -74,7 +74,7 @@ class Pruned:
         kept: Complete steps that stay.
         incomplete: Steps that count for nothing and stay.
         leftovers: Names of folders that dead saves and removals had left.
-        other_content: Names of what lies in the removed steps and no save wrote, below the root: it stays.
+        other_content: Names below the root of content in the removed steps that no save wrote: it stays.
     """
 
     root: str
@@ -97,7 +97,7 @@ def ls(root: str | os.PathLike[str]) -> StepList:
         root: Folder of the run, a path or URL.
 
     Raises:
-        UsageError: Nothing lies there, or no folder of steps: then the message says what lies there.
+        UsageError: The folder does not exist or holds no steps; the message says what it holds.
         StorageError: Reading failed.
 
     Example:
@@ -126,7 +126,7 @@ def prune(
     """Remove steps of a run that no rule keeps, and what dead saves have left for more than a day.
 
     The newest complete step always stays, and only complete ones count. Of each step `COMMIT` goes first, so that a run
-    that is killed leaves every step whole or not at all.
+    that is killed leaves every step complete or not at all.
 
     Args:
         root: Folder of the run, a path or URL.
@@ -145,7 +145,7 @@ def prune(
         What was removed.
 
     Raises:
-        UsageError: Nothing lies there, or no folder of steps; a rule that would mean nothing; no step has the metric.
+        UsageError: The folder does not exist or holds no steps; a rule that would mean nothing; no step has the metric.
             Nothing was removed.
         UnsupportedError: A newer version wrote a step; nothing was removed.
         StorageError: Reading or removing failed.

@@ -39,7 +39,7 @@ class Repair:
     """What was done.
 
     Attributes:
-        source: Where the step lies.
+        source: Path or URL of the step.
         save: Id of the save.
         tensors: Arrays of the step.
         files: Its payload files.
@@ -65,22 +65,22 @@ def repair(
 ) -> Repair:
     """Write the manifest and `COMMIT` of a native step anew, from what its payload files say of themselves.
 
-    All bytes are read. Nothing is written where the step is whole already, and nothing where tensors are missing: no
+    All bytes are read. Nothing is written if the step is complete already, or if tensors are missing: no
     file can be made up.
 
     Args:
         src: The step's folder: a path or URL.
-        save: Id of the save, where the folder holds several whole ones.
+        save: Id of the save, if the folder holds several complete ones.
         rehash: Accept bytes that do not match the checksums of the manifest, and files of other sizes.
-        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
+        base: Path of a folder that the checkpoint refers to, as `load` takes it.
         dry_run: Check everything; write nothing.
 
     Returns:
         What was written.
 
     Raises:
-        UsageError: There is no such folder, or no payload files in it.
-        AmbiguousError: The folder holds several whole saves.
+        UsageError: The folder does not exist or holds no payload files.
+        AmbiguousError: The folder holds several complete saves.
         CheckpointError: Tensors are missing, or files are damaged: without `rehash` also where checksums show it.
         StorageError: Reading or writing failed.
 
@@ -120,7 +120,7 @@ def _open_whole(store: Store, sizes: Mapping[str, int], base: NamedBases) -> Man
     """Return the manifest of a step that needs no repair.
 
     Raises:
-        UnsupportedError: It is of a newer version, which is no damage.
+        UnsupportedError: It is of a newer version, which is not damage.
         IncompleteError: It is committed, and files of it are missing or short.
     """
     try:
@@ -154,7 +154,7 @@ def _require_complete(store: Store, contents: ManifestContents, sizes: Mapping[s
 def _choose(
     store: Store, sizes: Mapping[str, int], save: str, base: NamedBases
 ) -> tuple[ManifestContents, tuple[str, ...]]:
-    """Return what the one whole save in the folder holds."""
+    """Return the content of the one complete save in the folder."""
     named: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
         if match := _PAYLOAD.fullmatch(name):
@@ -235,7 +235,7 @@ def _without_digests(record: ArrayRecord) -> ArrayRecord:
 
 
 def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> ManifestContents | None:
-    """Return the manifest of a save that lies there, if it can be read."""
+    """Return the manifest of a save in the folder, if it can be read."""
     name = manifest_name(save)
     if not 0 < sizes.get(name, 0) <= MAX_MANIFEST_BYTES:
         return None

@@ -45,16 +45,16 @@ def reshard(
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
         dst: Folder to write.
-        world_size: For how many ranks tensors are cut, in their first dimension.
+        world_size: Ranks that tensors are split for, in their first dimension.
         to: Format to write: `native`; `dcp`, which `torch.distributed.checkpoint` loads; or `torch`, a file of
             `torch.save` for each rank, with the DTensors of FSDP2.
         max_shard_size: Bytes of tensor data in a file: a number, or `5GB`. With `torch` each rank has one file.
         max_memory: Bytes that the process may add to its start-up.
-        shapes_from: Any checkpoint of the same model that holds whole tensors, for flat parameters of FSDP1.
-        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
-        keep_whole: Globs of dotted names that `torch` does not cut, such as buffers: every rank's file has them whole.
+        shapes_from: Any checkpoint of the same model that holds full tensors, for flat parameters of FSDP1.
+        base: Path of a folder that the checkpoint refers to, as `load` takes it.
+        keep_whole: Globs of dotted names that `torch` does not split, such as buffers: every rank's file has them.
         allow_loss: Leave out values that the format cannot hold; otherwise that is an error which lists them.
-        overwrite: Replace one checkpoint of the same format that lies at the target.
+        overwrite: Replace one checkpoint of the same format at the target.
         dry_run: Plan and check, write nothing.
         on_progress: Called as bytes are written; what it raises stops the work and leaves nothing.
 

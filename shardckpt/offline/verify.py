@@ -29,14 +29,14 @@ _SHOWN = 4
 def verify(
     src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
 ) -> Verification:
-    """Check that a checkpoint is whole: every element once, every file long enough, every stored checksum right.
+    """Check that a checkpoint is complete: every element once, every file long enough, every stored checksum right.
 
     A damaged checkpoint is reported, not raised; only one that no reader recognizes, or storage that fails, raises.
 
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
-        shapes_from: Any checkpoint of the same model that holds whole tensors, for flat parameters of FSDP1.
-        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
+        shapes_from: Any checkpoint of the same model that holds full tensors, for flat parameters of FSDP1.
+        base: Path of a folder that the checkpoint refers to, as `load` takes it.
 
     Returns:
         Every problem found.
@@ -68,7 +68,7 @@ def verify(
 
 
 def _containers(reader: Reader) -> list[str]:
-    """Open every container a tensor lies in."""
+    """Open every container that holds a tensor."""
     try:
         reader.resolve([piece for entry in reader.manifest.tensors.values() for piece in entry.pieces])
     except CheckpointError as error:
@@ -112,7 +112,7 @@ def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content)
 
 
 class _Content:
-    """Says which tensors lie in a range of a file."""
+    """Finds the tensors in a range of a file."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint import manager
-from shardckpt.checkpoint.run import step_finder, step_retention
+from shardckpt.checkpoint.run import step_finder
 from shardckpt.errors import (
     NoCompleteCheckpoint,
     RankError,
@@ -41,6 +41,7 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
+from shardckpt.format import apply_retention
 from shardckpt.format.native import run_directory as steps
 from shardckpt.format.native.run_directory import delete_step, read_about, read_run, step_name
 from shardckpt.plan import retention
@@ -643,7 +644,7 @@ class TestRetention:
         def broken(*_: object) -> None:
             raise StorageError("no permission")
 
-        monkeypatch.setattr(step_retention, "delete_steps", broken)
+        monkeypatch.setattr(apply_retention, "delete_steps", broken)
         with pytest.warns(UserWarning, match="step 2 is saved, but old ones could not be removed: no permission"):
             ck.save(2, state(2.0))
         monkeypatch.undo()

@@ -149,3 +149,26 @@ def test_casts_and_a_dry_run(tmp_path: Path) -> None:
     assert (found["a.w"].dtype, found["s"].dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(found["a.w"], MODEL["a.w"].bfloat16())
     assert report.files[0].nbytes == (tmp_path / "m.pt").stat().st_size
+
+
+@pytest.mark.parametrize("keys", ["names", "ids", "flat"])
+def test_slots_that_the_source_does_not_group_by_parameter_keep_their_values(keys: str, tmp_path: Path) -> None:
+    """Storages are numbered by the tensors of the file, not by the order of the optimizer's dicts."""
+    state = {
+        n: {"exp_avg": torch.full((2,), float(i)), "step": torch.tensor(i, dtype=torch.float64)}
+        for i, n in [(1, "a"), (2, "b")]
+    }
+    groups = [{"lr": 0.1, "params": ["a", "b"]}]
+    model = {"a": torch.zeros(2), "b": torch.ones(2)}
+    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "source.pt")
+    shardckpt.consolidate(tmp_path / "source.pt", tmp_path / "folder", part="all")  # sorts by dtype: steps come first
+    shardckpt.consolidate(tmp_path / "folder", tmp_path / "optim.pt", part="optim", optim_keys=keys)
+    loaded = torch.load(tmp_path / "optim.pt", weights_only=True)
+    for number, (name, slots) in enumerate(state.items()):
+        for slot, value in slots.items():
+            found = (
+                loaded[f"state.{name}.{slot}"]
+                if keys == "flat"
+                else loaded["state"][number if keys == "ids" else name][slot]
+            )
+            assert torch.equal(found, value)

@@ -52,10 +52,10 @@ class Canonical:
     Attributes:
         tensors: Name to array. The model's stand under the names of the unwrapped model, optimizer state under
             `<parameter>/<slot>`, anything else under its dotted path.
-        values: Path to value, for what is no array; the first key of an optimizer's value is its name.
+        values: Path to value, of all that is not a tensor; the first key of an optimizer's value is its name.
         groups: What stands in front of an optimizer's names, to its groups; empty for the only optimizer.
-        refused: Name to the reason why what lies there cannot be read.
-        sources: Dotted path of a value to where it lies, for those that were read from a file.
+        refused: Name to the reason why its value cannot be read.
+        sources: Dotted path of a value to its place, for those that were read from a file.
         optimizers: What stands in front of an optimizer's names, to what they are.
         left_out: Dotted paths of what was not asked for.
         warnings: What is odd, one sentence each.
@@ -76,7 +76,7 @@ def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = (), *, by
 
     Args:
         reader: The open checkpoint.
-        part: Which part; `all` is the whole checkpoint.
+        part: Which part; `all` is the full checkpoint.
         rules: Make other names and shapes of the model's, and of its optimizers'.
         by_ids: Call the parameters of optimizers that are stored by ids by those, even where names are known.
 
@@ -175,7 +175,7 @@ class _Naming:
         self._add_unread()
 
     def _add_unread(self) -> None:
-        """Name what the reader passes over, and where it lies if it is a file: it may be compared byte for byte."""
+        """Name what the reader passes over, with its place if it is a file: it may be compared byte for byte."""
         unread = self._manifest.unread
         if not unread:
             return

@@ -1,6 +1,6 @@
 """Values that are no tensors: a nest as typed leaves under dotted names, and whether two leaves are equal. Pure.
 
-Formats split nests in different places: one lists every number, another holds a whole dict as one object. Taken apart
+Formats split nests in different places: one lists every number, another holds a full dict as one object. Taken apart
 down to their leaves, both are the same. The kind of a container (list or tuple, dict or `OrderedDict`) is not kept.
 """
 
@@ -45,7 +45,7 @@ class Leaves:
 
     Attributes:
         values: Dotted name to a scalar, a set, a tuple of scalars, or `()` for an empty container.
-        refused: Dotted name to the reason why what lies there cannot be compared.
+        refused: Dotted name to the reason why its value cannot be compared.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def find_leaves(nest: Mapping[Path, object], most: int) -> Leaves:
 
 
 def is_leaf(value: object) -> bool:
-    """Return True if a value is compared as a whole."""
+    """Return True if a value is compared as one."""
     if type(value) in (tuple, set, frozenset):
         return all(type(each) in _SCALARS for each in value)  # type: ignore[attr-defined]
     return type(value) in _SCALARS
@@ -107,7 +107,7 @@ def _plain(value: object) -> object:
 
 
 def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
-    """Return what lies in a container, by key; None for a leaf."""
+    """Return the items of a container by key; None for a leaf."""
     if isinstance(value, dict):
         return _key_items(value)
     if type(value) in (list, tuple) and not is_leaf(value):
@@ -131,7 +131,7 @@ def _size(value: object) -> int:
 
 
 def _join_scalars(scalars: Mapping[Path, object]) -> dict[Path, object]:
-    """Join scalars that lie side by side under the numbers from 0: some formats list the items of lists one by one."""
+    """Join scalars side by side under the numbers from 0: some formats list the items of lists one by one."""
     rows: dict[Path, dict[int, object]] = {}
     mixed: set[Path] = {()}
     for path, value in scalars.items():

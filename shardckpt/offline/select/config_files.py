@@ -40,7 +40,7 @@ class ConfigFiles:
     """Config and tokenizer files that are copied unchanged.
 
     Attributes:
-        store: Where they lie; None where there are none.
+        store: Where they are; None without any.
         files: Name to size in bytes.
         config: The parsed `config.json`, empty where there is none.
         kept: Name to content of config files of the checkpoint that is replaced, where no new ones take their place.
@@ -58,7 +58,7 @@ def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
     The folder above counts only where it holds the `config.json` of a model.
 
     Raises:
-        UsageError: `config_from` is no folder, or holds nothing to carry.
+        UsageError: `config_from` is not a folder, or holds nothing to copy.
         FormatError: Its `config.json` is no JSON object.
         StorageError: A store failed.
     """

@@ -49,21 +49,21 @@ class Options:
         optim_keys: How the optimizer written calls its parameters: `names`; `ids`, numbered as `torch.optim` does; or
             `flat`, one key a value, `state.<parameter>.<slot>`.
         param_names: JSON file from optimizer id to name, or an array of names.
-        shapes_from: Any checkpoint of the same model with whole tensors: takes flat parameters apart, and is checked
+        shapes_from: Any checkpoint of the same model with full tensors: takes flat parameters apart, and is checked
             against.
-        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
+        base: Path of a folder that the checkpoint refers to, as `load` takes it.
         dtype: Float type to cast the model's float tensors to.
         keep_fp32: Globs of final names that are not cast.
-        allow_overflow: Let finite values become infinite in a cast.
+        allow_overflow: Accept finite values that become infinite in a cast.
         allow_loss: Leave out what the format cannot hold; otherwise that is an error which lists it.
         max_shard_size: Bytes of tensor data in a file.
         max_memory: Bytes that the process may add to its start-up.
         include: Globs of final names to take; all, where there is none.
         exclude: Globs of final names to leave.
         rules: TOML file of rules, or the name of a set that comes with the package: other names and shapes.
-        rename: `FROM=TO`, in order, after `rules`: FROM is a regular expression for whole names, TO may name groups.
+        rename: `FROM=TO`, in order, after `rules`: FROM is a regular expression for full names, TO may name groups.
         config_from: Folder whose config and tokenizer files are carried along.
-        overwrite: Replace one checkpoint of the same format that lies at the target.
+        overwrite: Replace one checkpoint of the same format at the target.
         dry_run: Plan and check, write nothing.
         jobs: Output files written side by side.
         parallel: Share the output files among the ranks of the job, each of which makes this very call.

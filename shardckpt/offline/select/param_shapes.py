@@ -17,8 +17,8 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 
     Args:
         reader: The open checkpoint.
-        shapes_from: Checkpoint of the same model, in any format, that holds whole tensors; empty for none.
-        ids: Names of an optimizer's numbers, where they are told.
+        shapes_from: Checkpoint of the same model, in any format, that holds full tensors; empty for none.
+        ids: Names of an optimizer's numbers, if they are known.
 
     Raises:
         UsageError: Shapes are lacking, or do not fit the flat parameters; or a file is not what it should be.

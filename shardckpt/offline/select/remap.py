@@ -26,7 +26,7 @@ def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, obje
         config: The model's `config.json`, whose numbers rules may name.
 
     Raises:
-        UsageError: There is no such file or set, or a rule is none.
+        UsageError: The file or set does not exist, or a rule is not valid.
         StorageError: The file cannot be read.
     """
     found = parse_rules(rules_text(file, lambda: read_text(file)), file, config) if file else ()

@@ -55,7 +55,7 @@ class Selection:
         model: The model's tensors, in state-dict order, tied ones once.
         optim: Optimizer state, keys `<fqn>/<slot>`.
         groups: The optimizer's `param_groups` and `non_tensor_state`; None without an optimizer.
-        units: What lies in the optimizer's flat parameters, where the checkpoint tells.
+        units: Members of the optimizer's flat parameters, if the checkpoint has them.
         ties: Name that is not written to the name that stands for it.
         left_out: What no part asked for holds, as dotted paths.
         warnings: What is odd, one sentence each.
@@ -73,7 +73,7 @@ class Selection:
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
-    """Decide what is written, check that every element of it is there, and where its bytes lie.
+    """Select the tensors to write, check that every element exists, and locate the bytes.
 
     Args:
         reader: The open checkpoint.
@@ -85,13 +85,15 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         CheckpointError: Something wanted is missing, short, doubled or refused.
         StorageError: The store failed.
     """
-    manifest = weights.choose(sections.split_flat_names(reader.manifest), options.weights, options.model_key)
+    manifest = sections.split_flat_names(reader.manifest)
+    if options.weights != "live":
+        manifest = weights.choose(manifest, options.weights, options.model_key)
     found = sections.find_sections(manifest, options.model_key, options.optim_key)
     model = name_model(manifest, found)
     if not model.tensors and options.part != "optim":
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
     _check_shapes(model.tensors, options.shapes_from)
-    rules = read_rules(options.rules, options.rename, config)
+    rules = read_rules(options.rules, options.rename, config) if options.rules or options.rename else ()
     chosen = _choose_remapped(reader, manifest, found, model, options, config, rules) if rules else None
     chosen = chosen or _choose_stored(reader, manifest, found, model, options, config)
     names.require_matches(options.keep_fp32, chosen.names)

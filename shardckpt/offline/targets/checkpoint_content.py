@@ -57,8 +57,8 @@ def full_content(
         title: The target, for messages.
         allow_loss: Leave out what it cannot hold.
         holds_value: Returns True if it holds a value exactly.
-        placed: Where in the target something lies.
-        leaves: Which values the target makes of one that is no array, by path.
+        placed: Returns the path in the target.
+        leaves: Returns the values that the target makes of one that is not a tensor, by path.
 
     Raises:
         UsageError: There is something that it cannot hold, and that may not be left out.

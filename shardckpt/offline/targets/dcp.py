@@ -1,4 +1,4 @@
-"""`--to dcp`: a folder that `torch.distributed.checkpoint` loads, cut for any number of ranks, `.metadata` last."""
+"""`--to dcp`: a folder that `torch.distributed.checkpoint` loads, for any number of ranks, `.metadata` last."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def _dcp_file(file: SliceFile, arrays: Mapping[Path, OutputTensor]) -> OutputFil
 
 
 def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
-    """Return what a rank holds: its rows, or all of what cannot be cut."""
+    """Return the box of a rank: its rows, or all of a tensor that cannot be split."""
     shape = tensor.shape
     if not shape or 0 in shape or tensor.members:
         return (full_box(shape),)

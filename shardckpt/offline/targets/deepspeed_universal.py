@@ -117,7 +117,7 @@ def master_weights(
     """Return the master weights: the optimizer's own copies if the source has them.
 
     Raises:
-        UsageError: The optimizer has a parameter that the model lacks; or there is no optimizer.
+        UsageError: The optimizer has a parameter that the model lacks; or the source has no optimizer.
         CheckpointError: Something of them is missing.
     """
     if not _trained_names(selection):

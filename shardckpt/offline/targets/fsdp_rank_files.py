@@ -1,8 +1,8 @@
-"""`reshard --to torch`: a file of `torch.save` for each rank, tensors as the DTensors that FSDP2 loads, cut in rows.
+"""`reshard --to torch`: a file of `torch.save` for each rank, tensors as the DTensors that FSDP2 loads, split in rows.
 
 The pickles are those of torch 2.13: a mesh of one dimension over all ranks, `Shard(0)`. Values that are no tensors, and
-tensors that are whole on each rank (buffers, steps), are in every rank's file. Which those are, a source that is cut
-shows: what has several rows and lies there in one piece. Where a source has nothing cut, everything with rows is.
+replicated tensors (buffers, steps), are in every rank's file. A sharded source shows which are replicated: those with
+several rows in one piece. If no tensor of the source is sharded, all with rows are split.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path
 
     Args:
         content: What is written.
-        keep_whole: Globs of dotted names that are not cut.
+        keep_whole: Globs of dotted names that are not split.
 
     Raises:
         UsageError: A glob that matches nothing.
@@ -76,7 +76,7 @@ def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path
 
 
 def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
-    """Return what a source has cut, or would have if it had more rows; all with rows where it has nothing cut."""
+    """Return the tensors that a source splits, or would with more rows; all with rows if it splits none."""
     rows = {path: tensor for path, tensor in arrays.items() if tensor.shape and 0 not in tensor.shape}
     pieces = {path: sum(1 for piece in tensor.entry.pieces if piece.box.volume) for path, tensor in rows.items()}
     if all(count < 2 for count in pieces.values()):
@@ -108,7 +108,7 @@ def _instance(module: str, name: str, state: Mapping[str, object]) -> GlobalCall
 
 
 def _mesh(rank: int, world: int) -> GlobalCall:
-    """Return the mesh of all ranks as one of them has it; its ranks lie in storage 0."""
+    """Return the mesh of all ranks as one of them has it; its ranks are in storage 0."""
     axis = _instance(_LAYOUT, "_FlatLayout", {"shape": (world,), "stride": (1,)})
     state: dict[str, object] = {
         "_device_type": "cpu",

@@ -1,4 +1,4 @@
-"""Writing a native step without a job: cut for any number of ranks, hashed as it is written, `COMMIT` last."""
+"""`--to native`: a step for any number of ranks, hashed as it is written, `COMMIT` last."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class PlannedStep:
     model: Path | None
 
     def layout(self, small: Mapping[str, bytes]) -> Layout:
-        """Return its files, and others that lie beside them; `COMMIT` is the last of all."""
+        """Return its files and others beside them; `COMMIT` is the last."""
         names = (*((HF_INDEX,) if self.model else ()), manifest_name(self.contents.save), COMMIT)
         files = tuple(_step_file(payload, self.arrays) for mine in self.payloads for payload in mine)
         return Layout(files, small, FinalFiles(names, self._ending))
@@ -248,7 +248,7 @@ def plan_step(nest: NativeTree, writers: int, *, most_bytes: int, save: str, mod
 
 
 def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:
-    """Yield what a rank holds: its rows, or all of what cannot be cut."""
+    """Yield the box of a rank: its rows, or all of a tensor that cannot be split."""
     shape: Shape = tensor.shape
     if not shape or 0 in shape or bits(tensor.dtype) % 8 or bits(tensor.entry.stored) % 8:
         yield full_box(shape)

@@ -67,7 +67,7 @@ def model_files(
     """Return the files of a model, and the content of its index.
 
     Args:
-        selection: What is written; tied names lie in one file, over one storage.
+        selection: Tensors to write; tied names are in one file, over one storage.
         groups: The tensors of each file.
         stem: `pytorch_model` or `adapter_model`.
         unique_suffix: Put into every name, where the usual ones may still be read by somebody.
@@ -121,9 +121,9 @@ def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
     """Return `{"state": {parameter: {slot: tensor}}, "param_groups": [...]}`; storages are numbered from `first`."""
     content: Mapping[str, Any] = selection.groups or {}
     arrays, values = to_state_paths(selection.optim, content)
+    numbers = {tensor.name: first + number for number, tensor in enumerate(selection.optim)}
     leaves: dict[Path, object] = {
-        path: TensorValue(first + number, tensor.dtype, tensor.shape)
-        for number, (path, tensor) in enumerate(arrays.items())
+        path: TensorValue(numbers[tensor.name], tensor.dtype, tensor.shape) for path, tensor in arrays.items()
     }
     tree: dict[str | int, object] = unflatten({**leaves, **values})
     return tree

@@ -43,7 +43,7 @@ def cast_into(
         out: Filled with as many elements of `dtype`.
         dtype: The type wanted.
         name: The tensor, for the message.
-        allow_overflow: Let finite values become infinite.
+        allow_overflow: Accept finite values that become infinite.
 
     Raises:
         PrecisionError: A finite value becomes infinite, or an imaginary part would be dropped.

@@ -43,7 +43,7 @@ def publish_together(
     write: Callable[[Sequence[OutputFile], Publication], Hashes],
     finish: Callable[[Layout, Hashes, Publication], None],
 ) -> Layout:
-    """Write a result with several ranks: it appears whole, or not at all, and a failure of one is raised on all.
+    """Write a result with several ranks, all or nothing; a failure of one is raised on all.
 
     Args:
         group: The ranks.

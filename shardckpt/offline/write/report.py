@@ -40,7 +40,7 @@ class WrittenFile:
 
     Attributes:
         name: In the target.
-        nbytes: Bytes of the whole file.
+        nbytes: Bytes of the full file.
         tensors: How many tensors it holds.
     """
 
@@ -93,8 +93,8 @@ class TensorInfo(NamedTuple):
         name: Dotted path.
         dtype: As it is handed out.
         shape: Global shape, in elements.
-        nbytes: Bytes of the whole tensor.
-        pieces: In how many pieces it lies.
+        nbytes: Bytes of the full tensor.
+        pieces: Number of pieces.
     """
 
     name: str
@@ -109,11 +109,11 @@ class Inspection:
     """What a checkpoint holds.
 
     Attributes:
-        source: Where it lies.
+        source: Path or URL.
         format: What it was read as.
         files: File to size in bytes, -1 for a missing one.
         tensors: In saved order.
-        objects: Dotted path of every value that is no tensor, to a short rendering where it is known.
+        objects: Dotted path of every value that is not a tensor, to a short rendering if it is known.
         ties: Dotted path to the dotted path of the array it shares.
         metadata: Free text stored with the tensors.
         parts: Part (`model`, `optimizer`, `other`) to where it is.
@@ -138,10 +138,10 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Whether a checkpoint is whole.
+    """Whether a checkpoint is complete.
 
     Attributes:
-        source: Where it lies.
+        source: Path or URL.
         format: What it was read as.
         tensors: Tensors whose coverage was checked.
         checked_bytes: Bytes that match a stored checksum.
@@ -158,7 +158,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem."""
+        """Whether nothing is wrong."""
         return not self.problems
 
 
@@ -207,8 +207,8 @@ class Comparison:
     """How two checkpoints differ.
 
     Attributes:
-        a: Where the first lies.
-        b: Where the second lies.
+        a: Path or URL of the first.
+        b: Path or URL of the second.
         compared: Tensors in both.
         equal: Those of them with the same dtype, shape and bits, or within the tolerances.
         differences: The tensors that differ, or are in one alone, in order of name.

@@ -44,7 +44,7 @@ class MemoryBudget:
     Attributes:
         batch_bytes: Most bytes of one batch.
         wide_bytes: Most bytes of one batch of a transposed view.
-        step_bytes: Most bytes of one copy, after which progress is told; a remote source holds so many in memory.
+        step_bytes: Most bytes of one copy, after which progress is reported; a remote source holds so many in memory.
     """
 
     batch_bytes: int
@@ -166,14 +166,14 @@ class OutputFile:
 
 
 def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
-    """Yield whole tensors as parts; one of several members is those."""
+    """Yield full tensors as parts; one of several members is yielded as its members."""
     for tensor in tensors:
         for member in tensor.output_parts:
             yield TensorPart(member, full_box(member.shape))
 
 
 def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[Batch]:
-    """Yield parts in order, cut into blocks and put together in batches of at most `most` bytes.
+    """Yield parts in order, split into blocks and grouped in batches of at most `most` bytes.
 
     Args:
         parts: What is written.
@@ -255,7 +255,7 @@ def assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow:
         pieces: Reads from the source.
         batch: What is wanted.
         out: Exactly the batch's bytes.
-        allow_overflow: Let finite values become infinite in a cast.
+        allow_overflow: Accept finite values that become infinite in a cast.
 
     Raises:
         CheckpointError: The source's bytes cannot be read, or a cast overflows.

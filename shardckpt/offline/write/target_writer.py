@@ -69,7 +69,7 @@ class TargetWriter:
         max_memory: Bytes that may be added to the process's start-up.
         meter: Told what is written.
         jobs: Files written side by side.
-        allow_overflow: Let finite values become infinite in a cast.
+        allow_overflow: Accept finite values that become infinite in a cast.
     """
 
     reader: Reader
