@@ -114,3 +114,11 @@ def test_a_hook_may_go_on_while_the_steps_are_run():
 
     run(order.enter(calls[0]))
     assert found == ["skip D", "skip C", "skip B"]
+
+
+def test_an_outer_call_stays_open_while_a_nested_one_is_entered():
+    inner, outer = ForwardCall("inner", 0, True, 1), ForwardCall("outer", 0, False, 1)
+    order = BackwardOrder([inner, outer])
+    assert listed(order.enter(outer)) == []
+    assert listed(order.enter(inner)) == [], "outer is not closed before inner, which is nested in it"
+    assert listed(order.finish()) == ["close outer"]
