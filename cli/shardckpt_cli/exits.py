@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn, ParamSpec
@@ -60,12 +61,20 @@ def run_main(run: Callable[[], object]) -> NoReturn:
     """
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    warnings.showwarning = _print_warning
     sys.exit(_exit_code(run))
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated
+
+
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning as one line, without the line of code that raised it."""
+    from shardckpt_cli import output
+
+    output.warn([str(message)])
 
 
 def _exit_code(run: Callable[[], object]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -187,6 +188,21 @@ def test_a_target_that_fails_is_named(site: Path, tmp_path: Path) -> None:
     save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match=r"(?s)the plugin 'npy' of npy-files 1\.0 failed to plan.*ZeroDivisionError"):
         shardckpt.consolidate(tmp_path / "model.safetensors", tmp_path / "out", to="npy")
+
+
+def test_the_command_prints_a_warning_in_one_line(site: Path, folder: Path) -> None:
+    install(site, "[shardckpt.formats]\nnpy = npy_reader:FORMAT\n", npy_reader="1 / 0")
+    command = [sys.executable, "-m", "shardckpt_cli", "inspect", str(folder)]
+    result = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = result.stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["warning", "shardckpt"]
+    assert "'npy' of npy-files 1.0 cannot be imported" in lines[0]
 
 
 def test_names_that_clash_are_refused_with_both_named(site: Path, folder: Path) -> None:
