@@ -23,7 +23,7 @@ _LOW_PRECISION = frozenset({"fp16_compress_hook", "bf16_compress_hook"})
 
 
 def is_low_precision(hook: Callable[..., Any] | None) -> bool:
-    """Tell whether a hook reduces in a type of its own, and gives back the parameters': ours and torch's, by name."""
+    """Return True if a hook, ours or torch's by its name, reduces in fp16 or bf16."""
     return getattr(hook, "__name__", "") in _LOW_PRECISION
 
 
@@ -155,7 +155,7 @@ def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: tor
 
     Args:
         state: The ranks, the divisors and the parameters' type.
-        grad: 1-D; the mean itself where there is no `output`.
+        grad: 1-D; the mean itself if `output` is None.
         output: 1-D, this rank's part of the mean.
     """
     _compressed(torch.float16, state, grad, output)
@@ -166,7 +166,7 @@ def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: tor
 
     Args:
         state: The ranks, the divisors and the parameters' type.
-        grad: 1-D; the mean itself where there is no `output`.
+        grad: 1-D; the mean itself if `output` is None.
         output: 1-D, this rank's part of the mean.
     """
     _compressed(torch.bfloat16, state, grad, output)

@@ -26,12 +26,12 @@ class ShardingStrategy(Enum):
 
     @property
     def reshard_after_forward(self) -> bool:
-        """Tell whether full parameters go between forward and backward."""
+        """Return True if full parameters are freed between forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
     @property
     def is_hybrid(self) -> bool:
-        """Tell whether shards are replicated across groups."""
+        """Return True if shards are replicated across groups."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -63,7 +63,7 @@ class CPUOffload:
 
 
 class StateDictType(Enum):
-    """What a state dict holds: whole tensors, this rank's flat slices, or sharded tensors."""
+    """The kind of a state dict: full tensors, this rank's flat slices, or sharded tensors."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()

@@ -18,7 +18,7 @@ class StateError(ShardckptError, RuntimeError):
 
 
 class SettingsDifferError(ShardckptError, AssertionError):
-    """Instances in one tree were told different things where they have to agree."""
+    """Instances in one tree have different settings where they have to agree."""
 
 
 class BusyError(ShardckptError, ValueError, AssertionError):

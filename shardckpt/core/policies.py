@@ -1,4 +1,4 @@
-"""What `fully_shard` is told about dtypes and offloading, and the interfaces of collectives of a user's own."""
+"""Settings of `fully_shard` for dtypes and offloading, and the interfaces of custom collectives."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Comm(ABC):
         Args:
             size: Its shape.
             dtype: Its type.
-            device: Where it lies.
+            device: Its device.
         """
 
 
@@ -94,7 +94,7 @@ class AllGather(Comm):
 
         Args:
             output_tensor: 1-D, as many times as long as there are ranks.
-            input_tensor: This rank's part; it may lie in the output.
+            input_tensor: This rank's part; it may be a view of the output.
             group: The ranks.
             async_op: Whether work that can be waited for may be returned.
         """

@@ -255,7 +255,7 @@ def _exact(root: nn.Module, mixed_precision: Any, ignored: Set[nn.Module]) -> se
 
 
 def _compute_exactly(module: nn.Module) -> None:
-    """Let a module see its floating inputs in float32, and the others its results as its last input was."""
+    """Cast floating inputs of a module to float32, and its results to the dtype of its last input."""
     last: list[torch.dtype] = []
 
     def exact(tensor: torch.Tensor) -> torch.Tensor:

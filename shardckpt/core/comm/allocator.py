@@ -20,7 +20,7 @@ def allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
 
     Args:
         group: The group.
-        device: Where buffers lie.
+        device: Device of the buffers.
     """
     try:
         backend = group._get_backend(device)
@@ -45,7 +45,7 @@ class _Allocating:
         Args:
             size: Its shape.
             dtype: Its type.
-            device: Where it lies.
+            device: Its device.
         """
         backend = allocator(self._group, device)
         if backend is None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.errors import RankError
 
-# Names, looked up at each call: who replaces the function of torch.distributed, to count or to check, is heard.
+# Names, looked up at each call, so that a function that replaces the one of torch.distributed is called.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -47,7 +47,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Tell whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
         return self._work is None or (isinstance(self._work, dist.Work) and self._work.is_completed())
 
     def wait(self) -> None:
@@ -83,11 +83,11 @@ class _Named:
 
 @dataclass(frozen=True)
 class CommHook:
-    """What a user averages gradients with instead of the engine.
+    """A communication hook of a user, which averages gradients instead of the engine.
 
     Attributes:
-        state: Handed to every call.
-        call: `(state, gradient)` in place where nothing is sharded, else `(state, whole gradient, this rank's part)`;
+        state: Passed to every call.
+        call: `(state, gradient)` in place where nothing is sharded, else `(state, full gradient, this rank's part)`;
             gradients are 1-D and padded.
     """
 
@@ -153,9 +153,9 @@ class ShardGroup:
 
     Attributes:
         shard: Ranks that share the bucket; None if nothing is sharded.
-        replicate: Ranks that hold this rank's shard; None where there is no other.
+        replicate: Ranks that store the same shard as this rank; None without replicas.
         scatter: The ranks of `shard` again, with channels of their own for gradients; None for the same ones.
-        mesh: The mesh that the wrapper was told its ranks by: copies before shards; None where it was told groups.
+        mesh: The mesh that the user passed, (replicate, shard); None if the user passed groups.
     """
 
     shard: dist.ProcessGroup | None
@@ -188,42 +188,42 @@ class ShardGroup:
         return self.size * self.replicas
 
     def all_gather(
-        self, whole: torch.Tensor, shard: torch.Tensor, what: str, custom: AllGather | None = None
+        self, full: torch.Tensor, shard: torch.Tensor, what: str, custom: AllGather | None = None
     ) -> Pending:
-        """Fill `whole` with everyone's shard, in rank order.
+        """Fill `full` with the shards of all ranks, in rank order.
 
         Args:
-            whole: 1-D, `size` times as long as `shard`.
-            shard: This rank's part, 1-D; it may be its place in `whole`.
+            full: 1-D, `size` times as long as `shard`.
+            shard: This rank's part, 1-D; it may be a view of `full`.
             what: What it is for, named when it fails.
             custom: Custom all-gather; None for torch's.
         """
         if self.size == 1 and custom is None:
-            if shard.data_ptr() != whole.data_ptr():
-                whole.copy_(shard)
+            if shard.data_ptr() != full.data_ptr():
+                full.copy_(shard)
             return Pending(None, what)
         assert self.shard is not None or custom is not None
         if custom is not None:
             with _Named(what):
-                return Pending(custom(whole, shard, self.shard, async_op=True), what)  # type: ignore[arg-type]
+                return Pending(custom(full, shard, self.shard, async_op=True), what)  # type: ignore[arg-type]
         if shard.dtype not in _MOVABLE:
-            whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
+            full, shard = full.view(torch.uint8), shard.view(torch.uint8)
         with _Named(what):
-            return Pending(getattr(dist, _ALL_GATHER)(whole, shard, group=self.shard, async_op=True), what)
+            return Pending(getattr(dist, _ALL_GATHER)(full, shard, group=self.shard, async_op=True), what)
 
     def reduce_scatter(
-        self, out: torch.Tensor, whole: torch.Tensor, what: str, custom: ReduceScatter | None = None
+        self, out: torch.Tensor, full: torch.Tensor, what: str, custom: ReduceScatter | None = None
     ) -> Pending:
-        """Fill `out` with the sum over ranks of this rank's part of `whole`. Both 1-D."""
+        """Fill `out` with the sum over ranks of this rank's part of `full`. Both are 1-D."""
         group = self.scatter or self.shard
         if custom is not None and group is not None:
             with _Named(what):
-                return Pending(custom(out, whole, group, dist.ReduceOp.SUM, async_op=True), what)
+                return Pending(custom(out, full, group, dist.ReduceOp.SUM, async_op=True), what)
         if self.size == 1:
-            out.copy_(whole)
+            out.copy_(full)
             return Pending(None, what)
         with _Named(what):
-            return Pending(getattr(dist, _REDUCE_SCATTER)(out, whole, group=group, async_op=True), what)
+            return Pending(getattr(dist, _REDUCE_SCATTER)(out, full, group=group, async_op=True), what)
 
     def all_reduce_flags(self, flags: torch.Tensor, what: str) -> None:
         """All-reduce a few numbers over all ranks, in place."""
@@ -240,7 +240,7 @@ class ShardGroup:
             return Pending(dist.all_reduce(shard, group=self.replicate, async_op=True), what)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace `tensor` on every rank by that of the first rank: across replicas, then among those that share."""
+        """Broadcast `tensor` of rank 0: over the replicas, then over the shard group."""
         for group in (self.replicate, self.shard):
             if group is not None and dist.get_world_size(group) > 1:
                 data = tensor if tensor.dtype in _MOVABLE else tensor.view(torch.uint8)
@@ -248,20 +248,20 @@ class ShardGroup:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this rank is the first of all that share, or have copies."""
+        """Return True if this rank is rank 0 of its shard group and of its replicas."""
         return self.rank == 0 and (self.replicate is None or self.replicate.rank() == 0)
 
-    def gather_to_rank0(self, whole: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
+    def gather_to_rank0(self, full: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
         """Gather the shards of rank 0's shard group to rank 0, in rank order.
 
         Args:
-            whole: 1-D, `size` times as long as `shard`, on rank 0; None elsewhere.
+            full: 1-D, `size` times as long as `shard`, on rank 0; None elsewhere.
             shard: This rank's part, 1-D.
             what: What it is for, named when it fails.
         """
         if self.replicate is not None and self.replicate.rank() != 0:
             return
-        parts = None if whole is None else [_bytes(part) for part in whole.chunk(self.size)]
+        parts = None if full is None else [_bytes(part) for part in full.chunk(self.size)]
         with _Named(what):
             dist.gather(_bytes(shard), parts, group=self.shard, group_dst=0)
 

@@ -1,4 +1,4 @@
-"""Which ranks share the parameters of a wrapper: said by a group, a pair of groups, a mesh, or the ranks' nodes."""
+"""Process groups of a wrapper, from a group, a pair of groups, a mesh, or the nodes of the ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def resolve(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
         strategy: The strategy.
         given: A process group, for hybrid strategies a pair of them; None for all ranks.
         mesh: A mesh instead, of one dimension, for hybrid strategies of two.
-        by_hand: Whether no policy wraps the children: then a hybrid strategy has to be told its groups.
+        by_hand: Whether no policy wraps the children: then a hybrid strategy needs explicit groups.
 
     Raises:
-        ArgumentError: They do not fit the strategy, or nobody initialised `torch.distributed`.
-        ArgumentTypeError: The group is none.
+        ArgumentError: They do not fit the strategy, or `torch.distributed` is not initialized.
+        ArgumentTypeError: The group is not a process group.
     """
     if given is not None and mesh is not None:
         raise ArgumentError(
@@ -95,12 +95,12 @@ def ranks_per_node(world: int) -> int:
     Raises:
         ArgumentError: The nodes cannot have that many ranks each.
     """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    size = int(told) if told.isdigit() else torch.accelerator.device_count() or world
+    setting = os.environ.get("LOCAL_WORLD_SIZE", "")
+    size = int(setting) if setting.isdigit() else torch.accelerator.device_count() or world
     if not 0 < size <= world or world % size:
         raise ArgumentError(
             "hybrid strategies need nodes that have equally many ranks",
-            found=f"{world} ranks, LOCAL_WORLD_SIZE={told or 'not set'}, {size} to a node",
+            found=f"{world} ranks, LOCAL_WORLD_SIZE={setting or 'not set'}, {size} to a node",
             fix="Set LOCAL_WORLD_SIZE, or give a device_mesh of (replicate, shard).",
         )
     return size

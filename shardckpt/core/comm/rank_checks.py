@@ -1,4 +1,4 @@
-"""Debug mode, `TORCH_DISTRIBUTED_DEBUG=DETAIL`: ranks compare what they begin with and what they are about to do."""
+"""Debug mode, `TORCH_DISTRIBUTED_DEBUG=DETAIL`: ranks compare their initial parameters and their next collectives."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from shardckpt.errors import RankError
 
 
 def detailed() -> bool:
-    """Tell whether debug mode is on, by torch's own setting or by the environment."""
-    told = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-    return told or bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+    """Return True if debug mode is on, by torch's own setting or by the environment."""
+    is_set = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+    return is_set or bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
 def _everyones(group: ShardGroup, mine: Any, place: str) -> list[Any]:
-    """Return what every rank of a group has to say, those of all replicas too, in one order on all of them."""
-    told = [mine]
+    """Return the messages of all ranks of a group and of its replicas, in the same order on each."""
+    messages = [mine]
     for ranks in (group.shard, group.replicate):
         if ranks is None or dist.get_world_size(ranks) == 1:
             continue
         parts: list[Any] = [None] * dist.get_world_size(ranks)
         try:
-            dist.all_gather_object(parts, told, group=ranks)
+            dist.all_gather_object(parts, messages, group=ranks)
         except RuntimeError as error:
             raise RankError(
                 f"rank {dist.get_rank()}, about to {place}, waited in vain for the others: {error}",
                 rank=dist.get_rank(),
                 fix="Another rank left, or is busy with something else; its own log says why.",
             ) from error
-        told = [each for part in parts for each in part]
-    return told
+        messages = [message for part in parts for message in part]
+    return messages
 
 
 # --------------------------------------------------------------------------------------------------------- order
@@ -52,7 +52,7 @@ class _Time(Enum):
 
 
 class OrderCheck:
-    """Before each collective of a unit, all ranks compare whose it is: one that went its own way is told everywhere.
+    """Compares, before each collective of a unit, which unit each rank is about to run; all ranks report a difference.
 
     Ends of forward and backward are compared too, so that a rank that is done learns of one that is not.
 
@@ -116,23 +116,23 @@ class OrderCheck:
     def _compare(self, group: ShardGroup | None, place: str, time: _Time) -> None:
         if group is None:
             return
-        told = _everyones(group, (dist.get_rank(), time.value, place), place)
-        if len({each[2] for each in told}) > 1:
-            raise RankError(_difference(told), rank=dist.get_rank(), fix=_SAME)
+        messages = _everyones(group, (dist.get_rank(), time.value, place), place)
+        if len({message[2] for message in messages}) > 1:
+            raise RankError(_difference(messages), rank=dist.get_rank(), fix=_SAME)
 
 
-_SAME = "Let every rank run the same units in the same order, with made-up inputs where it has none."
+_SAME = "Run the same units in the same order on every rank, with made-up inputs on ranks that have none."
 
 
-def _difference(told: Sequence[tuple[int, str, str]]) -> str:
+def _difference(messages: Sequence[tuple[int, str, str]]) -> str:
     places: dict[str, list[int]] = {}
-    for rank, _, place in told:
+    for rank, _, place in messages:
         places.setdefault(place, []).append(rank)
-    times = {time for _, time, _ in told}
+    times = {time for _, time, _ in messages}
     prefix = {_Time.FORWARD.value: "Forward order", _Time.BACKWARD.value: "Backward order"}
     what = prefix.get(times.pop(), "Order") if len(times) == 1 else "Order"
-    said = "; ".join(f"{_ranks(ranks)} about to {place}" for place, ranks in places.items())
-    return f"{what} differs across ranks: {said}"
+    actions = "; ".join(f"{_ranks(ranks)} about to {place}" for place, ranks in places.items())
+    return f"{what} differs across ranks: {actions}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -143,7 +143,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a number that differs, almost surely, when a bit or the place of an element does; no security."""
+    """Return a number that almost surely differs if a bit or the position of an element does; it is not secure."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -158,12 +158,12 @@ class InitialChecksums:
 
     Attributes:
         names: Names of its parameters below the unit.
-        whole: Checksums of the whole values that this rank was given; None where they had none yet.
-        parts: Checksums of this rank's part of each.
+        full: Checksums of the full values that this rank began with; None if they had no memory yet.
+        parts: Checksums of this rank's shard of each.
     """
 
     names: tuple[str, ...]
-    whole: tuple[int, ...] | None
+    full: tuple[int, ...] | None
     parts: tuple[int, ...]
 
     @staticmethod
@@ -174,13 +174,13 @@ class InitialChecksums:
 
         Args:
             names: Names of its parameters below the unit.
-            values: Their whole values.
+            values: Their full values.
             parts: This rank's part of each.
         """
         if not detailed() or any(part.is_meta for part in parts):
             return None
-        whole = None if any(value.is_meta for value in values) else tuple(map(checksum, values))
-        return InitialChecksums(tuple(names), whole, tuple(map(checksum, parts)))
+        full = None if any(value.is_meta for value in values) else tuple(map(checksum, values))
+        return InitialChecksums(tuple(names), full, tuple(map(checksum, parts)))
 
 
 class Sharded(Protocol):
@@ -200,11 +200,11 @@ class Sharded(Protocol):
 
 
 class ReplicaCheck:
-    """Before the first iteration, ranks compare what they begin with: nothing else tells of models that differ.
+    """Compares the initial parameters of ranks before the first iteration; nothing else reports models that differ.
 
     Args:
         buckets: The buckets, each with the prefix of its parameters' names.
-        others: What every rank has whole, by name: buffers, and parameters that are not sharded.
+        others: Replicated tensors by name: buffers, and parameters that are not sharded.
     """
 
     def __init__(self, buckets: Sequence[tuple[str, Sharded]], others: Mapping[str, torch.Tensor]) -> None:
@@ -221,9 +221,9 @@ class ReplicaCheck:
         differing: list[str] = []
         for group in dict.fromkeys(bucket.group for _, bucket in self._buckets):
             mine = [(prefix, bucket) for prefix, bucket in self._buckets if bucket.group == group]
-            told = _everyones(group, (_state(mine), self._sums()), "compare what ranks begin with")
-            wrong += _differing_parameters([each[0] for each in told], group)
-            differing += _differing([each[1] for each in told])
+            messages = _everyones(group, (_state(mine), self._sums()), "compare what ranks begin with")
+            wrong += _differing_parameters([message[0] for message in messages], group)
+            differing += _differing([message[1] for message in messages])
         if wrong:
             raise RankError(
                 f"ranks begin with different parameters: {_listed(wrong)}",
@@ -242,7 +242,7 @@ class ReplicaCheck:
 
 @dataclass(frozen=True)
 class _Sum:
-    whole: int | None
+    full: int | None
     changed: bool
     part: int
 
@@ -255,28 +255,28 @@ def _state(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
             continue
         for index, (name, part) in enumerate(zip(noted.names, bucket.local_shards, strict=True)):
             now = checksum(part)
-            whole = None if noted.whole is None else noted.whole[index]
-            found[f"{prefix}.{name}" if prefix else name] = _Sum(whole, now != noted.parts[index], now)
+            full = None if noted.full is None else noted.full[index]
+            found[f"{prefix}.{name}" if prefix else name] = _Sum(full, now != noted.parts[index], now)
     return found
 
 
-def _differing_parameters(told: Sequence[Mapping[str, _Sum]], group: ShardGroup) -> list[str]:
-    """Return the names of parameters that ranks made from different values, or whose replicas differ now.
+def _differing_parameters(messages: Sequence[Mapping[str, _Sum]], group: ShardGroup) -> list[str]:
+    """Return the names of parameters with different initial values, or of which replicas differ now.
 
-    What was loaded or initialised after it was cut is not what it was made from: there only replicas tell.
+    If a parameter was loaded or initialized after it was sharded, only its replicas are compared.
     """
     wrong = []
-    for name in told[0]:
-        sums = [each[name] for each in told]
-        made = {each.whole for each in sums}
+    for name in messages[0]:
+        sums = [message[name] for message in messages]
+        made = {each.full for each in sums}
         parts = [{each.part for each in sums[rank :: group.size]} for rank in range(group.size)]
         if (len(made) > 1 and not any(each.changed for each in sums)) or any(len(each) > 1 for each in parts):
             wrong.append(name)
     return wrong
 
 
-def _differing(told: Sequence[Mapping[str, int]]) -> list[str]:
-    return [name for name in told[0] if len({each.get(name) for each in told}) > 1]
+def _differing(messages: Sequence[Mapping[str, int]]) -> list[str]:
+    return [name for name in messages[0] if len({message.get(name) for message in messages}) > 1]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ class StorageCounter:
         self.peak = max(self.peak, self.held)
 
     def reset_peak(self) -> None:
-        """Let the peak begin at what is held now."""
+        """Reset the peak to the bytes that are allocated now."""
         self.peak = self.held
 
 
@@ -109,13 +109,13 @@ def gathering(device: torch.device) -> AbstractContextManager[object]:
 
 
 def await_gather(device: torch.device) -> None:
-    """Let what is queued for computation from now on wait for the gathers that are queued."""
+    """Make computation that is queued from now on wait for the gathers that are queued."""
     if device.type not in ("cpu", "meta"):
         _module(device).current_stream(device).wait_stream(_gathering_stream(device))
 
 
 def gathers_await(device: torch.device, event: Any = None) -> None:
-    """Let gathers from now on wait for the computation that is queued: the optimizer's.
+    """Make gathers from now on wait for the computation that is queued: the optimizer's.
 
     Args:
         device: Where.
@@ -130,7 +130,7 @@ def gathers_await(device: torch.device, event: Any = None) -> None:
 
 
 def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    """Return a CPU tensor in memory that an accelerator reads by itself; the same where there is none."""
+    """Return a CPU tensor in pinned memory; the same tensor without CUDA."""
     if not wanted or not torch.cuda.is_available() or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()

@@ -60,7 +60,7 @@ def _call_state_dict_api(name: str, *args: Any, **kwargs: Any) -> Any:
         kwargs: Passed on.
 
     Raises:
-        StateProviderMissing: There is no provider in this installation.
+        StateProviderMissing: This installation does not have a provider.
     """
     if not _has_module(STATE_DICT_API):
         raise StateProviderMissing(
@@ -112,7 +112,7 @@ class StateStatics(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """Return the settings of the instances in a module; None where there is none.
+        """Return the settings of the instances in a module; None without instances.
 
         Raises:
             SettingsDifferError: They have different ones.
@@ -184,7 +184,7 @@ class StateStatics(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the whole optimizer state, by the provider of state dicts."""
+        """Return the full optimizer state, by the provider of state dicts."""
         return _call_state_dict_api("full_optim_state_dict", model, optim, optim_input, rank0_only, group)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -201,7 +201,7 @@ class StateStatics(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of a whole optimizer state, by the provider of state dicts."""
+        """Return this rank's part of a full optimizer state, by the provider of state dicts."""
         return _call_state_dict_api("shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim)  # type: ignore[no-any-return]
 
     @staticmethod

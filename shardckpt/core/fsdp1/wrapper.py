@@ -72,7 +72,7 @@ def _precision(given: MixedPrecision) -> Precision:
 
 
 class FullyShardedDataParallel(StateStatics):
-    """Shards a module's parameters across ranks; they are whole only while the module computes.
+    """Shards a module's parameters across ranks; they are unsharded only while the module computes.
 
     Arguments, defaults and members are those of `torch.distributed.fsdp.FullyShardedDataParallel`.
 
@@ -87,7 +87,7 @@ class FullyShardedDataParallel(StateStatics):
         ignored_modules: Modules whose parameters are left alone.
         param_init_fn: How to initialise modules on the meta device.
         device_id: Where to compute; the module is moved there.
-        sync_module_states: Let all ranks begin with the parameters and buffers of rank 0.
+        sync_module_states: Broadcast the parameters and buffers of rank 0 to all ranks.
         forward_prefetch: Gather the next unit while this one computes forward.
         limit_all_gathers: Delay all-gathers that computation is far behind of.
         use_orig_params: Keep the module's own parameters registered, instead of one flat one.
@@ -136,7 +136,7 @@ class FullyShardedDataParallel(StateStatics):
         self._root_state: RootState | None = None
         self._hook: CommHook | None = None
         self._syncs_module_states = sync_module_states
-        self._device = materialize.device_of(device_id, self.rank) or self._default_compute_device()
+        self._device = materialize.resolve_device(device_id, self.rank) or self._default_compute_device()
         own = {"mixed_precision": mixed_precision, "param_init_fn": param_init_fn, "device_id": device_id}
         self._buffer_types, managed = self._prepare_module(module, ignored, auto_wrap_policy, own)
         self._unit = self._build_unit(module, managed)
@@ -203,13 +203,13 @@ class FullyShardedDataParallel(StateStatics):
         )
 
     def _broadcast(self, module: nn.Module, managed: list[ParamInfo]) -> None:
-        """Let all ranks begin with the first one's values, where a nested instance has not seen to that. Collective."""
+        """Broadcast values of rank 0 that a nested instance has not broadcast. Collective."""
         done = {id(b) for each in _instances(module) if each._syncs_module_states for b in each.buffers()}
         buffers = [buffer for buffer in module.buffers() if id(buffer) not in done]
         materialize.broadcast([*(each.parameter for each in managed), *buffers], self._group)
 
     def _wrap_children(self, module: nn.Module, policy: Policy, ignored: Ignored, own: Mapping[str, Any]) -> None:
-        """Let a policy wrap what is below, with the groups and the settings of this instance."""
+        """Wrap submodules by a policy, with the groups and the settings of this instance."""
         pair = (self._group.shard, self._group.replicate)
         settings = {
             "process_group": pair if self.sharding_strategy.is_hybrid else self.process_group,
@@ -383,7 +383,7 @@ class FullyShardedDataParallel(StateStatics):
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let a hook average gradients in the engine's place, in this instance and all below.
+        """Average gradients by a hook instead of the engine, in this instance and all below.
 
         Args:
             state: Given to the hook each time.
@@ -462,7 +462,7 @@ class FullyShardedDataParallel(StateStatics):
             recurse: Those of instances below as well; all are gathered at once.
             writeback: Changes are kept, also where an exception leaves the context. Without it they are lost, unless
                 nothing is sharded (NO_SHARD).
-            rank0_only: Only the first rank has them; with `writeback` its changes are given to all.
+            rank0_only: Only rank 0 has them; with `writeback` its changes are sent to all ranks.
             offload_to_cpu: They are in the memory of the CPU.
             with_grads: Gradients are full as well, and with `writeback` changes to them are kept.
 
@@ -547,11 +547,11 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def is_sharding_root(self) -> bool:
-        """Tell whether this instance ran first of all around it."""
+        """Return True if this instance ran before all instances around it."""
         return self._root_state is not None and self._root_state.root is self._unit
 
     def check_is_root(self) -> bool:
-        """Tell whether this is the outermost instance; the tree is fixed by the question."""
+        """Return True if this is the outermost instance; the call fixes the tree."""
         return self._ensure_root_state().root is self._unit
 
     @staticmethod

@@ -48,7 +48,7 @@ class FullyShardOptions:
 
     Attributes:
         info: The mesh.
-        choose: Decides how each parameter lies; None for the first dimension, over that mesh.
+        choose: Returns the placement of a parameter; None to shard the first dimension, over that mesh.
         post_forward_ranks: Number of ranks to reshard to after forward; 0 for none.
         ignored: Parameters that are left alone.
         config: The unit's settings.
@@ -89,10 +89,10 @@ class FSDPState:
         self._separate = False
         self.root_state: RootState | None = None
         self._is_last_backward = True
-        whole = self._one_module
-        owners: dict[FSDPUnit, FSDPState] = {each.unit: each for each in fsdp_states_below(whole)}
-        reopened = [owners[unit] for unit in shared_params.restore_shared_units(whole, list(owners))]
-        with ties_below(whole):
+        module = self._one_module
+        owners: dict[FSDPUnit, FSDPState] = {each.unit: each for each in fsdp_states_below(module)}
+        reopened = [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
+        with ties_below(module):
             for each in reopened:
                 each._rebuild_unit()
             self.unit = self._build_unit()
@@ -304,7 +304,7 @@ class FSDPState:
             )
 
     def check_materialized(self, name: str, below: str = "") -> None:
-        """Refuse to train with what has no memory, or lies elsewhere than it was to.
+        """Refuse to train parameters on the meta device, or offloaded ones that are not on the CPU.
 
         Args:
             name: What the message calls the unit.

@@ -92,18 +92,18 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Shard a module's parameters across ranks, in place; they are whole only while the module computes.
+    """Shard a module's parameters across ranks, in place; they are unsharded only while the module computes.
 
     Parameters that a nested `fully_shard` has are left to it, so it is applied from the inside out. Parameters become
     DTensors; the module's class becomes one that is also an `FSDPModule`.
 
     Args:
         module: The module, or several that are gathered and freed together.
-        mesh: One dimension to cut over, or two, (replicate, shard); all ranks where None. With `dp_mesh_dims` the mesh
-            of everything, on which parameters are DTensors.
-        reshard_after_forward: Free the parameters between forward and backward; a number of ranks to keep them whole
-            among so many; None to free them unless the module is the root.
-        shard_placement_fn: Given a parameter, says along which dimension it is cut and over which mesh.
+        mesh: One dimension to shard over, or two, (replicate, shard); None for all ranks. With `dp_mesh_dims` the full
+            mesh, on which parameters are DTensors.
+        reshard_after_forward: Free the parameters between forward and backward; a number of ranks to
+            reshard them to; None to free them unless the module is the root.
+        shard_placement_fn: Returns the dimension to shard a parameter along, and the mesh.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Whether shards live on the CPU.
         ignored_params: Parameters that are neither sharded nor moved nor reduced.
@@ -220,7 +220,7 @@ class FSDPModule:
         """Make a module of the original class: what a sharded container gives for a slice of it is not sharded."""
         original: Any = cls.__mro__[2]
         made = original.__new__(original)
-        made.__init__(*args, **kwargs)  # it is no instance of cls, so Python would not call it
+        made.__init__(*args, **kwargs)  # it is not an instance of cls, so Python would not call it
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -271,7 +271,7 @@ class FSDPModule:
 
     @property
     def is_sharding_root(self) -> bool:
-        """Tell whether this module ran first of all that is sharded around it."""
+        """Return True if this module ran before all sharded modules around it."""
         state = self._fsdp_state
         return state.root_state is not None and state.root_state.root is state.unit
 
@@ -344,7 +344,7 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
 
         Raises:
-            ArgumentError: It is no bool.
+            ArgumentError: It is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ArgumentError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
@@ -467,7 +467,7 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
 
         Raises:
-            SettingTypeError: It is no int.
+            SettingTypeError: It is not an int.
             ArgumentError: It is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -486,7 +486,7 @@ class FSDPModule:
             comm: The collective.
 
         Raises:
-            ArgumentError: The module's parameters lie over several meshes.
+            ArgumentError: The module's parameters are on several meshes.
         """
         self._one_group("set_custom_all_gather").set_custom_collectives(all_gather=comm)
 
@@ -497,21 +497,21 @@ class FSDPModule:
             comm: The collective.
 
         Raises:
-            ArgumentError: The module's parameters lie over several meshes.
+            ArgumentError: The module's parameters are on several meshes.
         """
         self._one_group("set_custom_reduce_scatter").set_custom_collectives(reduce_scatter=comm)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
-        """Let a function change averaged gradients before they are handed over.
+        """Call a function on averaged gradients before the optimizer sees them.
 
         Args:
             hook: Given this rank's part of the gradient, 1-D, changes it in place.
             stream: Where it runs; None for where the reduction does.
 
         Raises:
-            ArgumentError: The parameters lie over several meshes, or a stream is given where replicas are averaged.
+            ArgumentError: The parameters are on several meshes, or a stream is given where replicas are averaged.
         """
         state = self._one_group("set_all_reduce_hook")
         if stream is not None and any(group.replicas > 1 for group in state.groups):
@@ -561,7 +561,7 @@ class FSDPModule:
         )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Let gathers use symmetric memory, which only NCCL has.
+        """Use symmetric memory for gathers, which only NCCL has.
 
         Args:
             backend: Whose.
@@ -589,7 +589,7 @@ class FSDPModule:
         )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the root's next gathers wait for an event, not for everything that was queued before its forward.
+        """Make the root's next gathers wait for an event, not for all that was queued before its forward.
 
         Args:
             event: Recorded behind the optimizer's step; used once.
@@ -633,7 +633,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: The method.
 
     Raises:
-        ArgumentError: There is no such method.
+        ArgumentError: The module does not have such a method.
     """
     if not isinstance(module, (FSDPModule, FullyShardedDataParallel)):
         return
@@ -655,7 +655,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots share the streams of their collectives: all roots of a device do anyway.
+    """Share the streams of collectives among roots: all roots of a device do so anyway.
 
     Args:
         modules: Sharded modules.

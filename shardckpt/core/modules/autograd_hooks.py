@@ -26,12 +26,12 @@ def queue_backward_callback(function: Callable[[], None]) -> None:
 
 
 def in_backward() -> bool:
-    """Tell whether a backward pass is under way on this thread."""
+    """Return True if a backward pass runs on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def differentiating_functionally() -> bool:
-    """Tell whether a `torch.func` transform that differentiates is around: its tensors have no storage of their own."""
+    """Return True inside a `torch.func` transform that differentiates: its tensors have no own storage."""
     level = torch._C._functorch.peek_interpreter_stack()
     return level is not None and level.key().name in ("Grad", "Jvp")
 

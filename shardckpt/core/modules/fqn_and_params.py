@@ -35,12 +35,12 @@ def clean(name: str) -> str:
 
 
 def mark_incompatible(module: nn.Module) -> None:
-    """Let the engine leave a module and everything below it alone, as it does with DistributedDataParallel."""
+    """Exclude a module and all below it from the engine, as DistributedDataParallel is."""
     _INCOMPATIBLE.add(module)
 
 
 def is_incompatible(module: nn.Module) -> bool:
-    """Tell whether the engine leaves a module alone because something else looks after its parameters."""
+    """Return True if the engine ignores a module because something else manages its parameters."""
     kind: Any = type(module)  # mypy takes a class for one of its instances here
     return isinstance(module, DistributedDataParallel) or module in _INCOMPATIBLE or _is_of_torch(kind)
 
@@ -90,13 +90,13 @@ class ParamLocation:
 
 
 class Identity:
-    """Tells that two parameters were one object, also after one of them has been taken apart."""
+    """Marks that two parameters were one object, even after one of them has been sharded."""
 
     def __init__(self) -> None:
-        self._holder: weakref[object] | None = None
+        self._owner: weakref[object] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
-        """Return that of a copied parameter, which nobody holds yet."""
+        """Return the identity of a copied parameter, which no unit has sharded yet."""
         made = memo[id(self)] = Identity()
         return made
 
@@ -109,12 +109,12 @@ class Identity:
 
     @property
     def held(self) -> bool:
-        """Tell whether a unit that still exists has sharded the parameter."""
-        return self._holder is not None and self._holder() is not None
+        """Return True if a unit that still exists has sharded the parameter."""
+        return self._owner is not None and self._owner() is not None
 
-    def hold(self, holder: object | None) -> None:
-        """Say who has sharded the parameter; None for nobody."""
-        self._holder = weakref(holder) if holder is not None else None
+    def hold(self, owner: object | None) -> None:
+        """Set the unit that has sharded the parameter; None for none."""
+        self._owner = weakref(owner) if owner is not None else None
 
 
 _ORDER = itertools.count()
@@ -122,7 +122,7 @@ _IDENTITY = "_shardckpt_identity"
 
 
 def is_held(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter is one that a unit has sharded."""
+    """Return True if a unit has sharded a parameter."""
     found: Any = parameter.__dict__.get(_IDENTITY)
     return isinstance(found, Identity) and found.held
 
@@ -179,7 +179,7 @@ class ParamInfo:
         return self.original
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """Let another object be the user's: a plain one where theirs is a DTensor, and back.
+        """Replace the user's object: a plain tensor instead of a DTensor, or back.
 
         Args:
             parameter: The other one; it is not registered yet.
@@ -188,7 +188,7 @@ class ParamInfo:
         self.original = parameter
 
     def forget(self) -> None:
-        """Let go of the user's object, which nothing registers any more, and of its memory."""
+        """Drop the user's object, which is not registered anymore, and its memory."""
         self.original = None
 
     @property
@@ -208,7 +208,7 @@ def walk(module: nn.Module, stop: Stop, prefix: str = "") -> Iterator[tuple[str,
 def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[ParamInfo]:
     """Return the parameters below a module, each once, in the order of `named_parameters`.
 
-    One that is also an attribute outside, as the tie counted by `ties_below` tells, is left for the unit above.
+    One that is also an attribute outside, as `ties_below` counts, is left for the unit above.
 
     Args:
         module: The unit's module.

@@ -33,14 +33,14 @@ def isolate_storage(part: torch.Tensor) -> torch.Tensor:
     """Return a part of a buffer over a storage that holds nothing else; the memory is the same.
 
     A DTensor around a view from somewhere within a storage can be neither copied nor saved, and what is saved of a view
-    is its whole storage. That is so of a part without elements too, which keeps its shape.
+    is the entire storage. That is so of a part without elements too, which keeps its shape.
 
     Args:
         part: A dense part; other kinds of tensors are returned as they are.
     """
     if type(part) is not torch.Tensor or part.is_meta:
         return part
-    if part.numel() == 0:  # it has no memory to share; where it lay is not 0 for a rank without rows
+    if part.numel() == 0:  # it has no memory to share; its offset is not 0 on a rank without rows
         return part.new_empty(part.shape)
     extent = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
     storage, width = part.untyped_storage(), part.element_size()
@@ -52,7 +52,7 @@ def isolate_storage(part: torch.Tensor) -> torch.Tensor:
 
 
 def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
-    """Return a 1-D tensor as one of a shape whose dimensions lie in memory in a given order; a view.
+    """Return a view of a 1-D tensor in a shape whose dimensions have a given order in memory.
 
     Args:
         flat: Elements in memory order.
@@ -70,7 +70,7 @@ class Packing(ABC):
     @property
     @abstractmethod
     def layout(self) -> Layout:
-        """Where each parameter lies in every rank's shard."""
+        """Layout of the parameters in every rank's shard."""
 
     @property
     def all_gather_numel(self) -> int:
@@ -90,7 +90,7 @@ class Packing(ABC):
     """Whether the all-gather output is the buffer of full parameters."""
 
     @abstractmethod
-    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of their buffer."""
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Packing(ABC):
         """Split a rank's shard into one view per parameter, empty for parameters without elements on it."""
 
     @abstractmethod
-    def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
+    def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
         """Copy gathered shards to where the full parameters are."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Packing(ABC):
 
     @abstractmethod
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
-        """Copy full values to the rows of the ranks that have a part of them, zeros where there is no value.
+        """Copy full values to the rows of the ranks that have a part of them, zeros for missing values.
 
         Args:
             values: For each parameter its full value, of any floating type; None for zeros. One is held at a time.
@@ -127,7 +127,7 @@ class Packing(ABC):
 
 
 class FlatPacking(Packing):
-    """Parameters end to end, cut anywhere: what is gathered are the full parameters.
+    """Parameters end to end, split at any element: the all-gather output is the full parameters.
 
     Args:
         names: Clean names.
@@ -152,7 +152,7 @@ class FlatPacking(Packing):
 
     @property
     def layout(self) -> FlatLayout:
-        """Where each parameter lies in every rank's shard."""
+        """Layout of the parameters in every rank's shard."""
         return self._layout
 
     @property
@@ -160,10 +160,10 @@ class FlatPacking(Packing):
         """Elements of the buffer of full parameters."""
         return self.all_gather_numel
 
-    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of their buffer."""
         places = zip(self._layout.specs, self._layout.offsets, strict=True)
-        return [view_in_order(whole[at : at + spec.numel], spec.shape, spec.order) for spec, at in places]
+        return [view_in_order(full[at : at + spec.numel], spec.shape, spec.order) for spec, at in places]
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return each parameter's part of a rank's shard as a 1-D view."""
@@ -182,7 +182,7 @@ class FlatPacking(Packing):
                 found[run.index] = self._flat(value, run.index)[run.start : run.stop]
         return found
 
-    def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
+    def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
         """Nothing to do: they are the same."""
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -193,7 +193,7 @@ class FlatPacking(Packing):
         """Copy full values to the rows of the ranks that have a part of them, zeros elsewhere."""
         for rank, start, stop in self._holes:
             rows[rank, start:stop].zero_()
-        for index, (value, runs) in enumerate(zip(values, self._runs_of, strict=True)):
+        for index, (value, runs) in enumerate(zip(values, self._runs_by_param, strict=True)):
             flat = None if value is None else self._flat(value, index)
             for rank, run in runs:
                 place = rows[rank, run.offset : run.offset + run.numel]
@@ -211,7 +211,7 @@ class FlatPacking(Packing):
         return tuple(tuple(self._layout.runs(rank)) for rank in range(self._layout.world))
 
     @cached_property
-    def _runs_of(self) -> tuple[tuple[tuple[int, ShardRun], ...], ...]:
+    def _runs_by_param(self) -> tuple[tuple[tuple[int, ShardRun], ...], ...]:
         """For each parameter the ranks that have a part of it, each with that part."""
         found: list[list[tuple[int, ShardRun]]] = [[] for _ in self._layout.specs]
         for rank, runs in enumerate(self._runs):
@@ -233,17 +233,17 @@ class FlatPacking(Packing):
 
 
 class DimPacking(Packing):
-    """Each parameter cut along a dimension: what is gathered has to be put together to full parameters.
+    """Each parameter sharded along a dimension: the all-gather output has to be unpacked to full parameters.
 
-    One cut along its first dimension lies rank after rank in its place of the full buffer, the padding behind it; so
-    one copy puts all of these together. Others are copied rank by rank.
+    One that is sharded along dimension 0 is stored rank after rank in the full buffer, followed by its padding; so one
+    copy unpacks all of these. Others are copied rank by rank.
 
     Args:
         names: Clean names.
         values: The full parameters, all of one dtype.
         aliases: Other names of each.
         world: Ranks.
-        dims: The dimension that each is cut along.
+        dims: The dimension that each is sharded along.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class DimPacking(Packing):
 
     @property
     def layout(self) -> DimLayout:
-        """Where each parameter lies in every rank's shard."""
+        """Layout of the parameters in every rank's shard."""
         return self._layout
 
     @property
@@ -274,16 +274,16 @@ class DimPacking(Packing):
         """Elements of the buffer of full parameters, with the padding behind each."""
         return self.all_gather_numel
 
-    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of their buffer."""
         found = []
         for spec, place, order in zip(self._layout.specs, self._layout.places, self._orders, strict=True):
             at = place * self._layout.world
-            found.append(view_in_order(whole[at : at + spec.numel], spec.shape, order))
+            found.append(view_in_order(full[at : at + spec.numel], spec.shape, order))
         return found
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return each parameter's part of a rank's shard, in its shape; with a zero in it where there is none."""
+        """Return each parameter's part of a rank's shard, in its shape; with a size of 0 if it is empty."""
         found = []
         for boxes, place in zip(self._boxes, self._layout.places, strict=True):
             size = boxes[rank].size
@@ -295,12 +295,12 @@ class DimPacking(Packing):
         pairs = zip(values, self._boxes, strict=True)
         return [None if value is None else _inside(value, boxes[rank]) for value, boxes in pairs]
 
-    def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy gathered shards to where the full parameters are; nothing to do where that is the same."""
+    def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
+        """Copy gathered shards to where the full parameters are; nothing to do if `is_direct`."""
         if self.is_direct:
             return
         world, rows = self._layout.world, gathered.view(self._layout.world, -1)
-        places = [whole[at * world : (at + n) * world] for at, n in zip(self._layout.places, self._sizes, strict=True)]
+        places = [full[at * world : (at + n) * world] for at, n in zip(self._layout.places, self._sizes, strict=True)]
         if all(self._rowwise):
             torch.split_with_sizes_copy(
                 rows,
@@ -309,7 +309,7 @@ class DimPacking(Packing):
                 out=[place.view(world, n) for place, n in zip(places, self._sizes, strict=True)],
             )
             return
-        views = self.views(whole)
+        views = self.views(full)
         for index, (at, n) in enumerate(zip(self._layout.places, self._sizes, strict=True)):
             if self._rowwise[index]:
                 places[index].view(world, n).copy_(rows[:, at : at + n])
@@ -318,7 +318,7 @@ class DimPacking(Packing):
                 _inside(views[index], box).copy_(row[at : at + box.volume].view(box.size))
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield each full parameter, put together from the ranks' parts of it."""
+        """Yield each full parameter, unpacked from the shards of the ranks."""
         world, rows = self._layout.world, gathered.view(self._layout.world, -1)
         for index, (spec, at, n) in enumerate(zip(self._layout.specs, self._layout.places, self._sizes, strict=True)):
             flat = gathered.new_empty(spec.numel)
@@ -344,7 +344,7 @@ class DimPacking(Packing):
 
 
 def _inside(value: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the elements of a full value that lie in a box, as a view."""
+    """Return the elements of a full value inside a box, as a view."""
     for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
         if size != value.shape[dim]:
             value = value.narrow(dim, start, size)

@@ -75,12 +75,12 @@ def gather_copies(
     Args:
         bucket: The bucket.
         shard: This rank's part, 1-D.
-        staging: What was gathered lies there, and has to until all is taken.
+        staging: Memory of the all-gather output; it must stay unchanged until all values are read.
         first_only: Gather to rank 0 of all that share the bucket or have replicas.
 
     Returns:
-        For each parameter the full value; with `first_only` None elsewhere than on the first rank, or on the first of
-        those that share one with each part of a tensor-parallel one.
+        The full value of each parameter; with `first_only` None on other ranks than rank 0 of the bucket's group and
+        replicas. With tensor parallelism each TP rank has such a rank 0.
     """
     own, group, what = shard.to(bucket.compute_device), bucket.group, f"gather {bucket.name}"
     wanted = group.is_first or not first_only
@@ -109,7 +109,7 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
 
     Args:
         bucket: The bucket.
-        parts: For each parameter this rank's part, None where there is none.
+        parts: For each parameter this rank's part, None if missing.
         dtype: Their type, the same on all ranks.
 
     Returns:
@@ -137,7 +137,7 @@ def concat_shards(
 
     Args:
         bucket: The bucket.
-        parts: For each parameter this rank's part, None where there is none.
+        parts: For each parameter this rank's part, None if missing.
         dtype: Their type.
         staging: Write to where `gather_copies` gathers through the same staging, with any content in the padding; None
             for new memory with zeros there.

@@ -33,7 +33,7 @@ def _is_placed_like(one: DTensor, other: DTensor) -> bool:
 
 
 def _step_in_backward(parameter: nn.Parameter) -> None:
-    """Let optimizers step that torch's `_apply_optimizer_in_backward` gave to a parameter: its hook sees nothing."""
+    """Step the optimizers of torch's `_apply_optimizer_in_backward`, whose hook never fires."""
     for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
         optimizer.step()
         parameter.grad = None
@@ -55,7 +55,7 @@ def assign_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
 
 
 def copy_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Let the gradient have other values; the tensor stays, where there is one."""
+    """Copy values to the gradient; its tensor stays, if it has one."""
     if grad is not None and parameter.grad is not None:
         parameter.grad.copy_(grad)
     else:

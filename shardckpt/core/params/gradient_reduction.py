@@ -74,20 +74,20 @@ class GradientReducer:
     """Reduce-scatter of the gradients of one bucket; one reduction at a time.
 
     The sizes that travel depend on the layout and the number of ranks alone: parameters without a gradient count as
-    zeros, and a flag for each, behind every rank's part, tells who had one.
+    zeros, and a flag for each, behind every rank's part, marks the ranks that had one.
 
     Args:
-        packing: Where the parameters lie.
+        packing: Layout of the parameters.
         group: The ranks.
         name: What messages call the bucket.
-        whole: Every rank keeps everything.
+        keeps_full: Every rank keeps everything.
     """
 
-    def __init__(self, packing: Packing, group: ShardGroup, name: Name, *, whole: bool) -> None:
+    def __init__(self, packing: Packing, group: ShardGroup, name: Name, *, keeps_full: bool) -> None:
         self._packing = packing
         self._group = group
         self._name = name
-        self._whole = whole
+        self._keeps_full = keeps_full
         self._hook: CommHook | None = None
         self._comms = CustomCollectives()
         self._reduction: _Reduction | None = None
@@ -96,7 +96,7 @@ class GradientReducer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         """Return one for a copy of the bucket, without the gradients of this one."""
-        made = GradientReducer(self._packing, self._group, copy.deepcopy(self._name, memo), whole=self._whole)
+        made = GradientReducer(self._packing, self._group, copy.deepcopy(self._name, memo), keeps_full=self._keeps_full)
         memo[id(self)] = made
         made.set_collectives(hook=self._hook, comms=self._comms)
         return made
@@ -195,7 +195,7 @@ class GradientReducer:
         flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=source.device)
         self._packing.pack(_pop_all(gradients), source.view(size, chunk))
         self._group.all_reduce_flags(flags, f"count the gradients of {self._name}")
-        if self._whole:
+        if self._keeps_full:
             out = source
             self._hook.call(self._hook.state, source)
         else:
@@ -212,7 +212,7 @@ class GradientReducer:
         chunk = self._packing.layout.chunk
         if self._hook is not None and reduction.used is not None:
             return ReducedGrad(reduction.out[:chunk], reduction.used)
-        if not (reduction.how.all_reduce or self._whole) and self._group.replicas > 1:
+        if not (reduction.how.all_reduce or self._keeps_full) and self._group.replicas > 1:
             self._keep_partial(reduction.out)
             return None
         out = self._add_partial(reduction.out)

@@ -1,7 +1,7 @@
-"""How one parameter of `fully_shard` lies over its mesh: which ranks cut it, and what DTensor its box is part of.
+"""Placement of one parameter of `fully_shard` on its mesh: the ranks that shard it, and the sharded DTensor.
 
 Buckets see plain local tensors. A parameter that is a DTensor already (tensor parallel, or on the mesh of everything)
-is cut further: what is cut is its local part, and the placements of both meshes are joined in the sharded DTensor.
+is sharded further: its local tensor is sharded, and the sharded DTensor joins the placements of both meshes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DataParallelMeshDims:
     """Which dimensions of a mesh of everything are data parallel.
 
     Attributes:
-        shard: Name or names of those that parameters are cut over; several are flattened into one.
+        shard: Name or names of those that parameters are sharded over; several are flattened into one.
         replicate: And of those that hold copies.
     """
 
@@ -71,12 +71,12 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class DataParallelMeshInfo:
-    """A mesh of which one dimension cuts, one holds copies, or both.
+    """A mesh of which one dimension shards, one replicates, or both.
 
     Attributes:
         mesh: The data-parallel mesh.
-        shard_mesh_dim: Which of its dimensions cuts; None for none.
-        replicate_mesh_dim: Which holds copies; None for none.
+        shard_mesh_dim: Its dimension that shards; None for none.
+        replicate_mesh_dim: Its dimension that replicates; None for none.
         dp_mesh_dims: Where these dimensions are in the mesh of everything.
         spmd_mesh: The mesh of everything, on which parameters are DTensors already.
     """
@@ -93,14 +93,14 @@ class DataParallelMeshInfo:
 
     @cached_property
     def group(self) -> ShardGroup:
-        """The ranks that cut, and those that hold copies."""
+        """The ranks that share a parameter, and its replicas."""
         shard = None if self.shard_mesh_dim is None else self.mesh.get_group(self.shard_mesh_dim)
         replicate = None if self.replicate_mesh_dim is None else self.mesh.get_group(self.replicate_mesh_dim)
         return ShardGroup(shard, replicate)
 
     @property
     def is_spmd_mesh(self) -> bool:
-        """Tell whether parameters are DTensors on the mesh of everything."""
+        """Return True if parameters are DTensors on the mesh of everything."""
         return self.dp_mesh_dims is not None
 
     @property
@@ -119,9 +119,9 @@ class DataParallelMeshInfo:
             return self.mesh
         return self.mesh[names[self.shard_mesh_dim]]
 
-    def over(self, cut: Placement) -> tuple[Placement, ...]:
-        """Return placements on `mesh` of what is cut in one way and copied otherwise."""
-        return tuple(cut if dim == self.shard_mesh_dim else Replicate() for dim in range(self.mesh.ndim))
+    def over(self, placement: Placement) -> tuple[Placement, ...]:
+        """Return placements on `mesh`: one on the shard dimension, `Replicate` on others."""
+        return tuple(placement if dim == self.shard_mesh_dim else Replicate() for dim in range(self.mesh.ndim))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelMeshInfo:
         """Ranks are shared, not copied."""
@@ -130,7 +130,7 @@ class DataParallelMeshInfo:
 
 @dataclass(eq=False)
 class FSDPMeshInfo(DataParallelMeshInfo):
-    """A mesh that cuts."""
+    """A mesh that shards."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,7 +150,7 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
 @dataclass(eq=False)
 class DDPMeshInfo(DataParallelMeshInfo):
-    """A mesh that holds copies."""
+    """A mesh that replicates."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +164,7 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks; the process group is made where there is none yet. Collective."""
+    """Return a mesh of all ranks; make the process group if needed. Collective."""
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -172,10 +172,10 @@ def default_mesh() -> DeviceMesh:
 
 
 def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """Return what the dimensions of a mesh are for.
+    """Return the roles of the dimensions of a mesh.
 
     Args:
-        mesh: One dimension to cut over, or two, (replicate, shard); or any mesh, with `dims`.
+        mesh: One dimension to shard over, or two, (replicate, shard); or any mesh, with `dims`.
         dims: The names of its data-parallel dimensions.
 
     Raises:
@@ -211,7 +211,7 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
     return HSDPMeshInfo(_joined([_flat(mesh, dims.replicate_names), shard]), 1, 0, dims, mesh)
 
 
-# What DeviceMesh has no public name for; a mesh made otherwise would be equal to none that the user has.
+# DeviceMesh has no public API for these; a mesh made otherwise would not be equal to any mesh of the user.
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -232,16 +232,16 @@ def _joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
-def cut_over_both(
+def join_placements(
     mesh: DeviceMesh, dim: int, inner: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Return how a tensor lies that tensor parallelism has cut, and whose part is cut again over data-parallel ranks.
+    """Join the placements of tensor parallelism with those of its shards over data-parallel ranks.
 
     Args:
         mesh: The data-parallel mesh, with shards along its last dimension and copies along the others.
-        dim: The dimension of the part that is cut.
+        dim: The dimension of the TP shard that is sharded.
         inner: The mesh of the tensor parallelism.
-        placements: How the tensor lies there.
+        placements: The placements on `inner`.
 
     Returns:
         The mesh of both and the placements on it; None if the meshes are not parts of one mesh with names.
@@ -250,8 +250,8 @@ def cut_over_both(
         both = _joined([mesh, inner])
     except (PlacementError, RuntimeError, ValueError):
         return None
-    cut = _cut(dim, [(each, inner.size(at)) for at, each in enumerate(placements)])
-    return both, (*[Replicate()] * (mesh.ndim - 1), cut, *placements)
+    data_parallel = _build_shard_placement(dim, [(each, inner.size(at)) for at, each in enumerate(placements)])
+    return both, (*[Replicate()] * (mesh.ndim - 1), data_parallel, *placements)
 
 
 # -------------------------------------------------------------------------------------------------- parameters
@@ -259,7 +259,7 @@ def cut_over_both(
 
 @dataclass
 class ShardPlacementResult:
-    """What a `shard_placement_fn` may return: how a parameter is cut, and over which mesh.
+    """A result of `shard_placement_fn`: how a parameter is sharded, and over which mesh.
 
     Attributes:
         placement: The dimension; the first where None.
@@ -275,7 +275,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 @dataclass(frozen=True)
 class _Inner:
-    """What a parameter was before it was cut: a DTensor on a mesh of its own."""
+    """The DTensor that a parameter was before it was sharded, on a mesh of its own."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -289,7 +289,7 @@ class _Inner:
         )
 
     def local(self, grad: DTensor) -> torch.Tensor:
-        """Return the local part of a gradient, laid as the parameter is; data parallelism is the bucket's business."""
+        """Return the local tensor of a gradient, redistributed like the parameter except over data-parallel ranks."""
         wanted = [
             found if dim in self.data_parallel else own
             for dim, (own, found) in enumerate(zip(self.placements, grad.placements, strict=True))
@@ -304,10 +304,10 @@ class Placed:
     """One parameter over its mesh.
 
     Attributes:
-        info: Which ranks cut it, which hold copies.
-        dim: The dimension of its local tensor that is cut; None where every rank has all of it.
+        info: The mesh of ranks that share it, and of its replicas.
+        dim: The sharded dimension of its local tensor; None if every rank has all of it.
         mesh: The mesh of the sharded DTensor.
-        placements: And how it lies there.
+        placements: Its placements on `mesh`.
         shape: Its shape as the user knows it.
         stride: And its strides.
     """
@@ -322,7 +322,7 @@ class Placed:
 
     @property
     def is_dtensor(self) -> bool:
-        """Tell whether the module computes with a DTensor."""
+        """Return True if the module computes with a DTensor."""
         return self._inner is not None
 
     @property
@@ -331,7 +331,7 @@ class Placed:
         return self.info.ring
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the plain tensor that is cut."""
+        """Return the plain tensor to shard."""
         plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return plain.detach()
 
@@ -348,14 +348,14 @@ class Placed:
             )
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what the module computes with, given all that was cut; it is aliased."""
+        """Return what the module computes with, around the full local tensor; it is aliased."""
         if self._inner is None:
             return local
         with torch.no_grad():
             return self._inner.around(local)
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the plain gradient of what was cut. Collective where a DTensor's gradient lies otherwise than it."""
+        """Return the plain gradient. Collective if a DTensor's gradient has other placements than it."""
         if self._inner is None or not isinstance(grad, DTensor):
             return grad
         with torch.no_grad():
@@ -367,18 +367,18 @@ class Placed:
 
 
 def place(name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose: ShardPlacementFn | None) -> Placed:
-    """Decide how a parameter lies.
+    """Decide the placement of a parameter.
 
     Args:
         name: What messages call it.
-        parameter: The parameter, whole or a DTensor.
+        parameter: The parameter, a plain tensor or a DTensor.
         info: The mesh, unless `choose` names another.
         choose: Asked for the dimension, and the mesh.
 
     Raises:
         ArgumentError: `choose` returned something else, or a DTensor does not go with the mesh.
-        PlacementError: There is no such dimension.
-        PlacementMissingError: A DTensor lies on more than two dimensions of a mesh of its own.
+        PlacementError: The parameter does not have the dimension.
+        PlacementMissingError: A DTensor is on more than two dimensions of a mesh of its own.
     """
     wanted, info = _chosen(name, parameter, info, choose)
     local_dims = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).dim()
@@ -390,8 +390,8 @@ def place(name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
             f"(e.g. via distribute_module). Got plain tensor for parameter '{name}'.",
         )
-    cut = Replicate() if dim is None else Shard(dim)
-    return Placed(info, dim, info.mesh, info.over(cut), parameter.size(), _steps(parameter.size()))
+    placement = Replicate() if dim is None else Shard(dim)
+    return Placed(info, dim, info.mesh, info.over(placement), parameter.size(), _steps(parameter.size()))
 
 
 def _chosen(
@@ -416,7 +416,7 @@ def _chosen(
 
 
 def _dimension(name: str, parameter: nn.Parameter, wanted: Shard | None, dims: int) -> int | None:
-    """Return the dimension to cut; None for a tensor without dimensions, which every rank has whole."""
+    """Return the dimension to shard; None for a tensor without dimensions, which is replicated."""
     if not dims:
         return None
     if wanted is None:
@@ -426,7 +426,7 @@ def _dimension(name: str, parameter: nn.Parameter, wanted: Shard | None, dims: i
         raise PlacementError(
             f"Shard dim {wanted.dim} is invalid for {dims}D tensor: {parameter.shape}",
             where=name,
-            fix="Let shard_placement_fn return a dimension that the parameter has.",
+            fix="Return a dimension that the parameter has from shard_placement_fn.",
         )
     return dim
 
@@ -436,8 +436,8 @@ def _steps(shape: torch.Size) -> tuple[int, ...]:
     return tuple(prod(max(n, 1) for n in shape[at + 1 :]) for at in range(len(shape)))
 
 
-def _cut(dim: int | None, inner: Sequence[tuple[Placement, int]]) -> Placement:
-    """Return how a dimension lies over the data-parallel ranks, inside what `(placement, ranks)` cut before."""
+def _build_shard_placement(dim: int | None, inner: Sequence[tuple[Placement, int]]) -> Placement:
+    """Return a dimension's placement over data-parallel ranks, given `(placement, ranks)` of tensor parallelism."""
     if dim is None:
         return Replicate()
     pieces = prod(ranks for each, ranks in inner if isinstance(each, (Shard, _StridedShard)) and each.dim == dim)
@@ -461,8 +461,8 @@ def _place_dtensor(name: str, parameter: DTensor, info: DataParallelMeshInfo, di
             fix="Pass the mesh of everything with dp_mesh_dims.",
         )
     inner = _Inner(own, tuple(parameter.placements), parameter.size(), parameter.stride())
-    cut = _cut(dim, [(each, own.size(at)) for at, each in enumerate(parameter.placements)])
-    placements = (*info.over(cut), *parameter.placements)
+    data_parallel = _build_shard_placement(dim, [(each, own.size(at)) for at, each in enumerate(parameter.placements)])
+    placements = (*info.over(data_parallel), *parameter.placements)
     return Placed(info, dim, _joined([info.mesh, own]), placements, parameter.size(), parameter.stride(), inner)
 
 
@@ -495,21 +495,21 @@ def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshIn
 def _sharded_on_everything(
     parameter: DTensor, info: DataParallelMeshInfo, dim: int | None, shard: list[int], copies: list[int]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and placements once it is cut; several dimensions that cut appear as one."""
+    """Return the mesh and placements of the sharded DTensor; several dimensions that shard appear as one."""
     mesh, found = parameter.device_mesh, list(parameter.placements)
     assert mesh.mesh_dim_names is not None
     if not shard:
         return mesh, tuple(found)
-    cut = _cut(dim, [(found[at], mesh.size(at)) for at in range(shard[0] + 1, mesh.ndim)])
+    data_parallel = _build_shard_placement(dim, [(found[at], mesh.size(at)) for at in range(shard[0] + 1, mesh.ndim)])
     if len(shard) == 1:
-        found[shard[0]] = cut
+        found[shard[0]] = data_parallel
         return mesh, tuple(found)
     meshes: list[DeviceMesh] = []
     placements: list[Placement] = []
     for at, name in enumerate(mesh.mesh_dim_names):
         if at == shard[0]:
             meshes.append(info.mesh)
-            placements.extend(info.over(cut))
+            placements.extend(info.over(data_parallel))
         elif at not in shard and at not in copies:
             meshes.append(mesh[name])
             placements.append(found[at])

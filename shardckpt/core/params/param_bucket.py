@@ -23,7 +23,7 @@ from shardckpt.layout import ALIGNMENT, Layout
 
 
 class Placed(Protocol):
-    """How one parameter lies over a mesh; a bucket sees plain local tensors only."""
+    """Placement of one parameter on a mesh; a bucket sees plain local tensors only."""
 
     @property
     def dim(self) -> int | None:
@@ -152,7 +152,7 @@ class Bucket:
         self._pending_all_gather: Pending | None = None
         self.is_unsharded = self.aliased
         self._comms = CustomCollectives()
-        self._reducer = GradientReducer(self.packing, group, name, whole=spec.keeps_full)
+        self._reducer = GradientReducer(self.packing, group, name, keeps_full=spec.keeps_full)
         self.beginning = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
@@ -207,12 +207,12 @@ class Bucket:
 
     @property
     def layout(self) -> Layout:
-        """Where each parameter lies in every rank's shard."""
+        """Layout of the parameters in every rank's shard."""
         return self.packing.layout
 
     @property
     def placed(self) -> tuple[Placed, ...]:
-        """How each parameter lies over a mesh; empty where all are plain."""
+        """Placement of each parameter on a mesh; empty if all are plain."""
         return self._placed
 
     @property
@@ -233,7 +233,7 @@ class Bucket:
 
     @property
     def aliased(self) -> bool:
-        """Tell whether the full parameters are the shard itself, and never go."""
+        """Return True if the full parameters are the shard itself, which is never freed."""
         return self.keeps_full and self.compute_dtype == self.dtype and self.shard.device == self.compute_device
 
     @property
@@ -252,11 +252,11 @@ class Bucket:
 
     @property
     def is_full_precision(self) -> bool:
-        """Tell whether the full parameters are of the stored type."""
+        """Return True if the full parameters have the dtype of the shard."""
         return self._full_precision is not None or self.compute_dtype == self.dtype
 
     def differs(self, *, full_precision: bool) -> bool:
-        """Tell whether the full parameters are of another type than wanted: the stored one, or that to compute in."""
+        """Return True if the full parameters do not have the wanted dtype: the shard's or `compute_dtype`."""
         return self.is_full_precision != (full_precision or self.compute_dtype == self.dtype)
 
     @property
@@ -266,13 +266,13 @@ class Bucket:
 
     @property
     def address(self) -> int:
-        """Where the full buffer lies; 0 while it has no storage."""
+        """Address of the full buffer; 0 while it has no storage."""
         buffer = (self._full_precision or self._full).buffer
         return buffer.tensor.untyped_storage().data_ptr() if buffer.alive else 0
 
     @property
     def requires_grad(self) -> bool:
-        """Tell whether any full parameter takes part in gradients."""
+        """Return True if any full parameter requires gradients."""
         return any(leaf.requires_grad for leaf in self._full.params)
 
     def set_requires_grad(self, index: int, on: bool) -> None:

@@ -1,7 +1,7 @@
-"""Parameters that say themselves what is gathered of them: tensor subclasses with `fsdp_pre_all_gather` and its other.
+"""Parameters with all-gather extensions: subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
-Such a parameter is cut like any other, its subclass kept. Before a gather its part gives the tensors that travel, in
-any type; behind it, everyone's tensors become what the module computes with.
+Such a parameter is sharded like any other and keeps its subclass. Before an all-gather its local tensor returns the
+tensors to gather, of any dtype; after it, the gathered tensors become the parameter that the module computes with.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.errors import ShardckptError
 
-_BEFORE, _BEHIND = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 class ExtensionError(ShardckptError, AssertionError):
-    """A tensor subclass that says what is gathered of it in a way that cannot be followed."""
+    """A tensor subclass whose all-gather extensions cannot be used."""
 
 
 def is_extended(local: torch.Tensor) -> bool:
-    """Tell whether a tensor says itself what is gathered of it.
+    """Return True if a tensor has all-gather extensions.
 
     Args:
-        local: The tensor that is cut.
+        local: The tensor to shard.
 
     Raises:
         ExtensionError: It has one half of the pair, or one that takes other arguments.
     """
-    has = [hasattr(local, name) for name in (_BEFORE, _BEHIND)]
+    has = [hasattr(local, name) for name in (_PRE, _POST)]
     if not any(has):
         return False
     if not all(has):
         raise ExtensionError(
-            f"Both {_BEFORE} and {_BEHIND} should be defined if using all-gather extensions",
+            f"Both {_PRE} and {_POST} should be defined if using all-gather extensions",
             found=type(local).__name__,
         )
-    if len(inspect.signature(getattr(local, _BEFORE)).parameters) not in (1, 5):
+    if len(inspect.signature(getattr(local, _PRE)).parameters) not in (1, 5):
         raise ExtensionError(
-            f"Invalid {_BEFORE}: {inspect.signature(getattr(local, _BEFORE))}",
+            f"Invalid {_PRE}: {inspect.signature(getattr(local, _PRE))}",
             where=type(local).__name__,
             expected="(self, mesh, outer_size, outer_stride, module, mp_policy)",
         )
@@ -58,16 +58,16 @@ def is_extended(local: torch.Tensor) -> bool:
 
 
 def needs_extension(local: torch.Tensor) -> bool:
-    """Tell whether a tensor can be gathered only by functions of its own, which it may be given later.
+    """Return True if a tensor can be gathered only by extensions, which may be set later.
 
     Args:
-        local: The tensor that is cut.
+        local: The tensor to shard.
     """
     return is_extended(local) or is_traceable_wrapper_subclass(local)
 
 
 def is_possibly_extended(local: torch.Tensor) -> bool:
-    """Tell, at little cost, whether `is_extended` has to be asked: a dense tensor that nobody set anything on is not.
+    """Return True if `is_extended` needs a call: a plain tensor without attributes cannot be extended.
 
     Args:
         local: The local tensor of a sharded parameter.
@@ -82,7 +82,7 @@ def move_functions(before: torch.Tensor, after: torch.Tensor) -> None:
         before: The tensor that has them.
         after: The other one.
     """
-    for name in (_BEFORE, _BEHIND):
+    for name in (_PRE, _POST):
         function = before.__dict__.get(name)
         if isinstance(function, MethodType) and function.__self__ is before:
             setattr(after, name, MethodType(function.__func__, after))
@@ -114,7 +114,7 @@ class _Outputs:
 
 
 class ExtensionBucket(Bucket):
-    """One parameter that says itself what is gathered of it.
+    """One parameter that is gathered by its all-gather extensions.
 
     Its full form exists from the first gather on; until then something without memory stands for it.
     """
@@ -135,11 +135,11 @@ class ExtensionBucket(Bucket):
         self._local = local
 
     @property
-    def _asked(self) -> Any:
+    def _extended_tensor(self) -> Any:
         local = self.local_shards[0] if self._local is None else self._local
         if not is_extended(local):
             raise ExtensionError(
-                f"the local tensor of a parameter has no {_BEFORE} and {_BEHIND}, by which it was to be gathered",
+                f"the local tensor of a parameter has no {_PRE} and {_POST}, by which it was to be gathered",
                 where=f"{self.name}, {self.members[0].fqn}",
                 found=type(local).__name__,
                 fix="Put them on the new local tensor after whatever replaced it: to, to_empty, load_state_dict with "
@@ -150,7 +150,7 @@ class ExtensionBucket(Bucket):
     def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec) -> Packing:
         if [place.dim for place in spec.placed] != [0]:
             raise ExtensionError(
-                "a tensor subclass that says what is gathered of it is cut along its first dimension only",
+                "a tensor subclass with all-gather extensions can be sharded along dimension 0 only",
                 where=self.members[0].fqn,
                 found=spec.placed[0].dim,
             )
@@ -195,11 +195,11 @@ class ExtensionBucket(Bucket):
     @property
     def gradients(self) -> list[torch.Tensor | None]:
         """The leaf's gradient as a plain tensor."""
-        return [None if leaf.grad is None else self._at.gradient(leaf.grad) for leaf in self.unsharded_params]
+        return [None if leaf.grad is None else self._placement.gradient(leaf.grad) for leaf in self.unsharded_params]
 
     @property
     def requires_grad(self) -> bool:
-        """Tell whether the full parameter takes part in gradients."""
+        """Return True if the full parameter requires gradients."""
         return self.unsharded_params[0].requires_grad
 
     def drop_gradients(self) -> None:
@@ -220,7 +220,7 @@ class ExtensionBucket(Bucket):
             self.watch.watch(self._shown)
 
     @property
-    def _at(self) -> Placed:
+    def _placement(self) -> Placed:
         placed = self._placed[0]
         assert isinstance(placed, Placed), "fully_shard places parameters"
         return placed
@@ -231,7 +231,7 @@ class ExtensionBucket(Bucket):
         if self.is_unsharded or self._pending_all_gather is not None:
             return False
         with gathering(self.compute_device):
-            self._inputs, self._metadata = self._said()
+            self._inputs, self._metadata = self._call_pre_all_gather()
             if self._outputs is None:
                 made = [
                     ResizableStorage(each.numel() * self.group.size, each.dtype, each.device) for each in self._inputs
@@ -245,18 +245,18 @@ class ExtensionBucket(Bucket):
             self._pending_all_gather = _All(works, what)
         return True
 
-    def _said(self) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Ask this rank's part what travels; rows that other ranks have more of are added."""
-        part = self._asked
-        before = getattr(part, _BEFORE)
+    def _call_pre_all_gather(self) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return the tensors to gather, padded to the most rows of a rank, and metadata."""
+        part = self._extended_tensor
+        before = getattr(part, _PRE)
         if len(inspect.signature(before).parameters) == 1:
-            inputs, metadata = before(self._at.ring)
+            inputs, metadata = before(self._placement.ring)
         else:
             known = self._precision
             policy = MixedPrecisionPolicy(known.param_dtype, known.reduce_dtype, known.output_dtype, known.cast_inputs)
             shape = torch.Size(self.layout.specs[0].shape)
             module = self.members[0].places[0].module
-            inputs, metadata = before(self._at.ring, shape, _steps(shape), module, policy)
+            inputs, metadata = before(self._placement.ring, shape, _steps(shape), module, policy)
         rows = self._rows
         return tuple(_padded(each.to(self.compute_device), part.shape, rows) for each in inputs), metadata
 
@@ -277,7 +277,7 @@ class ExtensionBucket(Bucket):
         assert self._outputs is not None, "a gather has been begun"
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
         gathered = tuple(out.tensor.view(-1, *each.shape[1:]) for out, each in pairs)
-        behind = getattr(self._asked, _BEHIND)
+        behind = getattr(self._extended_tensor, _POST)
         with torch.no_grad():
             if self._shown is None:
                 made, inner = behind(gathered, self._metadata, self.compute_dtype)
@@ -294,8 +294,8 @@ class ExtensionBucket(Bucket):
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
         stood = self._full.params[0]
         shape = self.layout.specs[0].shape
-        whole = torch.as_strided(made, shape, _steps(shape), storage_offset=0)
-        leaf = nn.Parameter(self._at.full(whole), requires_grad=stood.requires_grad)
+        full = torch.as_strided(made, shape, _steps(shape), storage_offset=0)
+        leaf = nn.Parameter(self._placement.full(full), requires_grad=stood.requires_grad)
         # a user's attributes, not what a subclass keeps its content in
         leaf.__dict__.update({name: value for name, value in stood.__dict__.items() if name not in leaf.__dict__})
         return leaf
@@ -333,12 +333,12 @@ class _All(Pending):
 
 
 def _padded(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:
-    """Return a tensor that has a row for each of a part's with rows of zeros up to a number; others as they are."""
+    """Pad a tensor that has as many rows as `part` with rows of zeros; return others as they are."""
     if tensor.shape[:1] != part[:1] or tensor.shape[0] == rows:
         return tensor.contiguous()
-    whole = tensor.new_zeros(rows, *tensor.shape[1:])
-    whole[: tensor.shape[0]].copy_(tensor)
-    return whole
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: tensor.shape[0]].copy_(tensor)
+    return padded
 
 
 def _steps(shape: Sequence[int]) -> tuple[int, ...]:

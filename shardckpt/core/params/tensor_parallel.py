@@ -75,7 +75,7 @@ class TPShardedParam(LocalParam):
             )
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient. Collective where the gradient lies otherwise than the parameter."""
+        """Return this rank's part of a gradient. Collective if its placements differ from the parameter's."""
         if not isinstance(grad, DTensor):
             return grad
         with torch.no_grad():
@@ -97,7 +97,7 @@ def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
     """
     meshes = [each.mesh for bucket in buckets for each in bucket.placed if isinstance(each, TPShardedParam)]
     if any(mesh != meshes[0] for mesh in meshes):
-        raise ArgumentError("DTensors of several meshes lie below the units of one tree", found=set(map(str, meshes)))
+        raise ArgumentError("the units of one tree have DTensors on several meshes", found=set(map(str, meshes)))
     return meshes[0] if meshes else None
 
 
@@ -108,8 +108,8 @@ def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
         bucket: The bucket.
         mesh: The tensor-parallel mesh.
     """
-    whole: tuple[LocalParam, ...] = (LocalParam(),) * len(bucket.members)
-    found = [each for each in bucket.placed if isinstance(each, LocalParam)] or whole
+    plain: tuple[LocalParam, ...] = (LocalParam(),) * len(bucket.members)
+    found = [each for each in bucket.placed if isinstance(each, LocalParam)] or plain
     return [each.count_replicas(mesh) for each in found]
 
 

@@ -24,7 +24,7 @@ class DTensorRegistration(PerParamRegistration):
     Args:
         bucket: The bucket.
         unit: Name of the unit, for messages.
-        placed: How each parameter lies over the mesh.
+        placed: Placement of each parameter on the mesh.
     """
 
     def __init__(self, bucket: Bucket, unit: Name, placed: Sequence[Placed]) -> None:
@@ -46,7 +46,7 @@ class DTensorRegistration(PerParamRegistration):
 
     @property
     def placed(self) -> tuple[Placed, ...]:
-        """How each parameter lies over the mesh."""
+        """Placement of each parameter on the mesh."""
         return self._placed
 
     def copy_parameters(self, memo: dict[int, Any]) -> None:
@@ -132,10 +132,10 @@ class DTensorRegistration(PerParamRegistration):
         rows = zip(self._parameters, self._placed, values, gradients or [None] * len(values), strict=True)
         made = []
         for parameter, placed, value, grad in rows:
-            whole = nn.Parameter(placed.full(value), requires_grad=parameter.requires_grad)
-            whole.__dict__.update(parameter.__dict__)
-            assign_gradient(whole, None if grad is None else placed.full(grad))
-            made.append(whole)
+            full = nn.Parameter(placed.full(value), requires_grad=parameter.requires_grad)
+            full.__dict__.update(parameter.__dict__)
+            assign_gradient(full, None if grad is None else placed.full(grad))
+            made.append(full)
         self._register(made)
         self._allow_forward()
         return made
@@ -158,7 +158,7 @@ class ExtensionRegistration(DTensorRegistration):
     Args:
         bucket: The bucket.
         unit: Name of the unit, for messages.
-        placed: How the parameter lies over the mesh.
+        placed: Placement of the parameter on the mesh.
     """
 
     _bound_local: torch.Tensor | None = None

@@ -153,11 +153,11 @@ class FlatParamRegistration(UnshardedGradRegistration):
             self.flat.grad = None
             return
         like = next(part for part in parts if part is not None)
-        whole = torch.zeros(self.flat.shape, dtype=like.dtype, device=self.flat.device)
-        for place, part in zip(self.bucket.split_shard(whole), parts, strict=True):
+        flat_grad = torch.zeros(self.flat.shape, dtype=like.dtype, device=self.flat.device)
+        for place, part in zip(self.bucket.split_shard(flat_grad), parts, strict=True):
             if part is not None:
                 place.copy_(part)
-        copy_gradient(self.flat, whole)
+        copy_gradient(self.flat, flat_grad)
 
     def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
@@ -191,12 +191,12 @@ class FlatParamRegistration(UnshardedGradRegistration):
         bucket = self.bucket
         if all(leaf.grad is None for leaf in bucket.unsharded_params):
             return []
-        whole = torch.zeros(bucket.packing.all_gather_numel, dtype=bucket.compute_dtype, device=bucket.compute_device)
-        for index, (view, grad) in enumerate(zip(bucket.packing.views(whole), bucket.gradients, strict=True)):
+        full = torch.zeros(bucket.packing.all_gather_numel, dtype=bucket.compute_dtype, device=bucket.compute_device)
+        for index, (view, grad) in enumerate(zip(bucket.packing.views(full), bucket.gradients, strict=True)):
             if grad is not None:
                 view.copy_(grad)
                 bucket.unsharded_params[index].grad = bucket.wrap_unsharded(index, view)
-        return [(self.flat, whole)]
+        return [(self.flat, full)]
 
     def _reset_data(self) -> None:
         self.flat.data = self.bucket.shard.data

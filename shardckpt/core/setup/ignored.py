@@ -1,4 +1,4 @@
-"""What the wrapper leaves alone: whole modules, or parameters."""
+"""Modules or parameters that the wrapper ignores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ignored:
 
         Raises:
             ArgumentError: Both are given, or a state is neither, or some are modules and some parameters.
-            ArgumentTypeError: Something is no module.
+            ArgumentTypeError: An entry is not a module.
         """
         if ignored_modules is not None and ignored_states is not None:
             raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time")

@@ -29,7 +29,7 @@ _EARLY: WeakSet[nn.Module] = WeakSet()
 
 
 class MeshDeviceError(ArgumentError):
-    """A DTensor lies on a mesh of another kind of device than the one that it is to be sharded on."""
+    """A DTensor has a mesh of another device type than the mesh to shard on."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Initializer:
             raise StateError(
                 "parameters or buffers are still on the meta device after initialisation",
                 found=left,
-                fix="Let param_init_fn call module.to_empty(device=..., recurse=False) for every module it is given, "
+                fix="Call module.to_empty(device=..., recurse=False) in param_init_fn for every module it is given, "
                 "non-persistent buffers included.",
             )
 
@@ -195,7 +195,7 @@ def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _deferred(scope: ModuleScope) -> bool:
-    """Tell whether torchdistX holds back the construction of parameters; such have no memory without being meta."""
+    """Return True if torchdistX defers the construction of parameters: they have no memory, but are not meta."""
     if "torchdistx" not in sys.modules:  # without it nobody can have made any
         return False
     is_fake = import_module("torchdistx.fake").is_fake
@@ -235,11 +235,11 @@ def refuse_meta(scope: ModuleScope, unit: str, below: str = "") -> None:
 # ------------------------------------------------------------------------------------------------------- device
 
 
-def device_of(device_id: int | torch.device | None, rank: int) -> torch.device | None:
+def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
     """Return the device that a user named.
 
     Args:
-        device_id: A device, or the index of one of the accelerator, which means the CPU where there is none; None for
+        device_id: A device, or the index of one of the accelerator, the CPU without an accelerator; None for
             none named.
         rank: This rank, for the message.
     """
@@ -260,9 +260,9 @@ def device_of(device_id: int | torch.device | None, rank: int) -> torch.device |
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Return where parameters are made when nobody said where: the accelerator's current device, or the CPU.
+    """Return the device of parameters if the user named none: the accelerator's current device, or the CPU.
 
-    The CPU it is where there is none, and where the group cannot speak for it but by gloo.
+    It is the CPU without an accelerator, and if the group has only gloo for it.
 
     Args:
         group: The ranks.
@@ -347,7 +347,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def sync_module_states(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Let all ranks have the parameters and buffers of a group's first rank. Collective.
+    """Broadcast the parameters and buffers of a group's rank 0. Collective.
 
     To be called before the module is sharded; buffers that are not persistent are sent too, tensors on any device. Of a
     DTensor the local part is sent: over the group that was named, or else over the replicated dimensions of its mesh.
@@ -401,18 +401,18 @@ def _sync_replicas(tensor: DTensor) -> None:
 def _refuse_parts(name: str, tensor: DTensor, group: dist.ProcessGroup) -> None:
     ranks = set(dist.get_process_group_ranks(group))
     for dim, placement in enumerate(tensor.placements):
-        holders = set(dist.get_process_group_ranks(tensor.device_mesh.get_group(dim)))
-        if isinstance(placement, Shard) and len(ranks & holders) > 1:
+        sharing = set(dist.get_process_group_ranks(tensor.device_mesh.get_group(dim)))
+        if isinstance(placement, Shard) and len(ranks & sharing) > 1:
             raise ArgumentError(
                 "ranks that hold different parts of a DTensor cannot be made equal",
                 where=name,
-                found=f"{placement} over ranks {sorted(holders)}",
+                found=f"{placement} over ranks {sorted(sharing)}",
                 fix="Call sync_module_states before fully_shard, or name a group of replicas.",
             )
 
 
 def broadcast(states: Iterable[torch.Tensor], group: ShardGroup) -> None:
-    """Let all ranks have the first rank's values: across replicas first, then among those that share. Collective.
+    """Broadcast values of rank 0: over the replicas, then over the shard group. Collective.
 
     Args:
         states: Tensors, of which those without memory are passed over; of a wrapper subclass the tensors inside.

@@ -63,7 +63,7 @@ def _tied(units: Sequence[FSDPUnit], users: Mapping[Identity, set[tuple[int, str
 
 
 def _unify(member: ParamInfo, first: dict[Identity, nn.Parameter]) -> None:
-    """Let all places of one identity have one object again."""
+    """Register one object at all places of one identity again."""
     kept = first.setdefault(member.identity, member.parameter)
     for place in member.places:
         setattr(place.module, place.attribute, kept)

@@ -41,7 +41,7 @@ def clip_grad_norm_(
         The norm before: a plain tensor of the same bits on every rank.
 
     Raises:
-        ArgumentError: Nothing in the module is sharded, the order is not positive, or some DTensors lie over a part of
+        ArgumentError: Nothing in the module is sharded, the order is not positive, or some DTensors are on a part of
             the ranks of others.
         StateError: The norm is not finite, and that was to be refused; gradients are as they were. Or they are held
             back by `no_sync`.
@@ -85,7 +85,7 @@ def clip_units(
         The norm before, in the type that the gradients of this rank promote to; float32 where it has none.
 
     Raises:
-        ArgumentError: The order is not positive, or some DTensors lie over a part of the ranks of others.
+        ArgumentError: The order is not positive, or some DTensors are on a part of the ranks of others.
         StateError: The norm is not finite, and that was to be refused; gradients are as they were. Or they are held
             back by `no_sync`.
     """
@@ -123,7 +123,7 @@ def clip_units(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that a parameter lies over.
+    """The ranks that share or replicate a parameter.
 
     Attributes:
         groups: One for each dimension that they are arranged in, to be gathered over one after the other.
@@ -138,9 +138,9 @@ class _Ranks:
     @classmethod
     def of_dtensor(cls, tensor: DTensor) -> _Ranks:
         mesh = tensor.device_mesh
-        whole = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+        replicas = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
         groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-        return cls(groups, mesh.size(), math.prod(whole))
+        return cls(groups, mesh.size(), math.prod(replicas))
 
     @classmethod
     def of_group(cls, group: ShardGroup) -> _Ranks:
@@ -189,7 +189,7 @@ def _optimizer_params(registration: ParamRegistration) -> list[tuple[nn.Paramete
 
 
 def _parts_over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[_Part]:
-    """Return the gradients of a flat unit, one for each parameter, since tensor parallelism has cut some of them."""
+    """Return a flat unit's gradient of each parameter, as tensor parallelism shards some of them."""
     replicas = registration.bucket.group.replicas
     rows = zip(registration.gradients(), count_tp_replicas(registration.bucket, mesh), strict=True)
     return [_Part.of(grad, replicas * copies) for grad, copies in rows if grad is not None]

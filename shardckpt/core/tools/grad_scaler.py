@@ -22,7 +22,7 @@ class ShardedGradScaler(GradScaler):
 
     Args:
         device: Type of device that computes; scaling is off where it is "cuda" and there is none.
-        init_scale: What losses are multiplied with first.
+        init_scale: The first scale.
         backoff_factor: What the scale is multiplied with after an overflow.
         growth_factor: And after `growth_interval` steps in a row without one.
         growth_interval: Number of those steps.
@@ -44,7 +44,7 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply losses with the scale; each keeps its dtype.
+        """Multiply tensors by the scale; each keeps its dtype.
 
         Args:
             outputs: A tensor, or tensors in tuples, lists, dicts, dataclasses or an iterator.
@@ -53,7 +53,7 @@ class ShardedGradScaler(GradScaler):
             The same with scaled tensors.
 
         Raises:
-            ArgumentTypeError: There is no tensor in it.
+            ArgumentTypeError: It does not contain a tensor.
         """
         if not self.is_enabled():
             return outputs
@@ -74,9 +74,9 @@ class ShardedGradScaler(GradScaler):
         optimizer: torch.optim.Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
-        allow_fp16: bool = True,  # noqa: ARG002  (torch's own scaler refuses them, as it has no one to tell)
+        allow_fp16: bool = True,  # noqa: ARG002  (the signature of torch's scaler; this one accepts fp16)
     ) -> dict[torch.device, torch.Tensor]:
-        """Divide this rank's gradients, and tell for each device whether any rank met an overflow. Collective.
+        """Unscale this rank's gradients; return for each device if any rank had an overflow. Collective.
 
         What torch's class calls both to unscale and, for optimizers that unscale themselves, to look only.
         """

@@ -32,7 +32,7 @@ class SummonOptions:
 
     Attributes:
         writeback: Changes are kept.
-        rank0_only: Only the first rank that shares a unit sees its full parameters.
+        rank0_only: Only rank 0 of a unit's shard group sees its full parameters.
         offload_to_cpu: They are in the memory of the CPU.
         with_grads: With full gradients.
     """

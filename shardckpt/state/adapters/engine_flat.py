@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.core.params.full_params import Staging, gather_full
-from shardckpt.core.params.mesh_placement import cut_over_both
+from shardckpt.core.params.mesh_placement import join_placements
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.layout import FlatLayout, ParamSpec
@@ -168,7 +168,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
                 found.append(get_mesh_placements(leaf))
                 continue
             own = leaf.placements if isinstance(leaf, DTensor) else (Replicate(),) * inner.ndim
-            placed = None if self._mesh is None else cut_over_both(self._mesh, row_dim(spec), inner, own)
+            placed = None if self._mesh is None else join_placements(self._mesh, row_dim(spec), inner, own)
             if placed is None or (isinstance(leaf, DTensor) and leaf.device_mesh != inner):
                 return None
             found.append(placed)
