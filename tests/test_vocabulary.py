@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (ROOT / "shardckpt", ROOT / "cli" / "shardckpt_cli")
 
 BANNED: dict[str, int] = {
-    "absent": 3,
+    "absent": 0,
     "beneath": 0,
     "cargo": 0,
     "corridor": 0,
-    "cut": 3,
+    "cut": 0,
     "cuts": 0,
     "deal": 0,
     "dealing": 0,
@@ -32,50 +32,69 @@ BANNED: dict[str, int] = {
     "drafts": 0,
     "exposure": 0,
     "exposures": 0,
-    "face": 11,
+    "face": 0,
     "faces": 0,
     "ground": 0,
     "grounds": 0,
-    "handed": 2,
-    "heard": 2,
+    "handed": 0,
+    "heard": 0,
     "holder": 0,
     "holders": 0,
     "inert": 0,
-    "laid": 6,
+    "laid": 0,
     "lap": 0,
     "laps": 0,
-    "lay": 26,
+    "lay": 0,
     "leftover": 0,
-    "leftovers": 4,
-    "lie": 4,
-    "lies": 6,
-    "losses": 1,
+    "leftovers": 0,
+    "lie": 0,
+    "lies": 0,
+    "losses": 0,
     "lying": 0,
-    "nest": 37,
-    "nests": 1,
-    "ruled": 20,
-    "said": 8,
+    "nest": 0,
+    "nests": 0,
+    "ruled": 0,
+    "said": 0,
     "star": 0,
-    "tell": 11,
+    "tell": 0,
     "telling": 0,
-    "tells": 5,
-    "template": 1,
-    "told": 17,
-    "whole": 35,
+    "tells": 0,
+    "template": 0,
+    "told": 0,
+    "whole": 0,
 }
 """Words that the glossary replaces, with how often sources use them in names, texts and comments."""
 
 PHRASES: dict[str, int] = {
-    r"\bis no\b": 15,
-    r"\bare no\b": 6,
+    r"\bis no\b": 0,
+    r"\bare no\b": 0,
     r"\bTell whether\b": 0,
     r"\bLet [a-z]": 0,
-    r"\bwhere there is none\b": 5,
-    r"\bthe first rank\b": 3,
+    r"\bwhere there is none\b": 0,
+    r"\bthe first rank\b": 0,
     r"\bwhat several\b": 0,
     r"\bdef \w+_of\(": 0,
 }
 """Patterns of phrases that plain English replaces, with how often sources have them."""
+
+ALLOWED: dict[str, str] = {
+    "Hugging Face": "the company",
+    "HuggingFaceStorageWriter": "a class of torch",
+    "chat_template": "a file of Hugging Face's tokenizers",
+    '"nest"': "a key of stored manifests, and a value of `shardckpt.rekey(to=)`",
+    "`nest`": "the same key and value",
+    "--nest": "an option of the command",
+    "nest: _Unflatten": "the argument that typer makes that option of",
+    "nest(": "the public function `shardckpt.state.nest`",
+    ", nest,": "imports of that function",
+    '"absent"': "a key of stored optimizer states",
+    "keep_whole": "a public argument of `shardckpt.reshard`",
+    "--keep-whole": "an option of the command",
+    "leftovers: ": "a public attribute of `shardckpt.Pruned`",
+    "leftovers=": "the same attribute",
+    ".leftovers": "the same attribute",
+}
+"""Texts with replaced words that stay as they are, with the reason; they are not counted."""
 
 DOCS_BANNED: dict[str, int] = {
     "beneath": 0,
@@ -96,7 +115,7 @@ DOCS_BANNED: dict[str, int] = {
     "lie": 1,
     "lies": 5,
     "lying": 0,
-    "nest": 8,
+    "nest": 0,
     "nobody": 4,
     "room": 1,
     "rooms": 0,
@@ -106,7 +125,7 @@ DOCS_BANNED: dict[str, int] = {
     "tells": 0,
     "told": 4,
     "whoever": 1,
-    "whole": 18,
+    "whole": 12,
 }
 """Words that the glossary replaces, with how often documents, examples and benchmarks use them."""
 
@@ -126,9 +145,6 @@ CLASSES_TWICE: dict[str, int] = {
     "Comparison": 2,
     "Placed": 2,
     "ReduceScatter": 2,
-    "Slot": 2,
-    "Span": 3,
-    "_Source": 2,
 }
 """Names of classes that several modules define, with how many do."""
 
@@ -144,6 +160,9 @@ MOST_MODULES = 12
 MOST_IN_STORAGE = 20
 MAY_REPEAT = {"__init__", "base", "reader", "writer"}
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+ALLOWED_TEXT = re.compile(
+    "|".join(rf"(?<!\w){re.escape(text)}" if text[0].isalpha() else re.escape(text) for text in ALLOWED)
+)
 
 
 def read_sources() -> dict[str, str]:
@@ -173,8 +192,8 @@ def without_last_column(table: str) -> str:
 
 
 def count_words(texts: Mapping[str, str], words: Iterator[str] | Mapping[str, int]) -> dict[str, int]:
-    """Count whole words; identifiers are split at underscores and capitals."""
-    found = Counter(word.lower() for text in texts.values() for word in WORD.findall(text))
+    """Count whole words outside of allowed texts; identifiers are split at underscores and capitals."""
+    found = Counter(word.lower() for text in texts.values() for word in WORD.findall(ALLOWED_TEXT.sub(" ", text)))
     return {word: found[word] for word in words}
 
 
@@ -263,6 +282,14 @@ class TestTheCountsCanFail:
     def test_words_are_found_in_names_texts_and_comments(self) -> None:
         text = {"a.py": '_told_of = "was told"  # Told\nToldThing = untold'}
         assert count_words(text, {"told": 0}) == {"told": 4}
+
+    def test_allowed_texts_are_not_counted_and_their_words_elsewhere_are(self) -> None:
+        text = "Hugging Face and its face\nnest(flat)\n_nest(flat)\nunnest(flat), nest of nests, keep_whole, whole"
+        assert count_words({"a.py": text}, {"face": 0, "nest": 0, "whole": 0}) == {"face": 1, "nest": 2, "whole": 1}
+
+    def test_every_allowed_text_is_in_use(self, sources: dict[str, str], prose: dict[str, str]) -> None:
+        texts = "\n".join([*sources.values(), *prose.values()])
+        assert [text for text in ALLOWED if text not in texts] == []
 
     def test_words_that_the_glossary_replaces_are_not_counted_in_it(self) -> None:
         assert without_last_column("| shard | A part. | `Shard` | cut |\ntext") == "| shard | A part. | `Shard` \ntext"

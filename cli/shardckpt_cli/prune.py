@@ -35,7 +35,7 @@ def prune(
     import shardckpt
     from shardckpt.errors import escape
 
-    exits.on_interrupt_message("steps removed so far are gone, all others are whole")
+    exits.on_interrupt_message("steps removed so far are gone, all others are complete")
     done = shardckpt.prune(
         root,
         keep_last=keep_last,

@@ -13,8 +13,8 @@ _Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or on
 _ToNames = Annotated[bool, typer.Option("--to-names", help="Call tensors <parameter>/<slot>.")]
 _ToIds = Annotated[bool, typer.Option("--to-ids", help="Call them <number>/<slot>, numbered as torch.optim does.")]
 _Flatten = Annotated[bool, typer.Option("--flatten", help="Call them state.<parameter>.<slot>.")]
-_Nest = Annotated[bool, typer.Option("--nest", help="Undo --flatten.")]
-_Flat = Annotated[bool, typer.Option("--to-flat-parameters", help="Lay out as the files' flat parameters do.")]
+_Unflatten = Annotated[bool, typer.Option("--nest", help="Undo --flatten.")]
+_Flat = Annotated[bool, typer.Option("--to-flat-parameters", help="Pack as the files' flat parameters do.")]
 _Part = Annotated[str, typer.Option("--part", help="all, or optim for the optimizer alone.")]
 
 
@@ -24,7 +24,7 @@ def rekey(
     to_names: _ToNames = False,
     to_ids: _ToIds = False,
     flatten: _Flatten = False,
-    nest: _Nest = False,
+    nest: _Unflatten = False,
     to_flat_parameters: _Flat = False,
     part: _Part = "all",
     model_key: options.ModelKey = "",

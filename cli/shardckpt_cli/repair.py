@@ -26,5 +26,5 @@ def repair(
         print(output.as_json(result))
         return
     output.warn(result.warnings)
-    done = f"{'would write' if dry_run else 'wrote'} {' and '.join(result.written)}" if result.written else "whole"
+    done = f"{'would write' if dry_run else 'wrote'} {' and '.join(result.written)}" if result.written else "intact"
     print(escape(f"{result.source}: {result.tensors} tensors in {result.files} files: {done}"))

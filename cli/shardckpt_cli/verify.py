@@ -26,6 +26,6 @@ def verify(
             print(problem)
         checked = f", {output.size(result.checked_bytes)} match their checksums" if result.checked_bytes else ""
         count = len(result.problems)
-        state = "whole" if result.ok else f"{count} problem{'s' * (count != 1)}"
+        state = "intact" if result.ok else f"{count} problem{'s' * (count != 1)}"
         print(f"{escape(result.source)}: {result.format or 'unreadable'}: {result.tensors} tensors, {state}{checked}")
     raise typer.Exit(0 if result.ok else 1)

@@ -69,7 +69,7 @@ def diff(
 
     Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, an optimizer's
     groups by the parameters in them (`param_groups.0.lr`), everything else by its dotted path. Flat parameters of FSDP1
-    are taken apart by the other's shapes, where their own files tell none.
+    are taken apart by the other's shapes if their own files have none.
 
     Tensors are equal if type, shape and bits are; other values if types and values are, of whichever containers. With
     `atol` or `rtol`, real numbers `x` and `y` of a floating-point type are equal too if `|x - y| <= atol + rtol * |y|`:
@@ -80,7 +80,7 @@ def diff(
         a: Checkpoint in any readable format.
         b: Another.
         part: `model`, `optim` or `all`: the full checkpoint, with values of neither model nor optimizer.
-        include: Globs of names to compare; all, where there is none.
+        include: Globs of names to compare; all, if there are none.
         exclude: Globs of names to leave out.
         atol: Absolute tolerance.
         rtol: Tolerance relative to the value in `b`.
@@ -133,7 +133,7 @@ class _DiffOptions:
 
     Attributes:
         part: Which part.
-        include: Globs of names; all, where there is none.
+        include: Globs of names; all, if there are none.
         exclude: Globs of names that are left out.
         tolerance: How far floating-point numbers may be apart.
     """
@@ -177,14 +177,14 @@ class _Side:
 
 
 def _open(
-    url: str, other: str, base: NamedBases, asked: _DiffOptions, ruled: tuple[str, Sequence[str]] | None
+    url: str, other: str, base: NamedBases, asked: _DiffOptions, rule_options: tuple[str, Sequence[str]] | None
 ) -> _Side:
     source = open_source(url, base)
     reader = detect(source).open(source)
     if reader.needs_param_shapes:
         reader = load_param_shapes(reader, other)
-    found: Sequence[Rule] = read_rules(*ruled, find_config_files(source).config) if ruled else ()
-    return _Side(reader, found, read_canonical(reader, asked.part, found))
+    rules: Sequence[Rule] = read_rules(*rule_options, find_config_files(source).config) if rule_options else ()
+    return _Side(reader, rules, read_canonical(reader, asked.part, rules))
 
 
 def _split_bases(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:
@@ -358,7 +358,7 @@ def _values(
 
 
 def _convert(data: bytearray, entry: TensorEntry) -> bytearray:
-    """Return elements in the type that they are handed out in."""
+    """Return elements in the type that readers return."""
     if entry.dtype == entry.stored:
         return data
     out = bytearray(len(data) * bits(entry.dtype) // bits(entry.stored))

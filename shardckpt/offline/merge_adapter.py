@@ -67,7 +67,7 @@ def merge_adapter(
         raise UsageError("an adapter changes a model alone", found=f"part {chosen.part}", expected="model")
     opened = open_checkpoint(os.fspath(adapter))
     if not any(entry.name == _CONFIG for entry in opened.store.list()):
-        raise UsageError(f"no adapter lies here: there is no {_CONFIG}", where=os.fspath(adapter))
+        raise UsageError(f"found no adapter: {_CONFIG} is missing", where=os.fspath(adapter))
     config = read_json(opened.store, _CONFIG)
 
     def change(selection: Selection) -> Selection:
@@ -153,7 +153,7 @@ class _AdapterReader:
         found = _numbers(*self.raw(name, box), kind)
         return found.reshape(box.size[0], -1)
 
-    def whole(self, name: str, kind: str) -> NDArray[Any]:
+    def full_factor(self, name: str, kind: str) -> NDArray[Any]:
         """Return a full factor."""
         kept = self._kept
         if kept is None or kept[:2] != (name, kind):
@@ -196,12 +196,13 @@ class _LowRankSum:
         row, column = divmod(first, columns)
         rows = max(box.volume // columns, 1)
         width = columns if box.volume >= columns else box.volume
-        told, source = self._low_rank, self._source
-        if told.is_turned:
-            a, b = source.rows(told.a, 1, row, rows, kind), source.rows(told.b, 0, column, width, kind)
-            return np.asarray((a.T @ b.T) * np.asarray(told.scale, a.dtype))
-        b, a = source.rows(told.b, 0, row, rows, kind), source.whole(told.a, kind)[:, column : column + width]
-        return np.asarray((b @ a) * np.asarray(told.scale, a.dtype))
+        factors, source = self._low_rank, self._source
+        if factors.is_turned:
+            a, b = source.rows(factors.a, 1, row, rows, kind), source.rows(factors.b, 0, column, width, kind)
+            return np.asarray((a.T @ b.T) * np.asarray(factors.scale, a.dtype))
+        b = source.rows(factors.b, 0, row, rows, kind)
+        a = source.full_factor(factors.a, kind)[:, column : column + width]
+        return np.asarray((b @ a) * np.asarray(factors.scale, a.dtype))
 
 
 class _TensorCopy:

@@ -73,7 +73,7 @@ class Pruned:
         removed: Steps, oldest first.
         kept: Complete steps that stay.
         incomplete: Steps that count for nothing and stay.
-        leftovers: Names of folders that dead saves and removals had left.
+        leftovers: Names of folders that dead saves and removals left behind.
         other_content: Names below the root of content in the removed steps that no save wrote: it stays.
     """
 
@@ -209,12 +209,12 @@ def _path(store: Store, step: StepFolder) -> str:
 def _open(root: str) -> Store:
     found = kind(root)
     if found == "missing":
-        raise SourceNotFoundError("nothing lies here", where=root, fix="Check the path or URL.")
+        raise SourceNotFoundError("nothing is stored here", where=root, fix="Check the path or URL.")
     if found == "file":
         raise UsageError("this is a file", where=root, expected="a folder of steps")
     store = open_store(root)
     if any(entry.name == COMMIT for entry in store.list()):
-        raise UsageError("this is a step", where=root, expected="the folder it lies in")
+        raise UsageError("this is a step", where=root, expected="the folder that contains it")
     return store
 
 
@@ -224,7 +224,9 @@ def _require_empty(root: str, store: Store) -> None:
     names = [entry.name for entry in store.list() if not entry.name.startswith(".")]
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise UnknownFormatError("no step of a run lies here", where=root, found=", ".join(names[:_SHOWN]) + more)
+        raise UnknownFormatError(
+            "this folder contains no step of a run", where=root, found=", ".join(names[:_SHOWN]) + more
+        )
 
 
 def _infos(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo, ...]:

@@ -38,7 +38,7 @@ def rekey(
         dst: Folder to write; or, by names, one file where it ends in `.safetensors`, without groups.
         to: `names`: tensors are called `<parameter>/<slot>`. `ids`: `<number>/<slot>`, as `torch.optim` numbers
             parameters; the groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: undoes that.
-            `flat-parameters`: `<flat parameter>/<slot>`, one tensor of all its members, where the files tell the
+            `flat-parameters`: `<flat parameter>/<slot>`, one tensor of all its members, if the files store the
             layouts: those of LOCAL states, and what this wrote. `names` undoes that.
         on_progress: As for `consolidate`.
         **options: Fields of `Options`; `part` is `all` unless given. `param_names` names the numbers of a source that
@@ -48,7 +48,7 @@ def rekey(
         What was written.
 
     Raises:
-        UsageError: The call cannot be done: `to` is unknown, nobody tells the names.
+        UsageError: The call cannot be done: `to` is unknown, or the names are.
         CheckpointError: The checkpoint is damaged, incomplete, unsafe, or holds no optimizer.
         StorageError: Reading or writing failed.
 
@@ -57,7 +57,7 @@ def rekey(
     """
     src, dst = os.fspath(src), os.fspath(dst)
     if to not in _KEYS:
-        raise UsageError("there are no such keys", found=to, expected=", ".join(_KEYS))
+        raise UsageError("`to` names an unknown kind of keys", found=to, expected=", ".join(_KEYS))
     if "optim_keys" in options:
         raise UsageError("keys are asked for twice", found="optim_keys", expected="`to` alone")
     chosen = parse_options({"part": "all", **options})
@@ -65,7 +65,7 @@ def rekey(
         raise UsageError("the model alone has no keys to change", found="part model", expected="all or optim")
     if dst.endswith(SUFFIX) and _KEYS[to] in ("ids", "flat-parameters"):
         raise UsageError(
-            "one file has no place for the groups, without which nobody can tell what its tensors are",
+            "one file cannot store the groups, which say to which parameters its tensors belong",
             found=dst,
             fix="Name a folder.",
         )

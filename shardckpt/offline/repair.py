@@ -29,7 +29,7 @@ from shardckpt.manifest import Span
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.storage.store import Read, Store, read_bytes
 
-_UNCHECKED = "checksums were made anew: nobody can tell whether bytes have changed since the save"
+_UNCHECKED = "checksums were computed again: changes of bytes since the save cannot be detected"
 
 _PAYLOAD = re.compile(r"(?P<save>[0-9a-z]+)-\d{5,}-\d{2,}\.safetensors")
 
@@ -92,10 +92,10 @@ def repair(
     if source.file is not None:
         raise UsageError("this is a file", where=src, fix="Name the step's folder.")
     store, sizes = source.store, _sizes(source)
-    whole = _open_whole(store, sizes, base)
-    if whole is not None and not _list_differing(store, sizes, whole):
-        return _report(src, whole, (), ())
-    contents, notes = (whole, ()) if whole is not None else _choose(store, sizes, save, base)
+    intact = _open_intact(store, sizes, base)
+    if intact is not None and not _list_differing(store, sizes, intact):
+        return _report(src, intact, (), ())
+    contents, notes = (intact, ()) if intact is not None else _choose(store, sizes, save, base)
     content, hash_notes = _with_hashes(store, sizes, contents, rehash)
     data = encode_manifest(content)
     written = (manifest_name(content.save), COMMIT)
@@ -116,7 +116,7 @@ def _sizes(source: Source) -> dict[str, int]:
     return {name: entry.size for name, entry in source.listing.items() if not entry.is_folder}
 
 
-def _open_whole(store: Store, sizes: Mapping[str, int], base: NamedBases) -> ManifestContents | None:
+def _open_intact(store: Store, sizes: Mapping[str, int], base: NamedBases) -> ManifestContents | None:
     """Return the manifest of a step that needs no repair.
 
     Raises:
@@ -161,7 +161,7 @@ def _choose(
             named.setdefault(match["save"], {})[name] = size
     if not named or (save and save not in named):
         raise UsageError(
-            f"no payload files of save {save!r} lie here" if save else "no payload files of shardckpt lie here",
+            f"found no payload files of save {save!r}" if save else "found no payload files of shardckpt",
             where=store.url,
             found=", ".join(sorted(named)) or f"{len(sizes)} files",
         )
@@ -180,7 +180,7 @@ def _choose(
         raise errors[-1]
     if len(found) > 1:
         raise AmbiguousError(
-            "several whole saves lie here",
+            "the folder contains several complete saves",
             where=store.url,
             found=", ".join(contents.save for contents, _ in found),
             fix="Choose one with --save: the ids sort by time.",
@@ -230,7 +230,7 @@ def _agrees(old: FileRecord, found: FileRecord) -> bool:
 
 
 def _without_digests(record: ArrayRecord) -> ArrayRecord:
-    """Return an array without digests, which payload headers do not tell."""
+    """Return an array without digests, which payload headers do not contain."""
     return record._replace(digests=b"")
 
 
@@ -252,19 +252,19 @@ def _read_based(
     old = _old_manifest(store, sizes, save)
     if old is None or not old.bases:
         return None
-    told = {
+    found_pieces = {
         (file.name, offset, chunk.path, chunk.dtype, chunk.shape, chunk.box)
         for file in files
         for chunk, offset in zip(file.chunks, file.offsets, strict=True)
     }
     own = {file.name for file in old.files if not file.base}
-    said = {
+    listed_pieces = {
         (piece.file, piece.layout.offset, a.path, a.dtype, a.shape, piece.box)
         for a in old.arrays
         for piece in a.pieces([file.place for file in old.files])
         if piece.file in own and isinstance(piece.layout, Span)
     }
-    return old if told == said else None
+    return old if found_pieces == listed_pieces else None
 
 
 def _hash(store: Store, name: str, nbytes: int) -> Iterator[int]:

@@ -96,7 +96,7 @@ def reshard(
 def _check(src: str, dst: str, world_size: int, max_memory: int | str) -> int:
     """Return the memory cap in bytes, once the call makes sense."""
     if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
-        raise UsageError("--world-size is no number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
+        raise UsageError("--world-size is not a number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
     memory = parse_size(max_memory)
     if memory < LEAST_MEMORY_BYTES:
         raise UsageError("--max-memory is too small to work in", found=str(max_memory), expected="24MiB or more")

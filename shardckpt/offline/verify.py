@@ -20,7 +20,7 @@ from shardckpt.storage.store import Read
 
 _BLOCK_BYTES = 1 << 22
 _MOST_FAULTS = 1000
-_WHOLE_FILES = "xxh3-64"
+_FULL_FILES = "xxh3-64"
 """Checksums of this kind leave no byte of a file out."""
 
 _SHOWN = 4
@@ -85,7 +85,7 @@ def _checksums(reader: Reader) -> tuple[int, list[str]]:
     try:
         for checksum in reader.checksums():
             value = _ALGORITHMS[checksum.algorithm](_blocks(reader, checksum, buffer))
-            if checksum.algorithm == _WHOLE_FILES:
+            if checksum.algorithm == _FULL_FILES:
                 ends[checksum.file] = checksum.offset + checksum.nbytes
             if value == checksum.value:
                 checked += checksum.nbytes

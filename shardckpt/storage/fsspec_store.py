@@ -17,7 +17,7 @@ from fsspec.utils import infer_storage_options
 
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UsageError
 from shardckpt.storage.fsspec_writer import FsspecWriter, new_writer
-from shardckpt.storage.range_cache import MAX_REQUEST, BlockCache, Span, plan_requests
+from shardckpt.storage.range_cache import MAX_REQUEST, BlockCache, ByteRange, plan_requests
 from shardckpt.storage.retry import ShortBodyError, remote_error, retry
 from shardckpt.storage.sftp import SftpFiles, get_connection
 from shardckpt.storage.store import Capabilities, Listed, Read, check_name
@@ -46,8 +46,8 @@ class _Wanted(NamedTuple):
 
 
 _Parts = list[_Wanted]
-_Requests = list[tuple[str, Span]]
-_Running = deque[tuple[tuple[str, Span], Future[bytes]]]
+_Requests = list[tuple[str, ByteRange]]
+_Running = deque[tuple[tuple[str, ByteRange], Future[bytes]]]
 
 
 class FsspecStore:
@@ -68,7 +68,7 @@ class FsspecStore:
         self._root: str = path.rstrip("/")
         self._sizes: dict[str, int] = {}
         self._cache = BlockCache(cache_bytes)
-        self._next: dict[str, Span] = {}
+        self._next: dict[str, ByteRange] = {}
         self._lock = threading.Lock()
 
     @property
@@ -151,17 +151,17 @@ class FsspecStore:
         elif requests:
             self._fetch_all(requests, wanted)
 
-    def _plan(self, name: str, parts: _Parts) -> Sequence[Span]:
+    def _plan(self, name: str, parts: _Parts) -> Sequence[ByteRange]:
         """Return the requests for what is missing of a file, one that goes on where the last ended reading ahead."""
         size = self._sizes[name]
-        missing = [Span(part.start, part.start + len(part.target)) for part in parts]
+        missing = [ByteRange(part.start, part.start + len(part.target)) for part in parts]
         requests = plan_requests(self._cache, name, size, missing)
         last = self._next.get(name)
         if last and len(requests) == 1 and requests[0].start == last.stop:
             start = last.stop
             stop = min(max(requests[0].stop, start + min(2 * (start - last.start), MAX_REQUEST)), size)
             if not self._cache.holds(name, start, stop):
-                requests = [Span(start, stop)]
+                requests = [ByteRange(start, stop)]
         self._next[name] = requests[-1]
         return requests
 
@@ -184,7 +184,7 @@ class FsspecStore:
         (name, span), future = running.popleft()
         self._deliver(name, span, future.result(), wanted)
 
-    def _fetch(self, name: str, span: Span, stop: threading.Event) -> bytes:
+    def _fetch(self, name: str, span: ByteRange, stop: threading.Event) -> bytes:
         path, start, end = self._path(name), span.start, span.stop
 
         def request() -> bytes:
@@ -203,7 +203,7 @@ class FsspecStore:
                 return bytes(file.read(end - start))
         return bytes(self._fs.cat_file(path, start=start, end=end))
 
-    def _deliver(self, name: str, span: Span, data: bytes, wanted: dict[str, _Parts]) -> None:
+    def _deliver(self, name: str, span: ByteRange, data: bytes, wanted: dict[str, _Parts]) -> None:
         for _, start, target in wanted[name]:
             low, high = max(start, span.start), min(start + len(target), span.stop)
             if low < high:

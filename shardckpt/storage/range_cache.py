@@ -20,7 +20,7 @@ MAX_REQUEST = 8 << 20
 """Bytes of one request at most: several of them run at once, and one that breaks costs little."""
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of one file.
 
     Attributes:
@@ -67,7 +67,7 @@ class BlockCache:
             if piece_start + len(data) > start:
                 yield piece_start, data
 
-    def copy(self, name: str, start: int, buffer: memoryview) -> list[Span]:
+    def copy(self, name: str, start: int, buffer: memoryview) -> list[ByteRange]:
         """Copy what is held of a range into `buffer`, and return what is not."""
         stop, missing, position = start + len(buffer), [], start
         for piece_start, data in list(self.overlapping(name, start, stop)):
@@ -75,10 +75,10 @@ class BlockCache:
             low, high = max(piece_start, start), min(piece_start + len(data), stop)
             buffer[low - start : high - start] = memoryview(data)[low - piece_start : high - piece_start]
             if low > position:
-                missing.append(Span(position, low))
+                missing.append(ByteRange(position, low))
             position = high
         if position < stop:
-            missing.append(Span(position, stop))
+            missing.append(ByteRange(position, stop))
         return missing
 
     def holds(self, name: str, start: int, stop: int) -> bool:
@@ -91,7 +91,7 @@ class BlockCache:
             self._held -= len(self._pieces.pop((name, start)))
 
 
-def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[Span]) -> list[Span]:
+def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[ByteRange]) -> list[ByteRange]:
     """Return few ranges to fetch that hold all `missing` ones and nothing that is held already.
 
     Args:
@@ -100,23 +100,23 @@ def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[Spa
         size: Its bytes.
         missing: Wanted ranges of which nothing is held.
     """
-    merged: list[Span] = []
+    merged: list[ByteRange] = []
     for start, stop in sorted(missing):
-        wide = Span(start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size))
+        wide = ByteRange(start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size))
         if size <= FULL_FILE and not cache.holds(name, 0, size):
-            wide = Span(0, size)
+            wide = ByteRange(0, size)
         last = merged[-1] if merged else None
         if last and wide.start - last.stop <= GAP and not cache.holds(name, last.stop, wide.start):
-            merged[-1] = Span(last.start, max(last.stop, wide.stop))
+            merged[-1] = ByteRange(last.start, max(last.stop, wide.stop))
         else:
             merged.append(wide)
     return [part for span in merged for part in _split(span)]
 
 
-def _split(span: Span) -> Iterator[Span]:
+def _split(span: ByteRange) -> Iterator[ByteRange]:
     """Divide a range into requests of about equal size."""
     count = -(-(span.stop - span.start) // MAX_REQUEST)
     step = -(-(span.stop - span.start) // count)
     step = -(-step // BLOCK) * BLOCK
     for start in range(span.start, span.stop, step):
-        yield Span(start, min(start + step, span.stop))
+        yield ByteRange(start, min(start + step, span.stop))

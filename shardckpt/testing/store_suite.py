@@ -186,7 +186,7 @@ class StoreSuite:
         with pytest.raises(UnsafeError):
             store.delete_folder("../gone")
 
-    def test_the_last_change_in_a_folder_is_told_where_it_is_known(self, store: Store) -> None:
+    def test_the_time_of_the_last_change_in_a_folder_is_returned_if_it_is_known(self, store: Store) -> None:
         before = time.time()
         put(store, "sub/deep/a.bin", b"1")
         changed = store.changed_at("sub")

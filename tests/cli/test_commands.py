@@ -434,7 +434,7 @@ def wait_for(ready: Callable[[], bool], seconds: float = 60) -> None:
 class TestRepair:
     def test_it_says_what_it_wrote_and_what_is_lost(self, tmp_path: Path) -> None:
         step = write_step(tmp_path / "step", {"model": {"w": torch.ones(3)}, "n": 5})
-        assert run_here("repair", step).out == f"{step}: 1 tensors in 1 files: whole\n"
+        assert run_here("repair", step).out == f"{step}: 1 tensors in 1 files: intact\n"
         (step / "COMMIT").unlink()
         assert run_here("verify", step).code == 1
         done = f"write {SAVE}.manifest.json and COMMIT"

@@ -94,7 +94,7 @@ def test_prune_that_is_interrupted_does_not_say_that_nothing_was_done(root: Path
     monkeypatch.setattr(exits, "_interrupt_messages", exits._interrupt_messages[:1])
     found = run_here("prune", root, "--keep-last", "1")
     assert found.code == 130
-    assert "steps removed so far are gone, all others are whole" in found.err
+    assert "steps removed so far are gone, all others are complete" in found.err
 
 
 def test_a_dry_run_removes_nothing(root: Path) -> None:

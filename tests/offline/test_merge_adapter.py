@@ -154,7 +154,7 @@ FACTORS = {"m.lora_A.weight": torch.ones(2, 4), "m.lora_B.weight": torch.ones(3,
         ({**FACTORS, "m.lora_B.bias": torch.ones(3)}, {}, UnsupportedError, "biases of its own"),
         ({"m.lora_A.weight": torch.ones(2, 4)}, {}, FormatError, "one factor of two"),
         (FACTORS, {"r": 3}, FormatError, "do not fit its rank"),
-        (FACTORS, {"rank_pattern": {"(": 2}}, FormatError, "no regular expression"),
+        (FACTORS, {"rank_pattern": {"(": 2}}, FormatError, "must be a regular expression"),
         (FACTORS, {"rank_pattern": {"(a+)+b": 2}}, UnsupportedError, "could take for ever"),
         (FACTORS, {"rank_pattern": {"(" * 400 + ")" * 400: 2}}, UnsupportedError, "could take for ever"),
         (FACTORS, {"rank_pattern": {"a" * 5000: 2}}, UnsupportedError, "too long"),
@@ -187,7 +187,7 @@ def test_what_cannot_be_merged_is_refused_by_name_and_nothing_is_written(
 
 def test_a_folder_without_an_adapter_is_the_callers_fault(tmp_path: Path) -> None:
     base, _ = write(tmp_path, {"m.weight": torch.zeros(3, 4)}, FACTORS)
-    with pytest.raises(UsageError, match=r"no adapter_config\.json"):
+    with pytest.raises(UsageError, match=r"no adapter: adapter_config\.json"):
         shardckpt.merge_adapter(base, base, tmp_path / "out")
 
 

@@ -184,7 +184,7 @@ def test_lost_checksums_are_told(tmp_path: Path) -> None:
     folder = write_step(tmp_path / "s", state(), BOXES)
     gone(COMMIT, MANIFEST)(folder)
     [warning] = shardckpt.repair(str(folder)).warnings
-    assert "made anew" in warning
+    assert "computed again" in warning
 
 
 def test_several_whole_saves_need_a_choice(tmp_path: Path) -> None:

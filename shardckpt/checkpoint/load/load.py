@@ -193,7 +193,7 @@ def load(
         options = LoadOptions(
             strict, checked_globs(), ignore_extra, cast, is_own_only=base is False, unequal_steps=unequal_steps
         )
-        order = _Order(_Source(as_url(path), verify, rules, key_map, _named(base)), options, broadcast_reads)
+        order = _Order(_SourceArgs(as_url(path), verify, rules, key_map, _named(base)), options, broadcast_reads)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         order = error
     coordinator = get_channels(process_group).main
@@ -212,7 +212,7 @@ def _named(base: NamedBases | bool | None) -> NamedBases:
     return "" if base is None or isinstance(base, bool) else base
 
 
-class _Source(NamedTuple):
+class _SourceArgs(NamedTuple):
     """The arguments of `CheckpointSource`."""
 
     path: str
@@ -225,7 +225,7 @@ class _Source(NamedTuple):
 class _Order(NamedTuple):
     """The arguments of a load: the source, the options, and whether reads are broadcast."""
 
-    source: _Source
+    source: _SourceArgs
     options: LoadOptions
     broadcast_reads: bool | None
 

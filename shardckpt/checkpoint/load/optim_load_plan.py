@@ -20,7 +20,7 @@ from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.slots import LARGEST_NOTE
 from shardckpt.state.local.local_shards import get_tensor_shards
-from shardckpt.state.local.optim_shards import OptimTargets, Slot, parameter_names, plan_optim_targets
+from shardckpt.state.local.optim_shards import OptimTargets, SavedSlot, parameter_names, plan_optim_targets
 
 
 class OptimizerLoadPlanner:
@@ -139,10 +139,10 @@ class OptimizerLoadPlanner:
     def _plan_optim_targets(
         self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState
     ) -> OptimTargets:
-        slots: dict[str, dict[str, Slot]] = {}
+        slots: dict[str, dict[str, SavedSlot]] = {}
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
-            slots.setdefault(name, {})[slot] = Slot(entry.shape, torch_dtype(entry))
+            slots.setdefault(name, {})[slot] = SavedSlot(entry.shape, torch_dtype(entry))
         return plan_optim_targets(
             found,
             optim,

@@ -340,7 +340,7 @@ class SaveSession:
         return PlannedSave(response, rank_plan, local_plan, model, frozen_params), flattened
 
     def stage(self, planned: PlannedSave, flattened: FlattenedState) -> StagedSave:
-        """Lay out the files that this rank writes, and compare the state with the base.
+        """Plan the files that this rank writes, and compare the state with the base.
 
         Args:
             planned: The plan.

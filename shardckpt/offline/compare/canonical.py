@@ -21,7 +21,7 @@ from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
 
 _KNOWN = ("state", "param_groups", "units", "originals")
-"""What `key_by_name` takes of an optimizer, or what only says how its files are laid out."""
+"""What `key_by_name` takes of an optimizer, or that only says how its files are arranged."""
 
 
 Naming = Literal["names", "order", "ids"]
@@ -117,8 +117,8 @@ class _Naming:
     def _add_model(self) -> None:
         tensors = self._model.tensors
         if self._rules:
-            ruled = plan_rules(self._rules, tensors, None, {})
-            tensors, _ = locate_model(self._reader, self._manifest, ruled, list(ruled.model), tensors)
+            remapped = plan_rules(self._rules, tensors, None, {})
+            tensors, _ = locate_model(self._reader, self._manifest, remapped, list(remapped.model), tensors)
         self._made.tensors.update(tensors)
         depth = len(self._found.model)
         for path in self._manifest.objects if depth else ():

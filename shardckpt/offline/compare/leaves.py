@@ -1,7 +1,7 @@
-"""Values that are no tensors: a nest as typed leaves under dotted names, and whether two leaves are equal. Pure.
+"""Values that are not tensors: nested values as leaves under dotted names, and whether two leaves are equal. Pure.
 
-Formats split nests in different places: one lists every number, another holds a full dict as one object. Taken apart
-down to their leaves, both are the same. The kind of a container (list or tuple, dict or `OrderedDict`) is not kept.
+Formats split nested values in different places: one lists every number, another holds a full dict as one object. Their
+leaves are the same. The kind of a container (list or tuple, dict or `OrderedDict`) is not kept.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """A nest taken apart.
+    """The leaves of nested values.
 
     Attributes:
         values: Dotted name to a scalar, a set, a tuple of scalars, or `()` for an empty container.
@@ -52,17 +52,17 @@ class Leaves:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def find_leaves(nest: Mapping[Path, object], most: int) -> Leaves:
+def find_leaves(nested_values: Mapping[Path, object], most: int) -> Leaves:
     """Take values apart down to their leaves; a sequence of scalars is one leaf.
 
     Args:
-        nest: Path to value.
+        nested_values: Path to value.
         most: Values that are visited at most: containers that a pickle shares could stand for any number of them.
     """
     scalars: dict[Path, object] = {}
     found = Leaves()
     left = most
-    waiting = [(path, value, 0) for path, value in nest.items()]
+    waiting = [(path, value, 0) for path, value in nested_values.items()]
     while waiting:
         path, value, depth = waiting.pop()
         value = _plain(value)
@@ -71,7 +71,7 @@ def find_leaves(nest: Mapping[Path, object], most: int) -> Leaves:
         if left < 0:
             found.refused[dotted(path)] = _NO_MORE
         elif inner is not None and depth == _MAX_DEPTH:
-            found.refused[dotted(path)] = f"containers lie more than {_MAX_DEPTH} deep in one another"
+            found.refused[dotted(path)] = f"containers are nested more than {_MAX_DEPTH} deep"
         elif inner is not None:
             waiting += [((*path, key), each, depth + 1) for key, each in inner]
         elif is_leaf(value):

@@ -42,7 +42,7 @@ class ConfigFiles:
     Attributes:
         store: Where they are; None without any.
         files: Name to size in bytes.
-        config: The parsed `config.json`, empty where there is none.
+        config: The parsed `config.json`, empty if it is missing.
         kept: Name to content of config files of the checkpoint that is replaced, where no new ones take their place.
     """
 
@@ -59,12 +59,12 @@ def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
 
     Raises:
         UsageError: `config_from` is not a folder, or holds nothing to copy.
-        FormatError: Its `config.json` is no JSON object.
+        FormatError: Its `config.json` is not a JSON object.
         StorageError: A store failed.
     """
     if config_from:
         if kind(config_from) != "folder":
-            raise UsageError("--config-from is no folder", found=config_from)
+            raise UsageError("--config-from is not a folder", found=config_from)
         carried = _list_config_files(open_store(config_from))
         if not carried.files:
             raise UsageError("--config-from holds no config and no tokenizer files", where=config_from)
@@ -92,7 +92,7 @@ def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]
         is_config: Names of config files that belong to such a checkpoint.
 
     Raises:
-        FormatError: Its `config.json` is no JSON object, or a config file is too large.
+        FormatError: Its `config.json` is not a JSON object, or a config file is too large.
         StorageError: The store failed.
     """
     if kind(target) != "folder":
@@ -121,10 +121,10 @@ def _list_config_files(store: Store) -> ConfigFiles:
 
 
 def read_config(store: Store, size: int) -> dict[str, object]:
-    """Return the parsed `config.json` of a folder; empty where there is none.
+    """Return the parsed `config.json` of a folder; empty if it is missing.
 
     Raises:
-        FormatError: It is no JSON object, or too large to be one.
+        FormatError: It is not a JSON object, or too large to be one.
     """
     if size < 0:
         return {}

@@ -44,7 +44,7 @@ def as_json(content: Mapping[str, Any]) -> dict[str, object]:
             try:
                 exact.append([list(path), encode(plain_value(value), path)])
             except UnsupportedError:
-                continue  # text is all that can be had; `losses` says so
+                continue  # only the text can be stored, which is reported as lossy
     if exact:
         made[EXACT] = exact
     try:

@@ -30,7 +30,7 @@ def parse_dtype(text: str) -> str:
     name = SHORT_NAMES.get(text, text)
     if name and name not in FLOATS:
         raise UsageError(
-            f"--dtype {text!r} is no float type to cast to", expected=", ".join(sorted({*SHORT_NAMES, *FLOATS}))
+            f"--dtype {text!r} is not a float type to cast to", expected=", ".join(sorted({*SHORT_NAMES, *FLOATS}))
         )
     return name
 
@@ -58,7 +58,7 @@ class Options:
         allow_loss: Leave out what the format cannot hold; otherwise that is an error which lists it.
         max_shard_size: Bytes of tensor data in a file.
         max_memory: Bytes that the process may add to its start-up.
-        include: Globs of final names to take; all, where there is none.
+        include: Globs of final names to take; all, if there are none.
         exclude: Globs of final names to leave.
         rules: TOML file of rules, or the name of a set that comes with the package: other names and shapes.
         rename: `FROM=TO`, in order, after `rules`: FROM is a regular expression for full names, TO may name groups.
@@ -101,9 +101,9 @@ class Options:
             UsageError: A value that cannot be.
         """
         if self.part not in PARTS:
-            raise UsageError(f"--part {self.part!r} is no part", expected=", ".join(PARTS))
+            raise UsageError(f"--part {self.part!r} is not a part", expected=", ".join(PARTS))
         if self.optim_keys not in OPTIM_KEYS:
-            raise UsageError(f"--optim-keys {self.optim_keys!r} are no such keys", expected=", ".join(OPTIM_KEYS))
+            raise UsageError(f"--optim-keys {self.optim_keys!r} is not a kind of keys", expected=", ".join(OPTIM_KEYS))
         parse_dtype(self.dtype)
         parse_size(self.max_shard_size)
         if parse_size(self.max_memory) < LEAST_MEMORY_BYTES:
@@ -111,5 +111,5 @@ class Options:
                 "--max-memory is too small to work in", found=str(self.max_memory), expected="24MiB or more"
             )
         if self.jobs < 1:
-            raise UsageError("--jobs is no number of files", found=str(self.jobs), expected="1 or more")
+            raise UsageError("--jobs is not a number of files", found=str(self.jobs), expected="1 or more")
         return self

@@ -29,22 +29,22 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
         return reader
     if reader.needs_param_shapes and not shapes_from:
         raise UsageError(
-            "these are flat parameters, and no file tells the shapes of what lies in them",
+            "these are flat parameters, and no file has the shapes of their parameters",
             where=reader.store.url,
             found="a chunk of each unit on each rank, as FSDP1's LOCAL_STATE_DICT gives it",
-            fix="Give --shapes-from SRC, any checkpoint of the same model that holds whole tensors.",
+            fix="Give --shapes-from SRC, any checkpoint of the same model that holds full tensors.",
         )
     if not shapes_from and not ids:
         return reader
-    told = dict(ids or {})
+    known_ids = dict(ids or {})
     if not shapes_from:
-        return reader.with_param_shapes(ParamShapes({}, reader.store.url, ids=told))
+        return reader.with_param_shapes(ParamShapes({}, reader.store.url, ids=known_ids))
     opened = open_checkpoint(shapes_from)
     if opened.needs_param_shapes:
         raise UsageError(
-            "this checkpoint tells no shapes: it holds flat parameters itself",
+            "this checkpoint has no shapes: it holds flat parameters itself",
             where=shapes_from,
-            expected="whole tensors",
+            expected="full tensors",
             fix="Give another checkpoint of the same model, or save model.state_dict() of a model on the meta device.",
         )
     other = sections.split_flat_names(opened.manifest)
@@ -52,7 +52,9 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
     names = {entry.path: name for name, entry in model.items()}
     aliases = {names[a]: names[b] for a, b in other.aliases.items() if a in names and b in names}
     shapes = {name: entry.shape for name, entry in model.items()}
-    known = ParamShapes(shapes, shapes_from, aliases, ids=told, is_ordered=_keeps_order(other, list(model.values())))
+    known = ParamShapes(
+        shapes, shapes_from, aliases, ids=known_ids, is_ordered=_keeps_order(other, list(model.values()))
+    )
     return reader.with_param_shapes(known)
 
 

@@ -76,10 +76,10 @@ def _ties(made: Mapping[str, RemappedTensor], ties: Mapping[str, str]) -> dict[s
     for name, each in made.items():
         groups.setdefault(each._replace(recipe=planning.replace_sources(each.recipe, ties)), []).append(name)
     dropped: dict[str, str] = {}
-    for whole, names in groups.items():
-        if all(leaf.name not in ties.values() for leaf in planning.iter_sources(whole.recipe)):
+    for tensor, names in groups.items():
+        if all(leaf.name not in ties.values() for leaf in planning.iter_sources(tensor.recipe)):
             continue  # made alike by rules, and not tied in the checkpoint
-        kept = next((name for name in names if made[name] == whole), names[0])
+        kept = next((name for name in names if made[name] == tensor), names[0])
         dropped |= {name: kept for name in names if name != kept}
     return dropped
 
@@ -87,7 +87,7 @@ def _ties(made: Mapping[str, RemappedTensor], ties: Mapping[str, str]) -> dict[s
 def locate_model(
     reader: Reader,
     manifest: Manifest,
-    ruled: RemappedCheckpoint,
+    remapped: RemappedCheckpoint,
     names: Sequence[str],
     model: Mapping[str, TensorEntry],
 ) -> tuple[dict[str, TensorEntry], list[TensorEntry]]:
@@ -96,7 +96,7 @@ def locate_model(
     Args:
         reader: The open checkpoint.
         manifest: What it holds.
-        ruled: What is made.
+        remapped: The results of the rules.
         names: Final names that are wanted.
         model: Canonical name to tensor.
 
@@ -105,10 +105,10 @@ def locate_model(
         UsageError: A result would be of several types.
     """
     needed = list(
-        dict.fromkeys(leaf.name for name in names for leaf in planning.iter_sources(ruled.model[name].recipe))
+        dict.fromkeys(leaf.name for name in names for leaf in planning.iter_sources(remapped.model[name].recipe))
     )
     found = dict(zip(needed, locate(reader, manifest, [model[name] for name in needed]), strict=True))
-    made = {name: planning.apply_recipe(ruled.model[name].recipe, name, found) for name in names}
+    made = {name: planning.apply_recipe(remapped.model[name].recipe, name, found) for name in names}
     return made, [model[name] for name in needed]
 
 

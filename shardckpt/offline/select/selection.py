@@ -182,17 +182,17 @@ def _choose_remapped(
     """Return what rules make; globs are about the names that they give."""
     ties_before, warnings = _ties(reader, manifest, model, list(model.tensors), config)
     state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
-    ruled = ruling.plan_rules(rules, model.tensors, state, ties_before)
-    chosen = names.select_names(ruled.model, options.include, options.exclude)
-    dropped = {name: kept for name, kept in ruled.ties.items() if name in chosen and kept in chosen}
+    remapped = ruling.plan_rules(rules, model.tensors, state, ties_before)
+    chosen = names.select_names(remapped.model, options.include, options.exclude)
+    dropped = {name: kept for name, kept in remapped.ties.items() if name in chosen and kept in chosen}
     kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []
-    tensors, used = ruling.locate_model(reader, manifest, ruled, kept, model.tensors)
+    tensors, used = ruling.locate_model(reader, manifest, remapped, kept, model.tensors)
     if state is not None:
-        wanted = [name for name in ruled.plan.made if name not in ruled.model or name in set(chosen)]
+        wanted = [name for name in remapped.plan.made if name not in remapped.model or name in set(chosen)]
         used += state.tensors.values()
-        state = ruling.locate_state(reader, manifest, ruling.restrict_plan(ruled.plan, wanted), state)
-    casts = {name: ruled.model[name].cast for name in kept if ruled.model[name].cast}
-    gone = tuple(f"{name} (by a rule)" for name in ruled.plan.dropped)
+        state = ruling.locate_state(reader, manifest, ruling.restrict_plan(remapped.plan, wanted), state)
+    casts = {name: remapped.model[name].cast for name in kept if remapped.model[name].cast}
+    gone = tuple(f"{name} (by a rule)" for name in remapped.plan.dropped)
     return _ChosenTensors(chosen, tensors, dropped, state, warnings, casts, used, gone)
 
 
@@ -284,7 +284,7 @@ def _optimizer(
         unread = [name for name in manifest.unread if name.startswith("optim")]
         if unread:
             raise UnsupportedError(
-                "the optimizer lies in a file that is not read together with this model",
+                "the optimizer is stored in a file that is not read together with this model",
                 where=reader.store.url,
                 found=", ".join(unread),
                 fix="Write the model with --part model; for the optimizer name its file, with --part optim and"
@@ -348,12 +348,12 @@ def read_param_names(url: str) -> dict[int, str]:
     try:
         raw = parse_json(read_bytes(reader, name, 0, size), where=url)
     except FormatError as error:
-        raise UsageError(f"--param-names is no JSON: {error.what}", where=url) from error
+        raise UsageError(f"--param-names is not JSON: {error.what}", where=url) from error
     pairs = enumerate(raw) if isinstance(raw, list) else raw.items() if isinstance(raw, dict) else ()
     try:
         named = {int(key): value for key, value in pairs}
     except (TypeError, ValueError) as error:
-        raise UsageError("--param-names has a key that is no id", where=url) from error
+        raise UsageError("--param-names has a key that is not an id", where=url) from error
     if not named or not all(isinstance(value, str) for value in named.values()):
         raise UsageError("--param-names holds no names", where=url, expected="an object from id to name, or an array")
     return named

@@ -36,12 +36,12 @@ def plan(conversion: Conversion) -> PlannedFiles:
     """Plan `.distcp` files and `.metadata`; `convert` splits tensors as the source has them."""
     content = build_content(conversion.selection)
 
-    def lay_out(unique_suffix: str, _: str) -> Layout:
+    def plan_layout(unique_suffix: str, _: str) -> Layout:
         boxes = split_boxes_as_stored(content) if conversion.keeps_split else split_boxes(content, 1)
-        layout = _lay_out(content, boxes, conversion.max_file_bytes, unique_suffix)
+        layout = _plan_layout(content, boxes, conversion.max_file_bytes, unique_suffix)
         return replace(layout, small={**conversion.encode_config(), **layout.small})
 
-    return PlannedFiles(_KIND, METADATA, lay_out, conversion.nbytes)
+    return PlannedFiles(_KIND, METADATA, plan_layout, conversion.nbytes)
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
@@ -63,7 +63,7 @@ def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
     files = PlannedFiles(
         _KIND,
         METADATA,
-        lambda unique_suffix, _: _lay_out(content, boxes, options.max_file_bytes, unique_suffix),
+        lambda unique_suffix, _: _plan_layout(content, boxes, options.max_file_bytes, unique_suffix),
         sum(tensor.nbytes for tensor in content.arrays.values()),
     )
     return PlannedRanks(files, content.arrays, content.ties, (*reader.manifest.warnings, *content.left_out))
@@ -216,7 +216,7 @@ def split_boxes_as_stored(content: Content) -> Boxes:
     return boxes
 
 
-def _lay_out(content: Content, boxes: Boxes, max_file_bytes: int, unique_suffix: str) -> Layout:
+def _plan_layout(content: Content, boxes: Boxes, max_file_bytes: int, unique_suffix: str) -> Layout:
     """Return the files; each rank gets one at least.
 
     Raises:

@@ -122,7 +122,7 @@ def master_weights(
     """
     if not _trained_names(selection):
         raise UsageError(
-            "a universal checkpoint is one to resume training from, and there is no optimizer here",
+            "a universal checkpoint is for resuming training, and the source has no optimizer",
             found="no trained parameter",
             expected="an optimizer with its groups, which say what is trained",
             fix="Name it with --optim-key; or write the weights alone, --to safetensors.",
@@ -163,7 +163,7 @@ def _params(selection: Selection, weights: Sequence[OutputTensor]) -> tuple[dict
             if slot == _STEP:
                 steps[name] = value
             else:
-                lost.append(f"{name}/{slot}, which is no tensor")
+                lost.append(f"{name}/{slot}, which is not a tensor")
     found = {tensor.name: _Param(tensor, {}, None) for tensor in weights}
     for name, param in found.items():
         mine = slots.pop(name, {})

@@ -1,8 +1,8 @@
 """`reshard --to torch`: a file of `torch.save` for each rank, tensors as the DTensors that FSDP2 loads, split in rows.
 
-The pickles are those of torch 2.13: a mesh of one dimension over all ranks, `Shard(0)`. Values that are no tensors, and
-replicated tensors (buffers, steps), are in every rank's file. A sharded source shows which are replicated: those with
-several rows in one piece. If no tensor of the source is sharded, all with rows are split.
+The pickles are those of torch 2.13: a mesh of one dimension over all ranks, `Shard(0)`. Values that are not tensors,
+and replicated tensors (buffers, steps), are in every rank's file. A sharded source shows which are replicated: those
+with several rows in one piece. If no tensor of the source is sharded, all with rows are split.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
     return {path for path, tensor in rows.items() if pieces[path] > 1 or tensor.shape[0] == 1}
 
 
-def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -> OutputFile:
+def _rank_file(content: Content, split: Collection[Path], rank: int, world: int) -> OutputFile:
     parts: list[TensorPart] = []
     storages = [Storage("int32", world)]
     mesh = _mesh(rank, world)
     made: dict[Path, object] = {}
     for path, tensor in content.arrays.items():
-        box = row_shard(tensor.shape, world, rank) if path in cut else None
+        box = row_shard(tensor.shape, world, rank) if path in split else None
         local = TensorValue(len(storages), tensor.dtype, tensor.shape if box is None else box.size)
         storages.append(Storage(tensor.dtype, prod(local.shape)))
         parts.append(TensorPart(tensor, full_box(tensor.shape) if box is None else box))

@@ -39,11 +39,11 @@ def plan(conversion: Conversion) -> PlannedFiles:
     model = ("model",) if conversion.options.part != "optim" else None
     tree = build_selected_tree(conversion.selection)
 
-    def lay_out(_: str, save: str) -> Layout:
+    def plan_layout(_: str, save: str) -> Layout:
         step = plan_step(tree, 1, most_bytes=conversion.max_file_bytes, save=save, model=model)
         return step.layout(conversion.encode_config())
 
-    return PlannedFiles(STEP, COMMIT, lay_out, conversion.nbytes, read_referred_files)
+    return PlannedFiles(STEP, COMMIT, plan_layout, conversion.nbytes, read_referred_files)
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
@@ -55,11 +55,11 @@ def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
     """
     tree = build_full_tree(reader, allow_loss=options.allow_loss)
 
-    def lay_out(_: str, save: str) -> Layout:
+    def plan_layout(_: str, save: str) -> Layout:
         return plan_step(tree, options.world_size, most_bytes=options.max_file_bytes, save=save).layout({})
 
     nbytes, paths = sum(tensor.nbytes for tensor in tree.arrays.values()), list(tree.arrays)
-    files = PlannedFiles(STEP, COMMIT, lay_out, nbytes, read_referred_files)
+    files = PlannedFiles(STEP, COMMIT, plan_layout, nbytes, read_referred_files)
     return PlannedRanks(files, tree.arrays, {path: paths[at] for path, at in tree.ties.items()}, tree.warnings)
 
 
@@ -69,7 +69,7 @@ class NativeTree:
 
     Attributes:
         arrays: By path, each once, in the order that `json` counts them in; their pieces are located.
-        json: The nest, as tagged JSON.
+        json: The nested state, as tagged JSON.
         ties: Further path of an array to its index.
         topology: Free JSON.
         warnings: What is odd or was left out, one sentence each.
@@ -109,11 +109,11 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
     values, lost = _values(reader)
     require_allowed(lost, TARGET.title, allow_loss=allow_loss)
     notes = [f"left out: {what}" for what in lost]
-    nest = encode(unflatten({**refs, **values}, reader.store.url))
+    tree = encode(unflatten({**refs, **values}, reader.store.url))
     topology: dict[str, object] = {"source": manifest.format}
     if not manifest.keeps_order:
         topology[KEEPS_ORDER] = False
-    return NativeTree(arrays, nest, ties, topology, (*manifest.warnings, *notes))
+    return NativeTree(arrays, tree, ties, topology, (*manifest.warnings, *notes))
 
 
 def build_selected_tree(selection: Selection) -> NativeTree:
@@ -129,12 +129,12 @@ def build_selected_tree(selection: Selection) -> NativeTree:
         ("model", name): numbers["model", kept] for name, kept in selection.ties.items() if ("model", kept) in arrays
     }
     refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
-    nest = encode(unflatten({**refs, **values}, "the selection"))
-    return NativeTree(arrays, nest, ties)
+    tree = encode(unflatten({**refs, **values}, "the selection"))
+    return NativeTree(arrays, tree, ties)
 
 
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
-    """Return the values that are no arrays, and what the format cannot hold of them."""
+    """Return the values that are not arrays, and those that the format cannot hold."""
     found: dict[Path, object] = {}
     lost = []
     for path, entry in reader.manifest.objects.items():
@@ -216,29 +216,29 @@ class PlannedStep:
         }
 
 
-def plan_step(nest: NativeTree, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> PlannedStep:
-    """Cut arrays as `torch.chunk` does, in their first dimension, and lay out a file for every writer at least.
+def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> PlannedStep:
+    """Split arrays as `torch.chunk` does, in their first dimension, and plan a file for every writer at least.
 
     Args:
-        nest: What is saved.
+        tree: The state.
         writers: For how many ranks.
         most_bytes: Bytes of data in a file.
         save: Its id, as `new_save_id` makes one.
-        model: Where the model is, where one writer's step shall be a Hugging Face folder too.
+        model: Where the model is, if one writer's step shall be a Hugging Face folder too.
 
     Raises:
         UnsupportedError: A type that the format has no name for.
     """
-    arrays = nest.arrays
+    arrays = tree.arrays
     held = [
         [LocalTensor(path, t.shape, t.dtype, tuple(_rows(t, writers, w))) for path, t in arrays.items()]
         for w in range(writers)
     ]
     plan = plan_save(held)
     records = tuple(ArrayRecord(path, t.dtype, t.shape, array("Q")) for path, t in arrays.items())
-    topology = {**nest.topology, "world_size": writers}
+    topology = {**tree.topology, "world_size": writers}
     about = {"writer": "shardckpt"}
-    contents = ManifestContents(save, (), records, nest.json, nest.ties, topology, about, variants=nest.variants)
+    contents = ManifestContents(save, (), records, tree.json, tree.ties, topology, about, variants=tree.variants)
     payloads = []
     for writer, tasks in enumerate(plan.tasks):
         chunks = [PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks]

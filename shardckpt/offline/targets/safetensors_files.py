@@ -43,7 +43,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
         return PlannedFiles(
             _folder_kind(stem),
             index_name,
-            lambda unique_suffix, _: _lay_out_folder(conversion, groups, index_name, unique_suffix),
+            lambda unique_suffix, _: _plan_folder(conversion, groups, index_name, unique_suffix),
             conversion.nbytes,
         )
     if len(groups) > 1:
@@ -58,7 +58,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
     return PlannedFiles(_FILE, index_name, lambda *_: layout, conversion.nbytes)
 
 
-def _lay_out_folder(
+def _plan_folder(
     conversion: Conversion,
     groups: Mapping[str, list[tuple[OutputTensor, ...]]],
     index_name: str,

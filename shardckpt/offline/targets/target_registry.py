@@ -93,7 +93,7 @@ def choose_target(name: str, path: str) -> Target:
     """Return the target of a conversion, by the name that was asked for and the suffix of the path.
 
     Raises:
-        UsageError: There is no target of this name, or it does not write such a file.
+        UsageError: The target is unknown, or does not write such a file.
     """
     by_suffix = next((target for target in TARGETS if path.endswith(target.suffixes)), None)
     if not name:

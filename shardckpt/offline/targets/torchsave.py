@@ -1,4 +1,4 @@
-"""`--to torch`: files that `torch.load(weights_only=True)` reads, laid out to the byte and filled as a stream."""
+"""`--to torch`: files that `torch.load(weights_only=True)` reads, planned to the byte and written as a stream."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def plan(conversion: Conversion) -> PlannedFiles:
     stem = "adapter_model" if conversion.is_adapter else "pytorch_model"
     index = f"{stem}.bin.index.json"
     return PlannedFiles(
-        _folder_kind(stem), index, lambda suffix, _: _lay_out_folder(conversion, stem, index, suffix), conversion.nbytes
+        _folder_kind(stem), index, lambda suffix, _: _plan_folder(conversion, stem, index, suffix), conversion.nbytes
     )
 
 
-def _lay_out_folder(conversion: Conversion, stem: str, index: str, unique_suffix: str) -> Layout:
+def _plan_folder(conversion: Conversion, stem: str, index: str, unique_suffix: str) -> Layout:
     selection = conversion.selection
     payload: list[OutputFile] = []
     small = conversion.encode_config()

@@ -30,7 +30,7 @@ class PlannedFiles:
     Attributes:
         kind: What may be replaced at the target.
         last: File that makes the result loadable.
-        lay_out: Returns the files, given a suffix for their names and the id of a native step. The suffix is empty
+        plan_layout: Returns the files, given a suffix for their names and the id of a native step. The suffix is empty
             unless files of the usual names may still be read.
         nbytes: Bytes of tensor data that will be written.
         find_kept: Returns files of the target that something else refers to, given its path or URL.
@@ -38,7 +38,7 @@ class PlannedFiles:
 
     kind: Kind
     last: str
-    lay_out: Callable[[str, str], Layout]
+    plan_layout: Callable[[str, str], Layout]
     nbytes: int
     find_kept: Callable[[str], Collection[str]] = keep_nothing
 
@@ -110,7 +110,7 @@ def run_conversion(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgre
     """
     watch.end_phase("plan")
     if plan.report.dry_run:
-        layout = plan.files.lay_out("", new_save_id())
+        layout = plan.files.plan_layout("", new_save_id())
     else:
         layout = (_write_with_ranks if plan.parallel else _write)(plan, watch, on_progress)
     carried = tuple(dict.fromkeys((*plan.copied, *layout.others)))
@@ -119,7 +119,7 @@ def run_conversion(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgre
 
 def _write(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
     with plan.publish_with(publish) as publication:
-        layout = plan.files.lay_out(publication.unique_suffix, new_save_id())
+        layout = plan.files.plan_layout(publication.unique_suffix, new_save_id())
         hashes = plan.make_writer(on_progress).write(layout.payload, publication)
         watch.end_phase("copy")
         plan.finish(layout, hashes, publication)
@@ -136,7 +136,7 @@ def _write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnPro
             group,
             new_save_id(),
             begin=lambda: plan.publish_with(begin),
-            lay_out=plan.files.lay_out,
+            plan_layout=plan.files.plan_layout,
             write=plan.make_writer(on_progress).write,
             finish=plan.finish,
         )

@@ -39,7 +39,7 @@ def publish_together(
     group: Group,
     save: str,
     begin: Callable[[], Publication],
-    lay_out: Callable[[str, str], Layout],
+    plan_layout: Callable[[str, str], Layout],
     write: Callable[[Sequence[OutputFile], Publication], Hashes],
     finish: Callable[[Layout, Hashes, Publication], None],
 ) -> Layout:
@@ -47,14 +47,14 @@ def publish_together(
 
     Args:
         group: The ranks.
-        save: An id drawn at random, of which the first rank's counts.
-        begin: Opens the publication, on the first rank.
-        lay_out: Decides the files, given the publication's `unique_suffix` and the id; the same on every rank.
+        save: An id drawn at random, of which rank 0's counts.
+        begin: Opens the publication, on rank 0.
+        plan_layout: Decides the files, given the publication's `unique_suffix` and the id; the same on every rank.
         write: Writes some of the payload, which ranks share out; returns the hashes of its blocks.
-        finish: Writes the rest, on the first rank, given the hashes of all.
+        finish: Writes the rest, on rank 0, given the hashes of all.
 
     Returns:
-        What `lay_out` gave.
+        The result of `plan_layout`.
 
     Raises:
         ShardckptError: This rank failed.
@@ -65,31 +65,32 @@ def publish_together(
         with group.collective("preparing the target"):
             if group.rank == 0:
                 publication = begin()
-        said = _SEPARATOR.join((publication.unique_suffix, save, publication.staging_url)) if publication else ""
-        heard = group.broadcast(said.encode("utf-8", "surrogateescape"))  # a path on a disk is any bytes
-        unique_suffix, save, place = heard.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
+        message = _SEPARATOR.join((publication.unique_suffix, save, publication.staging_url)) if publication else ""
+        received = group.broadcast(message.encode("utf-8", "surrogateescape"))  # a path on a disk is any bytes
+        unique_suffix, save, place = received.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
         with group.collective("writing"):
             publication = publication or JoinedPublication(place)
-            laid = lay_out(unique_suffix, save)
-            shares = share_out(laid.payload, group.size)
+            layout = plan_layout(unique_suffix, save)
+            shares = share_out(layout.payload, group.size)
             hashes = write(shares[group.rank], publication)
-        told = {name: each for said in group.all_gather(_encode_hashes(hashes)) for name, each in _decode_hashes(said)}
+        messages = group.all_gather(_encode_hashes(hashes))
+        all_hashes = {name: blocks for message in messages for name, blocks in _decode_hashes(message)}
         with group.collective("publishing"):
             if group.rank == 0:
                 others = [{file.name: file.nbytes for file in share} for share in shares[1:]]
                 require_files(publication.staging_url, publication.staging_url, [{}, *others])
-                finish(laid, told, publication)
+                finish(layout, all_hashes, publication)
                 publication.commit()
     except BaseException:
         if publication is not None:
             publication.rollback()
         raise
-    return laid
+    return layout
 
 
 def _encode_hashes(hashes: Hashes) -> bytes:
     return json.dumps(dict(hashes)).encode()
 
 
-def _decode_hashes(said: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return ((name, tuple(each)) for name, each in json.loads(said).items())
+def _decode_hashes(message: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return ((name, tuple(each)) for name, each in json.loads(message).items())

@@ -1,4 +1,4 @@
-"""What a verb tells its caller while it works and when it is done: frozen values, no printing."""
+"""Progress and results that a verb reports to its caller: frozen values, no printing."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         name: Dotted path.
-        dtype: As it is handed out.
+        dtype: As readers return it.
         shape: Global shape, in elements.
         nbytes: Bytes of the full tensor.
         pieces: Number of pieces.
@@ -213,7 +213,7 @@ class Comparison:
         equal: Those of them with the same dtype, shape and bits, or within the tolerances.
         differences: The tensors that differ, or are in one alone, in order of name.
         warnings: What is odd.
-        compared_values: Values that are no tensors and are in both; a sequence of plain values counts as one.
+        compared_values: Values in both that are not tensors; a sequence of plain values counts as one.
         equal_values: Those of them that are equal.
         value_differences: The values that differ, or are in one alone, in order of name.
         not_compared: Name of what was asked for and could not be compared, to the reason.
@@ -261,15 +261,15 @@ class Stopped(Exception):  # noqa: N818  (no error: it only unwinds a thread who
 
 
 class Meter:
-    """Counts written bytes, from several threads, and tells the caller.
+    """Counts written bytes, from several threads, and reports them to the caller.
 
     Args:
         total_bytes: Bytes that will be written.
-        tell: Called after every step, under a lock; may raise to stop the work.
+        on_progress: Called after every step, under a lock; may raise to stop the work.
     """
 
-    def __init__(self, total_bytes: int, tell: OnProgress | None) -> None:
-        self._total, self._tell = total_bytes, tell
+    def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
+        self._total, self._on_progress = total_bytes, on_progress
         self._done, self._start, self._lock = 0, time.perf_counter(), Lock()
         self._stopped = False
 
@@ -287,5 +287,5 @@ class Meter:
             raise Stopped
         with self._lock:
             self._done += nbytes
-            if self._tell is not None:
-                self._tell(Progress(self._done, self._total, time.perf_counter() - self._start))
+            if self._on_progress is not None:
+                self._on_progress(Progress(self._done, self._total, time.perf_counter() - self._start))

@@ -1,4 +1,4 @@
-"""Whole arrays of an open checkpoint: located, proven complete, and read block by block."""
+"""Full arrays of an open checkpoint: located, proven complete, and read block by block."""
 
 from __future__ import annotations
 

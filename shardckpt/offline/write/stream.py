@@ -124,7 +124,7 @@ class TensorStream:
         with _WriteBehind(sink, self._budget.batch_bytes) as behind:
             for step in plan:
                 if isinstance(step, Copy):
-                    assert writer is not None, "only whole files are copied"
+                    assert writer is not None, "only full files are copied"
                     behind.wait()
                     self._copy(step, writer)
                     continue

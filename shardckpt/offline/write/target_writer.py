@@ -67,7 +67,7 @@ class TargetWriter:
     Attributes:
         reader: The open checkpoint.
         max_memory: Bytes that may be added to the process's start-up.
-        meter: Told what is written.
+        meter: Counts written bytes.
         jobs: Files written side by side.
         allow_overflow: Accept finite values that become infinite in a cast.
     """

@@ -31,7 +31,7 @@ def parse_rename(text: str) -> Rename:
     """Return the rule of `--rename FROM=TO`.
 
     Raises:
-        UsageError: There is no `=`, or FROM is not a regular expression.
+        UsageError: `=` is missing, or FROM is not a regular expression.
     """
     where = f"--rename {text}"
     split = _EQUALS.search(text)

@@ -158,7 +158,7 @@ def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterat
         yield entry.name, TensorShards(entry.shape, value.dtype, get_tensor_shards(value).shards)
 
 
-class Slot(NamedTuple):
+class SavedSlot(NamedTuple):
     """A tensor that was saved of one parameter.
 
     Attributes:
@@ -199,7 +199,7 @@ class OptimTargets:
 def plan_optim_targets(
     found: ModelIndex,
     optim: OptimizerLike,
-    slots: Mapping[str, Mapping[str, Slot]],
+    slots: Mapping[str, Mapping[str, SavedSlot]],
     values: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     *,
@@ -238,7 +238,7 @@ def _find_params(of: OptimizerParams, names: set[str]) -> Iterator[tuple[Adapter
     return ((params, p) for params in of.by_adapter for p in params.positions if params.names(p)[0] in names)
 
 
-def _scalars(found: ModelIndex, slots: Mapping[str, Mapping[str, Slot]]) -> set[str]:
+def _scalars(found: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) -> set[str]:
     """Return the slots that are numbers: the shape of a 0-dim parameter does not show it."""
     entries = found.entries
     numbers = {"step"}
@@ -253,7 +253,7 @@ class _TargetBuilder:
     """Builds the targets of one parameter after the other."""
 
     targets: OptimTargets
-    slots: Mapping[str, Mapping[str, Slot]]
+    slots: Mapping[str, Mapping[str, SavedSlot]]
     values: Mapping[str, Mapping[str, Any]]
     scalars: set[str]
     on_device: bool
@@ -302,7 +302,7 @@ class _TargetBuilder:
                 self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
         return found
 
-    def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
+    def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
         parameter = params.adapter.exposed[position]
         dtype = self._one_type(slot, saved)
         if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
@@ -318,7 +318,7 @@ class _TargetBuilder:
                 self.targets.arrays.append((name, slot, array))
         return own
 
-    def _scalar(self, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
+    def _scalar(self, parameter: nn.Parameter, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
         dtype = self._one_type(slot, saved)
         fits = isinstance(own, torch.Tensor) and not isinstance(own, DTensor) and own.dim() == 0 and own.dtype == dtype
         if not fits:
@@ -328,7 +328,7 @@ class _TargetBuilder:
         return own
 
     def _other(
-        self, params: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any
+        self, params: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, SavedSlot], own: Any
     ) -> Any:
         """Load a tensor of another shape into an existing one, or into a new one if its sharding is known."""
         name, each = next(iter(saved.items()))
@@ -348,7 +348,7 @@ class _TargetBuilder:
         self.targets.arrays.append((name, slot, get_tensor_shards(plain)))
         return plain
 
-    def _one_type(self, slot: str, saved: Mapping[str, Slot]) -> torch.dtype:
+    def _one_type(self, slot: str, saved: Mapping[str, SavedSlot]) -> torch.dtype:
         types = {each.dtype: name for name, each in saved.items()}
         if len(types) > 1:
             dtypes = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
@@ -356,7 +356,7 @@ class _TargetBuilder:
         return next(iter(types))
 
 
-def _beside(parameter: DTensor, each: Slot) -> DTensor:
+def _beside(parameter: DTensor, each: SavedSlot) -> DTensor:
     """Return memory for a tensor of another shape: results of a DTensor do not depend on its placement.
 
     It is sharded as its parameter in dimensions of equal length, and replicated in others.

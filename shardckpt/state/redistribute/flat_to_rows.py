@@ -55,7 +55,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Span:
+class ElementRun:
     """Elements that travel together.
 
     Attributes:
@@ -84,8 +84,8 @@ class Exchange:
     """
 
     rows: tuple[Rows, ...]
-    out: tuple[tuple[Span, ...], ...]
-    into: tuple[tuple[Span, ...], ...]
+    out: tuple[tuple[ElementRun, ...], ...]
+    into: tuple[tuple[ElementRun, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
     starts: dict[int, int]
 
@@ -116,13 +116,13 @@ def plan_exchange(layout: FlatLayout, rank: int) -> Exchange:
     return Exchange(rows, out, into, shapes, {run.index: run.offset for run in _runs(layout, rank)})
 
 
-def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, getter: int) -> list[Span]:
+def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, getter: int) -> list[ElementRun]:
     found = []
     for run in _runs(layout, giver):
         starts = rows[run.index].starts
         start, stop = max(run.start, starts[getter]), min(run.stop, starts[getter + 1])
         if start < stop:
-            found.append(Span(run.index, run.offset + start - run.start, start - starts[getter], stop - start))
+            found.append(ElementRun(run.index, run.offset + start - run.start, start - starts[getter], stop - start))
     return found
 
 
@@ -233,7 +233,7 @@ def rows_to_flat(
         unpack(taken, [place for row in arriving for place in row])
 
 
-def _slice_spans(flats: Sequence[torch.Tensor | None], spans: Sequence[Span]) -> list[torch.Tensor]:
+def _slice_spans(flats: Sequence[torch.Tensor | None], spans: Sequence[ElementRun]) -> list[torch.Tensor]:
     pairs = ((flats[span.index], span) for span in spans)
     return [flat[span.part : span.part + span.numel] for flat, span in pairs if flat is not None]
 
@@ -241,7 +241,7 @@ def _slice_spans(flats: Sequence[torch.Tensor | None], spans: Sequence[Span]) ->
 def _slice_targets(
     into: Sequence[torch.Tensor | None],
     parts: Sequence[torch.Tensor | None],
-    spans: Sequence[Span],
+    spans: Sequence[ElementRun],
     starts: Mapping[int, int],
 ) -> list[torch.Tensor]:
     """Return where spans go of the parameters that are not left alone."""

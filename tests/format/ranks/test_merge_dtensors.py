@@ -148,7 +148,7 @@ def _of(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["local-flat", "local-orig"])
 def test_shapes_from_files_that_have_none_are_refused(name: str, written: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="tells no shapes: it holds flat parameters itself"):
+    with pytest.raises(UsageError, match="has no shapes: it holds flat parameters itself"):
         consolidated(written / name, tmp_path / "out", shapes_from=str(written / name))
     assert not (tmp_path / "out").exists()
 
