@@ -190,9 +190,13 @@ def _resolve_reshard(answer: bool | int | None, info: DataParallelMeshInfo) -> t
                 stacklevel=3,
             )
         if 1 < answer < size:
-            return answer, {"post_forward_ranks": answer, "keeps_as_root": False}
+            return answer, {"post_forward_ranks": answer, "keeps_root_unsharded": False}
         answer = answer == size
-    return 0, {"frees_after_forward": answer, "keeps_without_grad": not answer, "keeps_as_root": False}
+    return 0, {
+        "reshard_after_forward": answer,
+        "keeps_unsharded_without_grad": not answer,
+        "keeps_root_unsharded": False,
+    }
 
 
 def _state(module: nn.Module) -> FSDPState | None:
