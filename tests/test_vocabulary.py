@@ -140,12 +140,7 @@ DOCS_PHRASES: dict[str, int] = {
 }
 """Patterns of phrases that plain English replaces, with how often documents, examples and benchmarks have them."""
 
-CLASSES_TWICE: dict[str, int] = {
-    "AllGather": 2,
-    "Comparison": 2,
-    "Placed": 2,
-    "ReduceScatter": 2,
-}
+CLASSES_TWICE: dict[str, int] = {}
 """Names of classes that several modules define, with how many do."""
 
 MODULES_TWICE: dict[str, int] = {

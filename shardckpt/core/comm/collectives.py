@@ -99,8 +99,8 @@ class CommHook:
         return self
 
 
-class AllGather(Protocol):
-    """An all-gather of a user's own."""
+class AllGatherOp(Protocol):
+    """A custom all-gather."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor to gather into."""
@@ -111,8 +111,8 @@ class AllGather(Protocol):
         """Fill the output with everyone's input, in rank order; return what can be waited for, or None."""
 
 
-class ReduceScatter(Protocol):
-    """A reduce-scatter of a user's own."""
+class ReduceScatterOp(Protocol):
+    """A custom reduce-scatter."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor to reduce from."""
@@ -138,8 +138,8 @@ class CustomCollectives:
         all_reduce_hook: Given this rank's part of the averaged gradient, changes it in place.
     """
 
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
+    all_gather: AllGatherOp | None = None
+    reduce_scatter: ReduceScatterOp | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CustomCollectives:
@@ -188,7 +188,7 @@ class ShardGroup:
         return self.size * self.replicas
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, what: str, custom: AllGather | None = None
+        self, full: torch.Tensor, shard: torch.Tensor, what: str, custom: AllGatherOp | None = None
     ) -> Pending:
         """Fill `full` with the shards of all ranks, in rank order.
 
@@ -212,7 +212,7 @@ class ShardGroup:
             return Pending(getattr(dist, _ALL_GATHER)(full, shard, group=self.shard, async_op=True), what)
 
     def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, what: str, custom: ReduceScatter | None = None
+        self, out: torch.Tensor, full: torch.Tensor, what: str, custom: ReduceScatterOp | None = None
     ) -> Pending:
         """Fill `out` with the sum over ranks of this rank's part of `full`. Both are 1-D."""
         group = self.scatter or self.shard

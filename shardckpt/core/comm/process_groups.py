@@ -74,7 +74,7 @@ def _hybrid(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
                 f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh",
                 fix="Units of one model have to have the same groups: make them once, and give them to each.",
             )
-        return _of_nodes()
+        return _build_node_groups()
     if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)):
         raise ArgumentError(
             "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] "
@@ -106,7 +106,7 @@ def ranks_per_node(world: int) -> int:
     return size
 
 
-def _of_nodes() -> ShardGroup:
+def _build_node_groups() -> ShardGroup:
     """Make groups of the ranks of one node, which share, and of the ranks at one place of all nodes, which copy."""
     world = _world()
     count = dist.get_world_size(world)

@@ -17,13 +17,13 @@ from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.errors import RankError
 
 
-def detailed() -> bool:
+def is_debug_mode() -> bool:
     """Return True if debug mode is on, by torch's own setting or by the environment."""
     is_set = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return is_set or bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
-def _everyones(group: ShardGroup, mine: Any, place: str) -> list[Any]:
+def _gather_from_all(group: ShardGroup, mine: Any, place: str) -> list[Any]:
     """Return the messages of all ranks of a group and of its replicas, in the same order on each."""
     messages = [mine]
     for ranks in (group.shard, group.replicate):
@@ -116,15 +116,15 @@ class OrderCheck:
     def _compare(self, group: ShardGroup | None, place: str, time: _Time) -> None:
         if group is None:
             return
-        messages = _everyones(group, (dist.get_rank(), time.value, place), place)
+        messages = _gather_from_all(group, (dist.get_rank(), time.value, place), place)
         if len({message[2] for message in messages}) > 1:
-            raise RankError(_difference(messages), rank=dist.get_rank(), fix=_SAME)
+            raise RankError(_describe_difference(messages), rank=dist.get_rank(), fix=_SAME)
 
 
 _SAME = "Run the same units in the same order on every rank, with made-up inputs on ranks that have none."
 
 
-def _difference(messages: Sequence[tuple[int, str, str]]) -> str:
+def _describe_difference(messages: Sequence[tuple[int, str, str]]) -> str:
     places: dict[str, list[int]] = {}
     for rank, _, place in messages:
         places.setdefault(place, []).append(rank)
@@ -139,7 +139,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))} are"
 
 
-# ------------------------------------------------------------------------------------------------------ beginning
+# ---------------------------------------------------------------------------------------------- initial params
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -177,22 +177,22 @@ class InitialChecksums:
             values: Their full values.
             parts: This rank's part of each.
         """
-        if not detailed() or any(part.is_meta for part in parts):
+        if not is_debug_mode() or any(part.is_meta for part in parts):
             return None
         full = None if any(value.is_meta for value in values) else tuple(map(checksum, values))
         return InitialChecksums(tuple(names), full, tuple(map(checksum, parts)))
 
 
 class Sharded(Protocol):
-    """A bucket, as far as its beginning goes."""
+    """A bucket with its initial checksums."""
 
     @property
     def group(self) -> ShardGroup:
-        """Who shares it."""
+        """The ranks that share it."""
 
     @property
-    def beginning(self) -> InitialChecksums | None:
-        """What it was made from; None where that was not noted."""
+    def initial_checksums(self) -> InitialChecksums | None:
+        """Checksums of its first values; None outside debug mode."""
 
     @property
     def local_shards(self) -> list[torch.Tensor]:
@@ -221,18 +221,18 @@ class ReplicaCheck:
         differing: list[str] = []
         for group in dict.fromkeys(bucket.group for _, bucket in self._buckets):
             mine = [(prefix, bucket) for prefix, bucket in self._buckets if bucket.group == group]
-            messages = _everyones(group, (_state(mine), self._sums()), "compare what ranks begin with")
-            wrong += _differing_parameters([message[0] for message in messages], group)
-            differing += _differing([message[1] for message in messages])
+            messages = _gather_from_all(group, (_sum_buckets(mine), self._sums()), "compare what ranks begin with")
+            wrong += _find_differing_params([message[0] for message in messages], group)
+            differing += _find_differing([message[1] for message in messages])
         if wrong:
             raise RankError(
-                f"ranks begin with different parameters: {_listed(wrong)}",
+                f"ranks begin with different parameters: {_join_names(wrong)}",
                 rank=dist.get_rank(),
                 fix="Initialise with one seed, or use sync_module_states, or load one checkpoint everywhere.",
             )
         if differing:
             warnings.warn(
-                f"ranks begin with different buffers or parameters that are not sharded: {_listed(differing)}",
+                f"ranks begin with different buffers or parameters that are not sharded: {_join_names(differing)}",
                 stacklevel=2,
             )
 
@@ -247,20 +247,20 @@ class _Sum:
     part: int
 
 
-def _state(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
+def _sum_buckets(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
     found = {}
     for prefix, bucket in buckets:
-        noted = bucket.beginning
-        if noted is None:
+        initial = bucket.initial_checksums
+        if initial is None:
             continue
-        for index, (name, part) in enumerate(zip(noted.names, bucket.local_shards, strict=True)):
+        for index, (name, part) in enumerate(zip(initial.names, bucket.local_shards, strict=True)):
             now = checksum(part)
-            full = None if noted.full is None else noted.full[index]
-            found[f"{prefix}.{name}" if prefix else name] = _Sum(full, now != noted.parts[index], now)
+            full = None if initial.full is None else initial.full[index]
+            found[f"{prefix}.{name}" if prefix else name] = _Sum(full, now != initial.parts[index], now)
     return found
 
 
-def _differing_parameters(messages: Sequence[Mapping[str, _Sum]], group: ShardGroup) -> list[str]:
+def _find_differing_params(messages: Sequence[Mapping[str, _Sum]], group: ShardGroup) -> list[str]:
     """Return the names of parameters with different initial values, or of which replicas differ now.
 
     If a parameter was loaded or initialized after it was sharded, only its replicas are compared.
@@ -275,26 +275,26 @@ def _differing_parameters(messages: Sequence[Mapping[str, _Sum]], group: ShardGr
     return wrong
 
 
-def _differing(messages: Sequence[Mapping[str, int]]) -> list[str]:
+def _find_differing(messages: Sequence[Mapping[str, int]]) -> list[str]:
     return [name for name in messages[0] if len({message.get(name) for message in messages}) > 1]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     names = list(dict.fromkeys(names))
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 @dataclass
-class Comparison:
+class RankComparison:
     """All that ranks compare in debug mode.
 
     Attributes:
-        order: What each is about to do.
-        beginning: What each begins with; None once that was compared.
+        order: The next collective of each rank.
+        replicas: Initial parameters; None after they were compared.
     """
 
     order: OrderCheck
-    beginning: ReplicaCheck | None
+    replicas: ReplicaCheck | None
 
     def forward_begins(self) -> None:
         """The root is about to compute: before the first time, compare what ranks begin with. Collective.
@@ -302,7 +302,7 @@ class Comparison:
         Raises:
             RankError: Parameters differ between ranks; raised on all of them.
         """
-        if self.beginning is not None:
-            self.beginning.compare()
-            self.beginning = None
+        if self.replicas is not None:
+            self.replicas.compare()
+            self.replicas = None
         self.order.forward_begins()

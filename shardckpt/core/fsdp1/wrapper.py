@@ -118,7 +118,7 @@ class FullyShardedDataParallel(StateStatics):
         register_with_torch_dcp()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         _warn_about_containers(module)
-        ignored = Ignored.of(module, ignored_modules, ignored_states, FullyShardedDataParallel)
+        ignored = Ignored.from_arguments(module, ignored_modules, ignored_states, FullyShardedDataParallel)
         self._group = process_groups.resolve(strategy, process_group, device_mesh, by_hand=auto_wrap_policy is None)
         self._device_mesh = device_mesh
         self._inter_node_pg = self._group.replicate if strategy.is_hybrid else None
@@ -261,8 +261,8 @@ class FullyShardedDataParallel(StateStatics):
     def _build_registration(
         self, module: nn.Module, name: Name, members: list[ParamInfo], index: int, config: UnitConfig
     ) -> ParamRegistration:
-        placed = tensor_parallel.build_tp_params(members)
-        spec = ShardSpec(aligned=self._use_orig_params, keeps_full=config.keeps_full, placed=placed, flat=True)
+        placements = tensor_parallel.build_tp_params(members)
+        spec = ShardSpec(aligned=self._use_orig_params, keeps_full=config.keeps_full, placements=placements, flat=True)
         bucket = Bucket(members, self._group, name, spec, config.precision, config.offload)
         if self._use_orig_params:
             tensor_parallel.register_local_tensors(members)

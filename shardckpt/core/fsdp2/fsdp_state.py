@@ -28,7 +28,7 @@ from shardckpt.core.modules.fqn_and_params import (
     ties_below,
     walk,
 )
-from shardckpt.core.params.mesh_placement import DataParallelMeshInfo, Placed, ShardPlacementFn, place
+from shardckpt.core.params.mesh_placement import DataParallelMeshInfo, MeshPlacement, ShardPlacementFn, place_param
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.tensor_extension import ExtensionBucket, needs_extension
 from shardckpt.core.registration.base import ParamRegistration
@@ -136,13 +136,13 @@ class FSDPState:
     def _build_unit(self) -> FSDPUnit:
         managed = managed_parameters(self._one_module, self._excluded_params)
         name = Name(", ".join(type(module).__name__ for module in self.modules))
-        sets: dict[tuple[Any, ...], list[tuple[ParamInfo, Placed]]] = {}
+        sets: dict[tuple[Any, ...], list[tuple[ParamInfo, MeshPlacement]]] = {}
         for each in managed:
-            placed = place(each.fqn, each.parameter, self._options.info, self._options.choose)
-            alone = id(each) if needs_extension(placed.local(each.parameter)) else None
-            key = (each.parameter.dtype, each.parameter.requires_grad, id(placed.info), placed.dim is None, alone)
-            sets.setdefault(key, []).append((each, placed))
-        _check_meshes([placed for members in sets.values() for _, placed in members])
+            placement = place_param(each.fqn, each.parameter, self._options.info, self._options.choose)
+            alone = id(each) if needs_extension(placement.local(each.parameter)) else None
+            key = (each.parameter.dtype, each.parameter.requires_grad, id(placement.info), placement.dim is None, alone)
+            sets.setdefault(key, []).append((each, placement))
+        _check_meshes([placement for members in sets.values() for _, placement in members])
         self._move(managed)
         registrations = [self._build_registration(name, members) for members in sets.values()]
         buffers = mixed_precision.Buffers(self._own_modules())
@@ -175,19 +175,21 @@ class FSDPState:
         materialize.move_states([each.parameter for each in managed], device)
         materialize.move_states(buffers, device)
 
-    def _build_registration(self, name: Name, members: Sequence[tuple[ParamInfo, Placed]]) -> DTensorRegistration:
-        placed = tuple(each for _, each in members)
-        info, config = placed[0].info, self._options.config
+    def _build_registration(
+        self, name: Name, members: Sequence[tuple[ParamInfo, MeshPlacement]]
+    ) -> DTensorRegistration:
+        placements = tuple(each for _, each in members)
+        info, config = placements[0].info, self._options.config
         group = info.group
-        if placed[0].dim is None:
+        if placements[0].dim is None:
             group = ShardGroup(None, _group_of_all_ranks(info))
         count = self._options.post_forward_ranks
         neighbours = _group_for_slices(group, count) if count and group.shard else None
-        spec = ShardSpec(keeps_full=placed[0].dim is None, placed=placed, post_forward_group=neighbours)
-        kind = ExtensionBucket if needs_extension(placed[0].local(members[0][0].parameter)) else Bucket
+        spec = ShardSpec(keeps_full=placements[0].dim is None, placements=placements, post_forward_group=neighbours)
+        kind = ExtensionBucket if needs_extension(placements[0].local(members[0][0].parameter)) else Bucket
         bucket = kind([each for each, _ in members], group, name, spec, config.precision, config.offload)
         registered = ExtensionRegistration if isinstance(bucket, ExtensionBucket) else DTensorRegistration
-        return registered(bucket, name, placed)
+        return registered(bucket, name, placements)
 
     def configure(self, **changes: Any) -> None:
         """Change settings of the unit, also for when it has to be made again."""
@@ -356,10 +358,10 @@ class FSDPState:
             RootState(self.unit, [(self.unit.name, self.unit)])
 
 
-def _check_meshes(placed: Sequence[Placed]) -> None:
+def _check_meshes(placements: Sequence[MeshPlacement]) -> None:
     """Refuse two descriptions of the same ranks: they would make two buckets by mistake."""
     seen: dict[ShardGroup, DataParallelMeshInfo] = {}
-    for each in placed:
+    for each in placements:
         first = seen.setdefault(each.info.group, each.info)
         if first is not each.info:
             raise ArgumentError(

@@ -300,7 +300,7 @@ class _Inner:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class MeshPlacement:
     """One parameter over its mesh.
 
     Attributes:
@@ -361,12 +361,14 @@ class Placed:
         with torch.no_grad():
             return self._inner.local(grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshPlacement:
         """Meshes are shared, not copied."""
         return self
 
 
-def place(name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose: ShardPlacementFn | None) -> Placed:
+def place_param(
+    name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose: ShardPlacementFn | None
+) -> MeshPlacement:
     """Decide the placement of a parameter.
 
     Args:
@@ -391,7 +393,7 @@ def place(name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose
             f"(e.g. via distribute_module). Got plain tensor for parameter '{name}'.",
         )
     placement = Replicate() if dim is None else Shard(dim)
-    return Placed(info, dim, info.mesh, info.over(placement), parameter.size(), _steps(parameter.size()))
+    return MeshPlacement(info, dim, info.mesh, info.over(placement), parameter.size(), _steps(parameter.size()))
 
 
 def _chosen(
@@ -444,7 +446,7 @@ def _build_shard_placement(dim: int | None, inner: Sequence[tuple[Placement, int
     return _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
 
 
-def _place_dtensor(name: str, parameter: DTensor, info: DataParallelMeshInfo, dim: int | None) -> Placed:
+def _place_dtensor(name: str, parameter: DTensor, info: DataParallelMeshInfo, dim: int | None) -> MeshPlacement:
     own = parameter.device_mesh
     if own.device_type != info.mesh.device_type:
         raise ArgumentError(
@@ -463,10 +465,10 @@ def _place_dtensor(name: str, parameter: DTensor, info: DataParallelMeshInfo, di
     inner = _Inner(own, tuple(parameter.placements), parameter.size(), parameter.stride())
     data_parallel = _build_shard_placement(dim, [(each, own.size(at)) for at, each in enumerate(parameter.placements)])
     placements = (*info.over(data_parallel), *parameter.placements)
-    return Placed(info, dim, _joined([info.mesh, own]), placements, parameter.size(), parameter.stride(), inner)
+    return MeshPlacement(info, dim, _joined([info.mesh, own]), placements, parameter.size(), parameter.stride(), inner)
 
 
-def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshInfo, dim: int | None) -> Placed:
+def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshInfo, dim: int | None) -> MeshPlacement:
     mesh, dims = parameter.device_mesh, info.dp_mesh_dims
     assert dims is not None and mesh.mesh_dim_names is not None
     if mesh is not info.spmd_mesh:
@@ -489,7 +491,7 @@ def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshIn
         mesh, tuple(parameter.placements), parameter.size(), parameter.stride(), frozenset((*shard, *copies))
     )
     placed_on, placements = _sharded_on_everything(parameter, info, dim, shard, copies)
-    return Placed(info, dim, placed_on, placements, parameter.size(), parameter.stride(), inner)
+    return MeshPlacement(info, dim, placed_on, placements, parameter.size(), parameter.stride(), inner)
 
 
 def _sharded_on_everything(

@@ -22,7 +22,7 @@ from shardckpt.core.params.gradient_reduction import GradientReducer, ReducedGra
 from shardckpt.layout import ALIGNMENT, Layout
 
 
-class Placed(Protocol):
+class ParamPlacement(Protocol):
     """Placement of one parameter on a mesh; a bucket sees plain local tensors only."""
 
     @property
@@ -49,14 +49,14 @@ class ShardSpec:
     Attributes:
         aligned: In a flat layout, whether each parameter begins at a multiple of 16 bytes of the type computed in.
         keeps_full: Every rank keeps everything.
-        placed: Placement of each parameter on a mesh, sharded along a dimension; empty for plain, flat parameters.
-        flat: Shard them as flat parameters, even if `placed` says how the module sees them.
+        placements: Placement of each parameter on a mesh, sharded along a dimension; empty for plain, flat parameters.
+        flat: Shard them as flat parameters, even if `placements` says how the module sees them.
         post_forward_group: Ranks to reshard to after forward (`reshard_after_forward` as a number); None for none.
     """
 
     aligned: bool = False
     keeps_full: bool = False
-    placed: tuple[Placed, ...] = ()
+    placements: tuple[ParamPlacement, ...] = ()
     flat: bool = False
     post_forward_group: dist.ProcessGroup | None = None
 
@@ -70,14 +70,14 @@ class _UnshardedParams:
     def __init__(
         self,
         packing: Packing,
-        placed: Sequence[Placed],
+        placements: Sequence[ParamPlacement],
         buffer: ResizableStorage,
         trains: Sequence[bool],
         watch: GradientWatch,
     ) -> None:
         self.buffer = buffer
         self.views = packing.views(buffer.tensor.data)
-        shown = [p.full(v) for p, v in zip(placed, self.views, strict=True)] if placed else self.views
+        shown = [p.full(v) for p, v in zip(placements, self.views, strict=True)] if placements else self.views
         self.params = tuple(nn.Parameter(v, requires_grad=False) for v in shown)
         self._watch = watch
         self._watched: set[int] = set()
@@ -128,13 +128,13 @@ class Bucket:
         self.members = tuple(members)
         self.group = group
         self.keeps_full = spec.keeps_full
-        self._placed = spec.placed
+        self._placements = spec.placements
         self._post_forward_group = ShardGroup(spec.post_forward_group) if spec.post_forward_group is not None else None
         self._precision = precision
         self._offload = offload
         values = [each.parameter.detach() for each in members]
-        if spec.placed:
-            values = [place.local(value) for place, value in zip(spec.placed, values, strict=True)]
+        if spec.placements:
+            values = [place.local(value) for place, value in zip(spec.placements, values, strict=True)]
         self.trainable = members[0].parameter.requires_grad
         self.compute_device = values[0].device
         self.packing = self._build_packing(values, spec)
@@ -153,7 +153,7 @@ class Bucket:
         self.is_unsharded = self.aliased
         self._comms = CustomCollectives()
         self._reducer = GradientReducer(self.packing, group, name, keeps_full=spec.keeps_full)
-        self.beginning = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
+        self.initial_checksums = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
         """Return a bucket of the copied parameters, over the same ranks, without gradients."""
@@ -177,7 +177,7 @@ class Bucket:
     def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec) -> Packing:
         names = [member.fqn for member in self.members]
         aliases = [tuple(place.fqn for place in member.places[1:]) for member in self.members]
-        dims = [place.dim for place in spec.placed]
+        dims = [place.dim for place in spec.placements]
         if not dims or spec.keeps_full or spec.flat:
             itemsize = self._precision.computed(values[0].dtype).itemsize
             alignment = max(1, ALIGNMENT // itemsize) if spec.aligned else 1
@@ -188,13 +188,13 @@ class Bucket:
         """Make the full parameters, without their values unless they are the shard."""
         if self.aliased:
             return _UnshardedParams(
-                self.packing, self._placed, ResizableStorage.from_tensor(self.shard), trains, self.watch
+                self.packing, self._placements, ResizableStorage.from_tensor(self.shard), trains, self.watch
             )
         return self._build_freed(self.compute_dtype, trains)
 
     def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _UnshardedParams:
         buffer = ResizableStorage(self.packing.unsharded_numel, dtype, self.compute_device)
-        made = _UnshardedParams(self.packing, self._placed, buffer, trains, self.watch)
+        made = _UnshardedParams(self.packing, self._placements, buffer, trains, self.watch)
         made.buffer.free()
         return made
 
@@ -211,9 +211,9 @@ class Bucket:
         return self.packing.layout
 
     @property
-    def placed(self) -> tuple[Placed, ...]:
+    def placements(self) -> tuple[ParamPlacement, ...]:
         """Placement of each parameter on a mesh; empty if all are plain."""
-        return self._placed
+        return self._placements
 
     @property
     def dtype(self) -> torch.dtype:
@@ -248,14 +248,14 @@ class Bucket:
 
     def wrap_unsharded(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Wrap a full value as the module's parameter: a DTensor with tensor parallelism."""
-        return self._placed[index].full(value) if self._placed else value
+        return self._placements[index].full(value) if self._placements else value
 
     @property
     def is_full_precision(self) -> bool:
         """Return True if the full parameters have the dtype of the shard."""
         return self._full_precision is not None or self.compute_dtype == self.dtype
 
-    def differs(self, *, full_precision: bool) -> bool:
+    def has_wrong_dtype(self, *, full_precision: bool) -> bool:
         """Return True if the full parameters do not have the wanted dtype: the shard's or `compute_dtype`."""
         return self.is_full_precision != (full_precision or self.compute_dtype == self.dtype)
 
@@ -322,15 +322,17 @@ class Bucket:
             kind: Class of the new bucket.
             indices: The members.
         """
-        placed = tuple(self._placed[index] for index in indices)
+        placements = tuple(self._placements[index] for index in indices)
         for index in indices:
             full, leaf = self.unsharded_tensors[index], self.unsharded_params[index]
             empty = torch.empty_strided(full.shape, full.stride(), dtype=self.dtype, device="meta")
-            stand_in = nn.Parameter(placed[0].full(empty) if placed else empty, requires_grad=leaf.requires_grad)
+            stand_in = nn.Parameter(
+                placements[0].full(empty) if placements else empty, requires_grad=leaf.requires_grad
+            )
             stand_in.__dict__.update(leaf.__dict__)
             self.members[index].replace(stand_in)
         post_forward_group = None if self._post_forward_group is None else self._post_forward_group.shard
-        spec = ShardSpec(keeps_full=self.keeps_full, placed=placed, post_forward_group=post_forward_group)
+        spec = ShardSpec(keeps_full=self.keeps_full, placements=placements, post_forward_group=post_forward_group)
         members = [self.members[index] for index in indices]
         made = kind(members, self.group, self.name, spec, self._precision, self._offload)
         made.set_collectives(hook=self.hook, comms=self._comms, group=self._reducer.group)
@@ -454,16 +456,16 @@ class Bucket:
         if self._full_precision_before is not None:
             grads = [leaf.grad for leaf in self._full_precision_before.params]
             found = [ours if other is None else _sum(other, ours) for ours, other in zip(found, grads, strict=True)]
-        if not self._placed:
+        if not self._placements:
             return found
-        pairs = zip(self._placed, found, strict=True)
-        return [None if grad is None else placed.gradient(grad) for placed, grad in pairs]
+        pairs = zip(self._placements, found, strict=True)
+        return [None if grad is None else placement.gradient(grad) for placement, grad in pairs]
 
     def unsharded_gradients(self) -> list[torch.Tensor | None]:
         """Return the leaves' gradients as plain tensors, which are what the leaves have from now on."""
         found = self.gradients
-        for placed, leaf, grad in zip(self._placed, self._full.params, found, strict=False):
-            leaf.grad = None if grad is None else placed.full(grad)
+        for placement, leaf, grad in zip(self._placements, self._full.params, found, strict=False):
+            leaf.grad = None if grad is None else placement.full(grad)
         return found
 
     def set_collectives(

@@ -19,7 +19,7 @@ from shardckpt.boxes import chunk_range
 from shardckpt.core.comm.collectives import Pending
 from shardckpt.core.comm.streams import ResizableStorage, await_gather, gathering
 from shardckpt.core.params.buffer_layout import Packing
-from shardckpt.core.params.mesh_placement import Placed
+from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.errors import ShardckptError
@@ -126,8 +126,8 @@ class ExtensionBucket(Bucket):
     _metadata: Any = None
     _local: torch.Tensor | None = None
 
-    def ask(self, local: torch.Tensor) -> None:
-        """Gather from now on by the functions of a tensor around this rank's part: its class's, or its own.
+    def set_extended_tensor(self, local: torch.Tensor) -> None:
+        """Gather by the functions of a tensor around this rank's shard: its class's, or its own.
 
         Args:
             local: The tensor.
@@ -148,11 +148,11 @@ class ExtensionBucket(Bucket):
         return local
 
     def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec) -> Packing:
-        if [place.dim for place in spec.placed] != [0]:
+        if [place.dim for place in spec.placements] != [0]:
             raise ExtensionError(
                 "a tensor subclass with all-gather extensions can be sharded along dimension 0 only",
                 where=self.members[0].fqn,
-                found=spec.placed[0].dim,
+                found=spec.placements[0].dim,
             )
         return super()._build_packing(values, spec)
 
@@ -220,10 +220,10 @@ class ExtensionBucket(Bucket):
             self.watch.watch(self._shown)
 
     @property
-    def _placement(self) -> Placed:
-        placed = self._placed[0]
-        assert isinstance(placed, Placed), "fully_shard places parameters"
-        return placed
+    def _placement(self) -> MeshPlacement:
+        placement = self._placements[0]
+        assert isinstance(placement, MeshPlacement), "fully_shard places parameters"
+        return placement
 
     def start_all_gather(self, *, full_precision: bool = False) -> bool:
         """Start the all-gather of what `fsdp_pre_all_gather` returns. Collective."""

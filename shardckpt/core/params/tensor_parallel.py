@@ -95,7 +95,7 @@ def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
     Raises:
         ArgumentError: There is more than one.
     """
-    meshes = [each.mesh for bucket in buckets for each in bucket.placed if isinstance(each, TPShardedParam)]
+    meshes = [each.mesh for bucket in buckets for each in bucket.placements if isinstance(each, TPShardedParam)]
     if any(mesh != meshes[0] for mesh in meshes):
         raise ArgumentError("the units of one tree have DTensors on several meshes", found=set(map(str, meshes)))
     return meshes[0] if meshes else None
@@ -109,7 +109,7 @@ def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
         mesh: The tensor-parallel mesh.
     """
     plain: tuple[LocalParam, ...] = (LocalParam(),) * len(bucket.members)
-    found = [each for each in bucket.placed if isinstance(each, LocalParam)] or plain
+    found = [each for each in bucket.placements if isinstance(each, LocalParam)] or plain
     return [each.count_replicas(mesh) for each in found]
 
 

@@ -13,7 +13,7 @@ from shardckpt.core.modules.fqn_and_params import Name, find_user_param
 from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.gradient_reduction import ReducedGrad
-from shardckpt.core.params.param_bucket import Bucket, Placed
+from shardckpt.core.params.param_bucket import Bucket, ParamPlacement
 from shardckpt.core.params.tensor_extension import ExtensionBucket, is_extended, is_possibly_extended, move_functions
 from shardckpt.core.registration.base import ParamRegistration, PerParamRegistration
 
@@ -24,12 +24,12 @@ class DTensorRegistration(PerParamRegistration):
     Args:
         bucket: The bucket.
         unit: Name of the unit, for messages.
-        placed: Placement of each parameter on the mesh.
+        placements: Placement of each parameter on the mesh.
     """
 
-    def __init__(self, bucket: Bucket, unit: Name, placed: Sequence[Placed]) -> None:
+    def __init__(self, bucket: Bucket, unit: Name, placements: Sequence[ParamPlacement]) -> None:
         super().__init__(bucket, unit, ())
-        self._placed = tuple(placed)
+        self._placements = tuple(placements)
         self._parameters = [self._build_parameter(i) for i in range(len(bucket.members))]
         for member in bucket.members:
             member.forget()
@@ -38,21 +38,21 @@ class DTensorRegistration(PerParamRegistration):
     def _build_parameter(self, index: int) -> nn.Parameter:
         member = self.bucket.members[index]
         made = nn.Parameter(
-            self._placed[index].sharded(self._views[index]), requires_grad=member.parameter.requires_grad
+            self._placements[index].sharded(self._views[index]), requires_grad=member.parameter.requires_grad
         )
         for each in (made, self.bucket.unsharded_params[index]):
             each.__dict__.update(_user_attributes(member.parameter))
         return made
 
     @property
-    def placed(self) -> tuple[Placed, ...]:
+    def placements(self) -> tuple[ParamPlacement, ...]:
         """Placement of each parameter on the mesh."""
-        return self._placed
+        return self._placements
 
     def copy_parameters(self, memo: dict[int, Any]) -> None:
         """Copy the DTensors."""
-        for parameter, placed, view in zip(self._parameters, self._placed, self._views, strict=True):
-            made = nn.Parameter(placed.sharded(view.clone()), requires_grad=parameter.requires_grad)
+        for parameter, placement, view in zip(self._parameters, self._placements, self._views, strict=True):
+            made = nn.Parameter(placement.sharded(view.clone()), requires_grad=parameter.requires_grad)
             memo.setdefault(id(parameter), made)
 
     def _get_local_data(self) -> list[torch.Tensor]:
@@ -61,8 +61,8 @@ class DTensorRegistration(PerParamRegistration):
 
     def _reset_data(self) -> None:
         """Wrap the views in the DTensors again; the objects stay, as an optimizer may hold them."""
-        for parameter, placed, view in zip(self._parameters, self._placed, self._views, strict=True):
-            renewed = nn.Parameter(placed.sharded(view), requires_grad=parameter.requires_grad)
+        for parameter, placement, view in zip(self._parameters, self._placements, self._views, strict=True):
+            renewed = nn.Parameter(placement.sharded(view), requires_grad=parameter.requires_grad)
             renewed.__dict__.update(parameter.__dict__)
             renewed.grad = parameter.grad
             torch.utils.swap_tensors(parameter, renewed)  # type: ignore[no-untyped-call]
@@ -102,7 +102,7 @@ class DTensorRegistration(PerParamRegistration):
 
     def _select(self, kind: type[DTensorRegistration], of: type[Bucket], indices: Sequence[int]) -> DTensorRegistration:
         device = self.bucket.compute_device
-        made = kind(self.bucket.select(of, indices), self._unit, [self._placed[index] for index in indices])
+        made = kind(self.bucket.select(of, indices), self._unit, [self._placements[index] for index in indices])
         made._parameters = [self._parameters[index] for index in indices]
         made.register_sharded()
         made.pull_user_changes()
@@ -112,9 +112,11 @@ class DTensorRegistration(PerParamRegistration):
     def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add each parameter's part to its gradient; nothing for what no rank used."""
         parts = self.bucket.split_shard(reduced.gradient)
-        for parameter, placed, grad, used in zip(self._parameters, self._placed, parts, reduced.used, strict=True):
+        for parameter, placement, grad, used in zip(
+            self._parameters, self._placements, parts, reduced.used, strict=True
+        ):
             if used:
-                add_gradient_to(parameter, placed.sharded(grad))
+                add_gradient_to(parameter, placement.sharded(grad))
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return this rank's part of each parameter's gradient."""
@@ -122,19 +124,19 @@ class DTensorRegistration(PerParamRegistration):
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Set each parameter's gradient."""
-        for parameter, placed, part in zip(self._parameters, self._placed, parts, strict=True):
-            copy_gradient(parameter, None if part is None else placed.sharded(part))
+        for parameter, placement, part in zip(self._parameters, self._placements, parts, strict=True):
+            copy_gradient(parameter, None if part is None else placement.sharded(part))
 
     def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
         """Register full parameters instead of the DTensors, with their attributes."""
-        rows = zip(self._parameters, self._placed, values, gradients or [None] * len(values), strict=True)
+        rows = zip(self._parameters, self._placements, values, gradients or [None] * len(values), strict=True)
         made = []
-        for parameter, placed, value, grad in rows:
-            full = nn.Parameter(placed.full(value), requires_grad=parameter.requires_grad)
+        for parameter, placement, value, grad in rows:
+            full = nn.Parameter(placement.full(value), requires_grad=parameter.requires_grad)
             full.__dict__.update(parameter.__dict__)
-            assign_gradient(full, None if grad is None else placed.full(grad))
+            assign_gradient(full, None if grad is None else placement.full(grad))
             made.append(full)
         self._register(made)
         self._allow_forward()
@@ -158,13 +160,13 @@ class ExtensionRegistration(DTensorRegistration):
     Args:
         bucket: The bucket.
         unit: Name of the unit, for messages.
-        placed: Placement of the parameter on the mesh.
+        placements: Placement of the parameter on the mesh.
     """
 
     _bound_local: torch.Tensor | None = None
 
-    def __init__(self, bucket: Bucket, unit: Name, placed: Sequence[Placed]) -> None:
-        super().__init__(bucket, unit, placed)
+    def __init__(self, bucket: Bucket, unit: Name, placements: Sequence[ParamPlacement]) -> None:
+        super().__init__(bucket, unit, placements)
         self._bind_local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
@@ -206,7 +208,7 @@ class ExtensionRegistration(DTensorRegistration):
         bucket = self.bucket
         assert isinstance(bucket, ExtensionBucket), "its local tensor says what is gathered"
         self._bound_local = _get_local_tensor(self._parameters[0])
-        bucket.ask(self._bound_local)
+        bucket.set_extended_tensor(self._bound_local)
 
 
 def _is_dense(local: torch.Tensor) -> bool:

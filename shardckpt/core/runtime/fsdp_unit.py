@@ -459,7 +459,7 @@ class FSDPUnit:
             self.full_precision = self.runs_in_full_precision
             self.phase = Phase.FORWARD
         for each in self.params.active:
-            if each.bucket.has_unsharded_storage and each.bucket.differs(full_precision=self.full_precision):
+            if each.bucket.has_unsharded_storage and each.bucket.has_wrong_dtype(full_precision=self.full_precision):
                 self.reshard()  # kept by a forward in the other mode, or gathered ahead for one
                 break
         self.unshard(full_precision=self.full_precision)

@@ -55,7 +55,7 @@ class RootState:
         self._has_kept_params = False
         for name, unit in units:
             unit.attach(self, name)
-        self.compares_ranks = rank_checks.detailed()
+        self.compares_ranks = rank_checks.is_debug_mode()
         self._rank_checks = _build_rank_checks(root, self.units) if self.compares_ranks else None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -333,7 +333,7 @@ class RootState:
             unit.reset_after_error()
 
 
-def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks.Comparison:
+def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks.RankComparison:
     """Build the checks that compare ranks in debug mode."""
     groups = [unit.buckets[0].group if unit.buckets else None for unit in units]
     sharded = {parameter for unit in units for each in unit.registrations for parameter in each.parameters}
@@ -343,7 +343,7 @@ def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks
         full.update((clean(name), each) for name, each in module.named_buffers())
     buckets = [("" if unit is root else unit.name, each) for unit in units for each in unit.buckets]
     order = rank_checks.OrderCheck([unit.name for unit in units], groups)
-    return rank_checks.Comparison(order, rank_checks.ReplicaCheck(buckets, full))
+    return rank_checks.RankComparison(order, rank_checks.ReplicaCheck(buckets, full))
 
 
 def _transform_error(unit: FSDPUnit) -> TransformError:

@@ -26,7 +26,7 @@ class Ignored:
     parameters: set[nn.Parameter]
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         root: nn.Module,
         ignored_modules: Iterable[nn.Module] | None,
@@ -48,7 +48,7 @@ class Ignored:
         if ignored_modules is not None and ignored_states is not None:
             raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time")
         if ignored_states is None:
-            return cls._of_modules(root, ignored_modules, sharded)
+            return cls._from_modules(root, ignored_modules, sharded)
         states: list[Any] = list(ignored_states)
         if states and all(isinstance(each, nn.Parameter) for each in states):
             return cls(set(), set(states))
@@ -56,10 +56,10 @@ class Ignored:
             raise ArgumentError(
                 f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
             )
-        return cls._of_modules(root, states, sharded)
+        return cls._from_modules(root, states, sharded)
 
     @classmethod
-    def _of_modules(cls, root: nn.Module, given: Iterable[nn.Module] | None, sharded: type[nn.Module]) -> Ignored:
+    def _from_modules(cls, root: nn.Module, given: Iterable[nn.Module] | None, sharded: type[nn.Module]) -> Ignored:
         try:
             modules = list(given or ())
         except TypeError as error:

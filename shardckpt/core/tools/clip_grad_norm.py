@@ -94,10 +94,12 @@ def clip_units(
         raise ArgumentError("the order of a norm is positive", where="clip_grad_norm_", found=norm_type)
     ranked = [each for unit in units for registration in unit.registrations for each in _optimizer_params(registration)]
     _refuse_unsynced([parameter for parameter, _ in ranked])
-    widest = max([_Ranks.of_group(around), *(ranks for _, ranks in ranked)], key=lambda ranks: ranks.count)
+    widest = max([_Ranks.from_group(around), *(ranks for _, ranks in ranked)], key=lambda ranks: ranks.count)
     mesh = get_tp_mesh(bucket for unit in units for bucket in unit.buckets)
     if mesh is None:
-        parts = [_Part.of(parameter.grad, ranks.copies) for parameter, ranks in ranked if parameter.grad is not None]
+        parts = [
+            _Part.from_grad(parameter.grad, ranks.copies) for parameter, ranks in ranked if parameter.grad is not None
+        ]
     else:
         parts = [
             part
@@ -136,14 +138,14 @@ class _Ranks:
     copies: int = 1
 
     @classmethod
-    def of_dtensor(cls, tensor: DTensor) -> _Ranks:
+    def from_dtensor(cls, tensor: DTensor) -> _Ranks:
         mesh = tensor.device_mesh
         replicas = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
         groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
         return cls(groups, mesh.size(), math.prod(replicas))
 
     @classmethod
-    def of_group(cls, group: ShardGroup) -> _Ranks:
+    def from_group(cls, group: ShardGroup) -> _Ranks:
         groups = tuple(each for each in (group.shard, group.replicate) if each is not None)
         return cls(groups, group.world, group.replicas)
 
@@ -166,7 +168,7 @@ class _Part:
     copies: int
 
     @classmethod
-    def of(cls, grad: torch.Tensor, copies: int) -> _Part:
+    def from_grad(cls, grad: torch.Tensor, copies: int) -> _Part:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         return cls(local.detach(), copies)
 
@@ -183,8 +185,8 @@ def _optimizer_params(registration: ParamRegistration) -> list[tuple[nn.Paramete
     """Return the parameters that an optimizer gets, with their ranks."""
     parameters = registration.parameters
     if parameters and isinstance(parameters[0].data, DTensor):
-        return [(each, _Ranks.of_dtensor(cast("DTensor", each.data))) for each in parameters]
-    ranks = _Ranks.of_group(registration.bucket.group)
+        return [(each, _Ranks.from_dtensor(cast("DTensor", each.data))) for each in parameters]
+    ranks = _Ranks.from_group(registration.bucket.group)
     return [(each, ranks) for each in parameters]
 
 
@@ -192,7 +194,7 @@ def _parts_over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[
     """Return a flat unit's gradient of each parameter, as tensor parallelism shards some of them."""
     replicas = registration.bucket.group.replicas
     rows = zip(registration.gradients(), count_tp_replicas(registration.bucket, mesh), strict=True)
-    return [_Part.of(grad, replicas * copies) for grad, copies in rows if grad is not None]
+    return [_Part.from_grad(grad, replicas * copies) for grad, copies in rows if grad is not None]
 
 
 def _reduce_locally(parts: Sequence[_Part], order: float, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ class EngineDTensorAdapter(EngineBucketAdapter):
 
     def __init__(self, registration: DTensorRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
         super().__init__(registration, names, ranks)
-        self._placed = registration.placed
+        self._placed = registration.placements
 
     @property
     def has_parts_everywhere(self) -> bool:

@@ -21,7 +21,7 @@ from shardckpt.layout import DimLayout, ParamSpec
 SHAPES = [(8, 4), (5, 3), (1, 7), (3,), (2, 3, 5), (0, 4)]
 
 
-def box(placed: mesh_placement.Placed, local: torch.Tensor) -> torch.Tensor:
+def box(placed: mesh_placement.MeshPlacement, local: torch.Tensor) -> torch.Tensor:
     """This rank's box of a local tensor, as a bucket cuts it."""
     if placed.dim is None:
         return local.clone()
@@ -42,7 +42,7 @@ def whole(shape: tuple[int, ...]) -> torch.Tensor:
 def joined(parameter: nn.Parameter, info: mesh_placement.DataParallelMeshInfo, dim: int | None = None) -> Any:
     """Place, cut, and gather again."""
     choose = None if dim is None else lambda _: Shard(dim)
-    placed = mesh_placement.place("p", parameter, info, choose)
+    placed = mesh_placement.place_param("p", parameter, info, choose)
     made = placed.sharded(box(placed, placed.local(parameter)))
     return made, made.full_tensor()
 
@@ -77,7 +77,7 @@ def test_the_sharded_tensor_aliases_the_box_and_the_full_one_what_was_gathered()
         info = mesh_placement.mesh_info(mesh["dp"])
         tp = nn.Parameter(distribute_tensor(whole((4, 4)), mesh["tp"], [Shard(1)]))
         for parameter in (nn.Parameter(whole((4, 4))), tp):
-            placed = mesh_placement.place("p", parameter, info, None)
+            placed = mesh_placement.place_param("p", parameter, info, None)
             held = box(placed, placed.local(parameter))
             gathered = placed.local(parameter).clone()
             sharded, full = placed.sharded(held), placed.full(gathered)
@@ -194,7 +194,7 @@ def test_a_gradient_is_laid_as_its_parameter_is() -> None:
     def body(rank: int, world: int) -> None:
         mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
         parameter = nn.Parameter(distribute_tensor(whole((4, 4)), mesh["tp"], [Shard(0)]))
-        placed = mesh_placement.place("p", parameter, mesh_placement.mesh_info(mesh["dp"]), None)
+        placed = mesh_placement.place_param("p", parameter, mesh_placement.mesh_info(mesh["dp"]), None)
         partial = DTensor.from_local(whole((4, 4)), mesh["tp"], [Partial()], run_check=False)
         expected = 2 * whole((4, 4))[2 * rank : 2 * rank + 2]
         assert torch.equal(placed.gradient(partial) + 0, expected)
@@ -209,7 +209,7 @@ def test_data_parallel_dimensions_of_a_gradient_are_left_to_the_reduction() -> N
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
         info = mesh_placement.mesh_info(mesh, mesh_placement.DataParallelMeshDims(shard="dp"))
         parameter = nn.Parameter(distribute_tensor(whole((4, 4)), mesh, [Replicate()]))
-        placed = mesh_placement.place("p", parameter, info, None)
+        placed = mesh_placement.place_param("p", parameter, info, None)
         partial = DTensor.from_local(torch.full((4, 4), float(rank)), mesh, [Partial()], run_check=False)
         with harness.recorded() as calls:
             assert torch.equal(placed.gradient(partial), torch.full((4, 4), float(rank)))
@@ -238,13 +238,17 @@ def test_what_cannot_be_placed_is_refused_with_the_listed_types() -> None:
             ValueError, "mesh_dim_names", lambda: mesh_placement.mesh_info(init_device_mesh("cpu", (world,)), dims("a"))
         )
         refused(ValueError, "'a' not found", lambda: mesh_placement.mesh_info(line, dims("a")))
-        refused(ValueError, "plain tensor", lambda: mesh_placement.place("p", matrix, everything, None))
-        refused(ValueError, "Expected Replicate", lambda: mesh_placement.place("p", cut, everything, None))
-        refused(AssertionError, "invalid for 2D", lambda: mesh_placement.place("p", matrix, info, lambda _: Shard(2)))
+        refused(ValueError, "plain tensor", lambda: mesh_placement.place_param("p", matrix, everything, None))
+        refused(ValueError, "Expected Replicate", lambda: mesh_placement.place_param("p", cut, everything, None))
+        refused(
+            AssertionError, "invalid for 2D", lambda: mesh_placement.place_param("p", matrix, info, lambda _: Shard(2))
+        )
         other = mesh_placement.mesh_info(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), dims(shard="dp"))
         copied = nn.Parameter(distribute_tensor(whole((4, 4)), line, [Replicate()]))
-        refused(ValueError, "same mesh", lambda: mesh_placement.place("p", copied, other, None))
-        refused(ValueError, "Invalid shard_placement_fn", lambda: mesh_placement.place("p", matrix, info, lambda _: 1))
+        refused(ValueError, "same mesh", lambda: mesh_placement.place_param("p", copied, other, None))
+        refused(
+            ValueError, "Invalid shard_placement_fn", lambda: mesh_placement.place_param("p", matrix, info, lambda _: 1)
+        )
         assert issubclass(ArgumentError, ValueError)
 
     harness.run(2, body)
@@ -252,7 +256,7 @@ def test_what_cannot_be_placed_is_refused_with_the_listed_types() -> None:
 
 def test_a_copied_placement_shares_its_mesh() -> None:
     def body(rank: int, world: int) -> None:
-        placed = mesh_placement.place(
+        placed = mesh_placement.place_param(
             "p", nn.Parameter(whole((4,))), mesh_placement.mesh_info(init_device_mesh("cpu", (world,))), None
         )
         assert copy.deepcopy(placed) is placed
