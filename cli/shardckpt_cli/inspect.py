@@ -21,7 +21,7 @@ def inspect(
     shapes_from: options.FlatShapesFrom = "",
     base: options.Base = None,
 ) -> None:
-    """Show what a checkpoint holds, from headers and metadata alone."""
+    """Show the contents of a checkpoint, from headers and metadata alone."""
     import shardckpt
 
     found = shardckpt.inspect(src, shapes_from=shapes_from, base=base or ())

@@ -1,1 +1,1 @@
-"""Verbs in a job: save and load what a training run holds, on any number of ranks."""
+"""Verbs in a job: save and load the state of a training run, on any number of ranks."""

@@ -94,7 +94,7 @@ def find_bases(
 
 def _unnamed_error(step: str, folder: str) -> UsageError:
     return UsageError(
-        "the checkpoint refers to a folder on another store than its own, which nobody else has named",
+        "the checkpoint refers to a folder on another store than its own, which the caller has not named",
         where=step,
         found=folder,
         fix="If you trust it, name it: base=PLACE (--base PLACE), its place or that of a copy.",

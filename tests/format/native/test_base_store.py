@@ -187,7 +187,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def refused(step: str, base: str, opened: list[str]) -> None:
     """Nothing of the folder is looked at, the rest of the step can be used, and the message says what to do."""
     opened.clear()
-    with pytest.raises(UsageError, match="which nobody else has named") as caught:
+    with pytest.raises(UsageError, match="which the caller has not named") as caught:
         shardckpt.load(step)
     assert f"found {base}." in str(caught.value)
     with pytest.raises(UsageError):
@@ -265,7 +265,7 @@ def test_a_run_is_not_taken_for_damaged_since_nobody_named_its_base(bucket: str,
     run = shardckpt.Checkpointer(f"{bucket}/run")
     for number in (1, 2):
         run.save(number, arrays(number), base=tmp_path / "one")
-    with pytest.raises(UsageError, match="which nobody else has named"):
+    with pytest.raises(UsageError, match="which the caller has not named"):
         run.restore(arrays(0))
     assert run.restore(arrays(0), base=tmp_path / "one") == 2
 
