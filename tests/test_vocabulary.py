@@ -98,7 +98,7 @@ ALLOWED: dict[str, str] = {
 
 DOCS_BANNED: dict[str, int] = {
     "beneath": 0,
-    "cut": 2,
+    "cut": 0,
     "cuts": 0,
     "deal": 0,
     "dealing": 0,
@@ -116,24 +116,24 @@ DOCS_BANNED: dict[str, int] = {
     "lies": 0,
     "lying": 0,
     "nest": 0,
-    "nobody": 2,
+    "nobody": 0,
     "room": 0,
     "rooms": 0,
-    "said": 1,
+    "said": 0,
     "tell": 0,
     "telling": 0,
     "tells": 0,
     "told": 0,
     "whoever": 0,
-    "whole": 2,
+    "whole": 0,
 }
 """Words that the glossary replaces, with how often documents, examples and benchmarks use them."""
 
 DOCS_PHRASES: dict[str, int] = {
     r"\b(?:is|are|was|were) no\b": 0,
     r"\bLet [a-z]": 0,
-    r"\bWhat [a-z]": 4,
-    r"\bwhat (?:a|an|the|is|was|has|several|only)\b": 2,
+    r"\bWhat [a-z]": 0,
+    r"\bwhat (?:a|an|the|is|was|has|several|only)\b": 0,
     r"\bthe first rank\b": 0,
     r"\bwhere there is none\b": 0,
     r"\b(?:is|are|was|were) left out\b": 0,

@@ -37,7 +37,7 @@ OURS_ALONE = {
     "ShardPlacementResult": "what shard_placement_fn may return, which torch keeps private",
     "ShardedGradScaler": "torch has it in sharded_grad_scaler alone; here both",
     "StateProviderMissing": "an error to catch",
-    "clip_grad_norm_": "one norm for both faces, beside parameters that are not sharded (G3)",
+    "clip_grad_norm_": "one norm for both front ends, beside parameters that are not sharded (G3)",
     "iter_full_params": "full parameters, one unit gathered at a time (G16)",
     "mark_incompatible": "torch has a private contract for it",
     "sync_module_states": "torch has no such thing for fully_shard (G6)",

@@ -1,4 +1,4 @@
-"""The gaps of torch's engines (reference: G1 to G32), each closed on both faces; some have their tests elsewhere."""
+"""The gaps of torch's engines (reference: G1 to G32), each closed on both front ends; some are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faces import FACES, apart, differing, exposures, full, sharder, train, twins
+from front_ends import FRONT_ENDS, apart, build_groups, differing, full, sharder, train, twins
 from harness import mark, raised_everywhere, run, since, stored_bytes
 from models import PLAIN, WIDTH, Block, Case, FrozenMix, Stack, Unused, blocks_and_root, built, case, floats, square
 from reference import Training, adamw, clean, product, reduce_gradients, sgd
@@ -20,8 +20,8 @@ from under_test import TORCH, Strategy, core, shard
 
 pytestmark = pytest.mark.skipif(TORCH, reason="torch is wrong, or refuses")
 
-EACH = pytest.mark.parametrize("face", FACES)
-NAMED = pytest.mark.parametrize("face", ["orig", "in place"])  # those that show a parameter a name
+EACH = pytest.mark.parametrize("front_end", FRONT_ENDS)
+NAMED = pytest.mark.parametrize("front_end", ["orig", "in place"])  # those that show a parameter a name
 ENGINE = ("G1", *(f"G{n}" for n in range(2, 21)), "G27", "G28", "G29", "G32")
 CLOSE = Training(sgd).close
 
@@ -33,38 +33,38 @@ def test_every_gap_has_a_test_of_its_name():
     assert [gap for gap in ENGINE if gap.lower() not in named] == []
 
 
-def trained(which: Case, face: str, world: int = 2, how: Training | None = None, **settings) -> None:
-    """The case trains under this face as its unsharded twin does."""
+def trained(which: Case, front_end: str, world: int = 2, how: Training | None = None, **settings) -> None:
+    """The case trains under this front end as its unsharded twin does."""
 
     def body(rank, world):
         warnings.simplefilter("ignore")
-        plain, model = twins(which, face, **settings)
-        return train(which, model, plain, how or Training(sgd, steps=2), face)
+        plain, model = twins(which, front_end, **settings)
+        return train(which, model, plain, how or Training(sgd, steps=2), front_end)
 
     assert run(world, body) == [[]] * world
 
 
-def trained_in_each(cases: list[tuple[Case, dict]], face: str, how: Training | None = None) -> None:
+def trained_in_each(cases: list[tuple[Case, dict]], front_end: str, how: Training | None = None) -> None:
     """Each case with its settings trains on two ranks as its unsharded twin does, one after the other."""
 
     def body(rank, world):
         warnings.simplefilter("ignore")
         wrong = []
         for which, settings in cases:
-            plain, model = twins(which, face, **settings)
-            found = train(which, model, plain, how or Training(sgd, steps=2), face)
+            plain, model = twins(which, front_end, **settings)
+            found = train(which, model, plain, how or Training(sgd, steps=2), front_end)
             wrong += [f"{which} with {settings}: {each}" for each in found]
         return wrong
 
     assert run(2, body) == [[]] * 2
 
 
-def one_step(model: nn.Module, plain: nn.Module, face: str, batch) -> list[str]:
+def one_step(model: nn.Module, plain: nn.Module, front_end: str, batch) -> list[str]:
     """Gradients of one batch, compared."""
     square(model(batch)).backward()
     square(plain(batch)).backward()
-    reduce_gradients(plain, exposures(model, plain, face))
-    return differing(model, plain, face, CLOSE)
+    reduce_gradients(plain, build_groups(model, plain, front_end))
+    return differing(model, plain, front_end, CLOSE)
 
 
 # ------------------------------------------------------------------------------------------------- optimizers
@@ -82,9 +82,9 @@ def decayed(named, first: str) -> list[dict]:
 
 @pytest.mark.parametrize("first", ["weight", "bias"])
 @NAMED
-def test_g1_groups_of_an_optimizer_keep_names_members_and_settings(face, first):
+def test_g1_groups_of_an_optimizer_keep_names_members_and_settings(front_end, first):
     def body(rank, world):
-        plain, model = twins(PLAIN, face)
+        plain, model = twins(PLAIN, front_end)
         optimizers = []
 
         def optimizer(parameters):
@@ -92,7 +92,7 @@ def test_g1_groups_of_an_optimizer_keep_names_members_and_settings(face, first):
             optimizers.append(torch.optim.AdamW(decayed(net.named_parameters(), first), eps=1e-4))
             return optimizers[-1]
 
-        wrong = train(PLAIN, model, plain, Training(optimizer, steps=2), face)
+        wrong = train(PLAIN, model, plain, Training(optimizer, steps=2), front_end)
         ours, theirs = ([group["param_names"] for group in each.param_groups] for each in optimizers)
         now = {clean(name): parameter for name, parameter in model.named_parameters()}
         members = [
@@ -106,18 +106,18 @@ def test_g1_groups_of_an_optimizer_keep_names_members_and_settings(face, first):
 
 
 @EACH
-def test_g14_an_optimizer_may_hold_some_parameters_only(face):
+def test_g14_an_optimizer_may_hold_some_parameters_only(front_end):
     """What it does not hold gets gradients, and keeps its value; state of what is frozen later is kept."""
 
     def body(rank, world):
-        plain, model = twins(PLAIN, face)
+        plain, model = twins(PLAIN, front_end)
 
         def optimizer(parameters):
             parameters = list(parameters)
             return torch.optim.AdamW(parameters[1::2], lr=1e-2, eps=1e-4)
 
-        if face != "flat":
-            return train(PLAIN, model, plain, Training(optimizer, steps=2), face)
+        if front_end != "flat":
+            return train(PLAIN, model, plain, Training(optimizer, steps=2), front_end)
         held = list(model.parameters())[1::2]
         before = [parameter.detach().clone() for parameter in model.parameters()]
         made = torch.optim.AdamW(held, lr=1e-2)
@@ -130,9 +130,9 @@ def test_g14_an_optimizer_may_hold_some_parameters_only(face):
 
 
 @NAMED
-def test_g14_state_of_what_is_frozen_later_is_kept(face):
+def test_g14_state_of_what_is_frozen_later_is_kept(front_end):
     def body(rank, world):
-        _, model = twins(PLAIN, face)
+        _, model = twins(PLAIN, front_end)
         optimizer = adamw(model.parameters())
         square(model(floats(rank, 0))).backward()
         optimizer.step()
@@ -163,11 +163,11 @@ def test_g14_state_of_what_is_frozen_later_is_kept(face):
 
 @NAMED
 @pytest.mark.parametrize("frees", [True, False])
-def test_g5_what_is_loaded_between_forward_and_backward_is_not_lost(face, frees):
+def test_g5_what_is_loaded_between_forward_and_backward_is_not_lost(front_end, frees):
     """It counts from the next forward on, or it is an error; it never vanishes."""
 
     def body(rank, world):
-        plain, model = twins(PLAIN, face, frees=frees)
+        plain, model = twins(PLAIN, front_end, frees=frees)
         loss = square(model(floats(rank, 0)))
         with torch.no_grad():
             for net in (model, plain):
@@ -200,46 +200,46 @@ def test_g5_a_state_dict_loaded_between_the_passes_is_not_lost(frees):
 
 
 @EACH
-def test_g7_backwards_outside_no_sync_add_up(face):
+def test_g7_backwards_outside_no_sync_add_up(front_end):
     rows = [(PLAIN, {"offload": offload}) for offload in (False, True)]
-    trained_in_each(rows, face, Training(sgd, steps=2, micro=2))
+    trained_in_each(rows, front_end, Training(sgd, steps=2, micro=2))
 
 
 @EACH
-def test_g7_several_passes_equal_one_over_all_rows_with_offload(face):
+def test_g7_several_passes_equal_one_over_all_rows_with_offload(front_end):
     def body(rank, world):
-        plain, model = twins(PLAIN, face, offload=True)
+        plain, model = twins(PLAIN, front_end, offload=True)
         batches = [floats(rank, step) for step in range(3)]
         for batch in batches:
             (square(model(batch)) / 3).backward()
         square(plain(torch.cat(batches))).backward()
-        reduce_gradients(plain, exposures(model, plain, face))
-        return differing(model, plain, face, CLOSE), {str(p.device) for p in model.parameters()}
+        reduce_gradients(plain, build_groups(model, plain, front_end))
+        return differing(model, plain, front_end, CLOSE), {str(p.device) for p in model.parameters()}
 
     assert run(2, body) == [([], {"cpu"})] * 2
 
 
 @EACH
-def test_g8_g9_any_container_and_tensors_that_left_the_engines_sight(face):
+def test_g8_g9_any_container_and_tensors_that_left_the_engines_sight(front_end):
     """A view changed in place, a container of any kind, a tensor that escaped from forward.
 
-    Over the faces full parameters are freed after forward and kept; `test_parity` has both on each face.
+    Over the front ends full parameters are freed after forward and kept; `test_parity` has both on each front end.
     """
     names = ("view changed in place", "containers", "unknown containers", "escaped tensor")
-    turn = FACES.index(face)
-    trained_in_each([(case(name), {"frees": (turn + i) % 2 == 0}) for i, name in enumerate(names)], face)
+    turn = FRONT_ENDS.index(front_end)
+    trained_in_each([(case(name), {"frees": (turn + i) % 2 == 0}) for i, name in enumerate(names)], front_end)
 
 
 # ------------------------------------------------------------------------------------- parameters of every kind
 
 
 @EACH
-def test_g10_a_tie_across_units_is_the_innermost_common_ones(face):
+def test_g10_a_tie_across_units_is_the_innermost_common_ones(front_end):
     def body(rank, world):
         warnings.simplefilter("ignore")
         which = case("tied across units")
-        plain, model = twins(which, face)
-        wrong = train(which, model, plain, Training(sgd, steps=3), face)
+        plain, model = twins(which, front_end)
+        wrong = train(which, model, plain, Training(sgd, steps=3), front_end)
         return wrong, len(list(model.parameters())), len(list(plain.parameters()))
 
     for wrong, held, _ in run(2, body):
@@ -258,13 +258,13 @@ def test_g10_a_tie_is_still_a_tie_after_training():
 
 
 @EACH
-def test_g11_scalars_train(face):
+def test_g11_scalars_train(front_end):
     """On three ranks, which divide no size evenly; `test_parity` has them on two."""
-    trained(case("scalars and strides"), face, 3)
+    trained(case("scalars and strides"), front_end, 3)
 
 
 @EACH
-def test_g11_a_unit_of_scalars_alone(face):
+def test_g11_a_unit_of_scalars_alone(front_end):
     class Scale(nn.Module):
         def __init__(self):
             super().__init__()
@@ -277,7 +277,7 @@ def test_g11_a_unit_of_scalars_alone(face):
     class Scaled(Stack):
         block = Scale
 
-    trained(Case("scalars", Scaled), face)
+    trained(Case("scalars", Scaled), front_end)
 
 
 class Quantized(nn.Module):
@@ -300,9 +300,9 @@ class QuantizedStack(Stack):
 
 
 @EACH
-def test_g12_mixed_dtypes_train_in_one_unit(face):
+def test_g12_mixed_dtypes_train_in_one_unit(front_end):
     """What low-memory fine-tuning is made of; `test_parity` has doubles and integers beside fp32."""
-    trained(Case("quantized", QuantizedStack), face)
+    trained(Case("quantized", QuantizedStack), front_end)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -319,12 +319,12 @@ def test_g12_mixed_dtypes_come_back_bit_for_bit(world):
 
 
 @EACH
-def test_g13_gradients_are_as_large_as_what_trains(face):
+def test_g13_gradients_are_as_large_as_what_trains(front_end):
     """A frozen neighbour takes no part in the reduction; freezing and thawing counts from the next iteration on."""
 
     def body(rank, world):
         torch.manual_seed(0)
-        model = blocks_and_root(FrozenMix(), sharder(face))
+        model = blocks_and_root(FrozenMix(), sharder(front_end))
         trains = sum(p.numel() for p in FrozenMix().parameters() if p.requires_grad)
         number = sum(p.requires_grad for p in FrozenMix().parameters())
         start = mark()
@@ -337,16 +337,16 @@ def test_g13_gradients_are_as_large_as_what_trains(face):
 
 
 @NAMED
-def test_g13_freezing_and_thawing_between_iterations(face):
+def test_g13_freezing_and_thawing_between_iterations(front_end):
     def body(rank, world):
-        plain, model = twins(PLAIN, face)
+        plain, model = twins(PLAIN, front_end)
         wrong = []
         for frozen in ((), ("up.weight", "last"), ("first",), ()):
             for net in (model, plain):
                 for name, parameter in net.named_parameters():
                     parameter.grad = None
                     parameter.requires_grad_(not any(part in name for part in frozen))
-            wrong += train(PLAIN, model, plain, Training(sgd, steps=1), face)
+            wrong += train(PLAIN, model, plain, Training(sgd, steps=1), front_end)
         return wrong
 
     assert run(2, body) == [[], []]
@@ -375,12 +375,12 @@ def test_g15_strides_are_those_of_the_original():
     seen = []
 
     def body(rank, world):
-        for face in FACES:
-            plain, model = twins(Case("turned", TurnedStack), face)
+        for front_end in FRONT_ENDS:
+            plain, model = twins(Case("turned", TurnedStack), front_end)
             seen.clear()
-            wrong = one_step(model, plain, face, floats(rank, 0))
+            wrong = one_step(model, plain, front_end, floats(rank, 0))
             assert wrong == [], wrong
-            assert set(seen) == {(1, 9)} or face == "in place", seen
+            assert set(seen) == {(1, 9)} or front_end == "in place", seen
         return [p.stride() for n, p in model.named_parameters() if "up.weight" in n]
 
     run(2, body)
@@ -390,43 +390,43 @@ def test_g15_strides_are_those_of_the_original():
 
 
 @EACH
-def test_g17_the_cpu_needs_to_be_told_nothing(face):
+def test_g17_the_cpu_needs_to_be_told_nothing(front_end):
     def body(rank, world):
         plain = built(PLAIN)
         apply = (
             core.fully_shard
-            if face == "in place"
-            else lambda m: core.FullyShardedDataParallel(m, use_orig_params=face == "orig")
+            if front_end == "in place"
+            else lambda m: core.FullyShardedDataParallel(m, use_orig_params=front_end == "orig")
         )
         model = blocks_and_root(copy.deepcopy(plain), apply)
-        return train(PLAIN, model, plain, Training(sgd, steps=1), face)
+        return train(PLAIN, model, plain, Training(sgd, steps=1), front_end)
 
     assert run(2, body) == [[], []]
 
 
 @EACH
-def test_g18_copies_are_independent_and_train_alike(face):
+def test_g18_copies_are_independent_and_train_alike(front_end):
     def body(rank, world):
-        plain, model = twins(PLAIN, face)
-        wrong = train(PLAIN, model, plain, Training(sgd, steps=1), face)
+        plain, model = twins(PLAIN, front_end)
+        wrong = train(PLAIN, model, plain, Training(sgd, steps=1), front_end)
         model.zero_grad()
         plain.zero_grad()
         twin, other = copy.deepcopy(model), copy.deepcopy(plain)
-        wrong += train(PLAIN, twin, other, Training(sgd, steps=2), face)
-        return wrong + train(PLAIN, model, plain, Training(adamw, steps=2), face)
+        wrong += train(PLAIN, twin, other, Training(sgd, steps=2), front_end)
+        return wrong + train(PLAIN, model, plain, Training(adamw, steps=2), front_end)
 
     assert run(2, body) == [[], []]
 
 
 @EACH
-def test_g18_an_average_over_shards_is_that_over_whole_weights(face):
+def test_g18_an_average_over_shards_is_that_over_whole_weights(front_end):
     def body(rank, world):
-        plain, model = twins(PLAIN, face)
+        plain, model = twins(PLAIN, front_end)
         means = [copy.deepcopy(model), copy.deepcopy(plain)]
         ours, theirs = sgd(model.parameters()), sgd(plain.parameters())
         wrong = []
         for step in range(3):
-            wrong += one_step(model, plain, face, floats(rank, step))
+            wrong += one_step(model, plain, front_end, floats(rank, step))
             ours.step()
             theirs.step()
             ours.zero_grad()
@@ -443,15 +443,15 @@ def test_g18_an_average_over_shards_is_that_over_whole_weights(face):
 
 
 @EACH
-def test_g19_one_rank_is_as_many_are(face):
+def test_g19_one_rank_is_as_many_are(front_end):
     """The same objects, names and freed memory as with two ranks."""
 
     def body(rank, world):
-        plain, model = twins(PLAIN, face)
+        plain, model = twins(PLAIN, front_end)
         names = [name for name, _ in model.named_parameters()]
         kinds = [type(parameter).__name__ for parameter in model.parameters()]
         start = mark()
-        wrong = train(PLAIN, model, plain, Training(sgd, steps=2), face)
+        wrong = train(PLAIN, model, plain, Training(sgd, steps=2), front_end)
         return wrong, names, kinds, mark() - start > 0
 
     alone, two = run(1, body)[0], run(2, body)[0]
@@ -482,12 +482,12 @@ def test_g20_every_kind_of_state_dict_goes_with_every_strategy_and_mesh(strategy
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 def test_g16_summoned_parameters_in_every_combination(orig):
     """Edits of rank 0, or of all ranks, are kept where they are written back, and only there."""
-    face = "orig" if orig else "flat"
+    front_end = "orig" if orig else "flat"
     rows = product(writeback=(False, True), rank0_only=(False, True), offload_to_cpu=(False, True))
 
     def after(rank: int, row: dict) -> tuple[list[str], bool]:
-        plain, model = twins(PLAIN, face)
-        wrong = one_step(model, plain, face, floats(rank, 0))
+        plain, model = twins(PLAIN, front_end)
+        wrong = one_step(model, plain, front_end, floats(rank, 0))
         with core.FullyShardedDataParallel.summon_full_params(model, with_grads=True, **row), torch.no_grad():
             if rank == 0 or not row["rank0_only"]:
                 for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -512,19 +512,19 @@ def test_g16_summoned_parameters_in_every_combination(orig):
 
 
 @EACH
-def test_g4_parameters_unused_on_some_ranks(face):
-    trained(case("used on some ranks"), face, 3)
+def test_g4_parameters_unused_on_some_ranks(front_end):
+    trained(case("used on some ranks"), front_end, 3)
 
 
 @EACH
-def test_g4_parameters_unused_everywhere(face):
-    trained(Case("unused", Unused), face)
+def test_g4_parameters_unused_everywhere(front_end):
+    trained(Case("unused", Unused), front_end)
 
 
 @EACH
-def test_g28_a_submodule_called_outside_its_unit_names_unit_and_way_out(face):
+def test_g28_a_submodule_called_outside_its_unit_names_unit_and_way_out(front_end):
     def body(rank, world):
-        _, model = twins(PLAIN, face)
+        _, model = twins(PLAIN, front_end)
         square(model(floats(rank, 0))).backward()
         inner = getattr(model.blocks[1], "module", model.blocks[1])
         inner.up(torch.ones(2, WIDTH))
@@ -536,13 +536,13 @@ def test_g28_a_submodule_called_outside_its_unit_names_unit_and_way_out(face):
 
 
 @EACH
-def test_g28_another_method_than_forward_may_be_registered(face):
+def test_g28_another_method_than_forward_may_be_registered(front_end):
     class Generating(Stack):
         def generate(self, x):
             return self.forward(x) * 2
 
     def body(rank, world):
-        plain, model = twins(Case("generating", Generating), face)
+        plain, model = twins(Case("generating", Generating), front_end)
         core.register_fsdp_forward_method(model, "generate")
         wrong = []
         found, wanted = model.generate(floats(rank, 0)), plain.generate(floats(rank, 0))
@@ -550,18 +550,18 @@ def test_g28_another_method_than_forward_may_be_registered(face):
             wrong.append("output")
         square(found).backward()
         square(wanted).backward()
-        reduce_gradients(plain, exposures(model, plain, face))
-        return wrong + differing(model, plain, face, CLOSE)
+        reduce_gradients(plain, build_groups(model, plain, front_end))
+        return wrong + differing(model, plain, front_end, CLOSE)
 
     assert run(2, body) == [[], []]
 
 
 @EACH
-def test_g29_after_a_forward_without_gradients_changed_parameters_count(face):
+def test_g29_after_a_forward_without_gradients_changed_parameters_count(front_end):
     """With parameters that stay between forward and backward; `fully_shard` told so keeps them then too, as torch's."""
 
     def body(rank, world):
-        plain, model = twins(PLAIN, face, frees=face == "in place")
+        plain, model = twins(PLAIN, front_end, frees=front_end == "in place")
         answers = []
         with torch.no_grad():
             for factor in (1.0, 1.5, 0.5):
@@ -569,7 +569,7 @@ def test_g29_after_a_forward_without_gradients_changed_parameters_count(face):
                     for parameter in net.parameters():
                         parameter.mul_(factor)
                 answers.append(torch.allclose(model(floats(rank, 0)), plain(floats(rank, 0)), atol=1e-6))
-        return answers, one_step(model, plain, face, floats(rank, 1))
+        return answers, one_step(model, plain, front_end, floats(rank, 1))
 
     assert run(2, body) == [([True] * 3, [])] * 2
 
@@ -592,14 +592,14 @@ class Failing(Stack):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("face", "frees"), [("flat", True), ("orig", False), ("in place", True)])
-def test_g32_after_an_exception_the_next_iteration_works(face, frees):
-    """One in forward, then one in backward; `test_order` has each face with each strategy."""
+@pytest.mark.parametrize(("front_end", "frees"), [("flat", True), ("orig", False), ("in place", True)])
+def test_g32_after_an_exception_the_next_iteration_works(front_end, frees):
+    """One in forward, then one in backward; `test_order` has each front end with each strategy."""
 
     def body(rank, world):
-        plain, model = twins(Case("failing", Failing), face, frees=frees)
+        plain, model = twins(Case("failing", Failing), front_end, frees=frees)
         inner = next(each for each in model.modules() if isinstance(each, Failing))
-        wrong = train(PLAIN, model, plain, Training(sgd, steps=1), face)
+        wrong = train(PLAIN, model, plain, Training(sgd, steps=1), front_end)
         for where in ("forward", "backward"):
             for _ in range(2):
                 model.zero_grad()
@@ -609,49 +609,51 @@ def test_g32_after_an_exception_the_next_iteration_works(face, frees):
                 inner.armed = None
             model.zero_grad()
             plain.zero_grad()
-            wrong += [f"after {where}: {each}" for each in train(PLAIN, model, plain, Training(sgd, steps=2), face)]
+            wrong += [
+                f"after {where}: {each}" for each in train(PLAIN, model, plain, Training(sgd, steps=2), front_end)
+            ]
         return wrong
 
     assert run(2, body) == [[], []]
 
 
 @EACH
-def test_g32_an_exception_while_gradients_are_held_back(face):
+def test_g32_an_exception_while_gradients_are_held_back(front_end):
     def body(rank, world):
-        plain, model = twins(Case("failing", Failing), face)
+        plain, model = twins(Case("failing", Failing), front_end)
         inner = next(each for each in model.modules() if isinstance(each, Failing))
         inner.armed = "backward"
-        with pytest.raises(ZeroDivisionError), apart(model, face):
+        with pytest.raises(ZeroDivisionError), apart(model, front_end):
             square(model(floats(rank, 5))).backward()
         inner.armed = None
         model.zero_grad()
         held = stored_bytes()
-        wrong = train(PLAIN, model, plain, Training(sgd, steps=2), face)
+        wrong = train(PLAIN, model, plain, Training(sgd, steps=2), front_end)
         return wrong, held > 0
 
     assert run(2, body) == [([], True)] * 2
 
 
 @EACH
-def test_g5_what_is_changed_after_a_forward_that_no_backward_followed_counts(face):
+def test_g5_what_is_changed_after_a_forward_that_no_backward_followed_counts(front_end):
     """An answer with gradients that nobody asked for, then a step or a load: the next forward sees it."""
 
     def found(rank, frees):
-        plain, model = twins(PLAIN, face, frees=frees)
+        plain, model = twins(PLAIN, front_end, frees=frees)
         ours, theirs = sgd(model.parameters()), sgd(plain.parameters())
         model(floats(rank, 0))
         with torch.no_grad():
             for net in (model, plain):
                 for parameter in net.parameters():
                     parameter.mul_(1.5)
-        wrong = one_step(model, plain, face, floats(rank, 1))
-        if face != "orig":  # whose parameters are whole then, their gradients are not: an error says so
+        wrong = one_step(model, plain, front_end, floats(rank, 1))
+        if front_end != "orig":  # whose parameters are whole then, their gradients are not: an error says so
             model(floats(rank, 2))
         ours.step()
         theirs.step()
         ours.zero_grad()
         theirs.zero_grad()
-        return wrong + one_step(model, plain, face, floats(rank, 3))
+        return wrong + one_step(model, plain, front_end, floats(rank, 3))
 
     assert (
         run(2, lambda rank, world: {frees: found(rank, frees) for frees in (True, False)})
@@ -686,13 +688,13 @@ class Counted(nn.Module):
 
 
 @EACH
-def test_g27_buffers_have_a_type_of_their_own_and_state_dicts_that_of_before(face):
+def test_g27_buffers_have_a_type_of_their_own_and_state_dicts_that_of_before(front_end):
     def body(rank, world):
         low = {"buffer_dtype": torch.float64}
-        settings = {"mp_policy": core.MixedPrecisionPolicy(**low)} if face == "in place" else {}
-        if face != "in place":
+        settings = {"mp_policy": core.MixedPrecisionPolicy(**low)} if front_end == "in place" else {}
+        if front_end != "in place":
             settings = {"mixed_precision": core.MixedPrecision(**low)}
-        _, model = twins(Case("counted", Counted), face, **settings)
+        _, model = twins(Case("counted", Counted), front_end, **settings)
         square(model(floats(rank, 0))).backward()
         now = {clean(name): buffer.dtype for name, buffer in model.named_buffers()}
         held = {name: value.dtype for name, value in model.state_dict().items() if name in now}

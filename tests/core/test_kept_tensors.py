@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from faces import FACES, apart, differing, exposures, sharder
+from front_ends import FRONT_ENDS, apart, build_groups, differing, sharder
 from harness import run
 from models import WIDTH, Opaque, blocks_and_root, root_alone, square, tokens
 from reference import Training, reduce_gradients, sgd
@@ -20,7 +20,7 @@ from under_test import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH, reason="torch is wrong: it learns of gradients from results of units only")
 
-EACH = pytest.mark.parametrize("face", FACES)
+EACH = pytest.mark.parametrize("front_end", FRONT_ENDS)
 CLOSE = Training(sgd).close
 CUTS = {"units": blocks_and_root, "root": root_alone}
 
@@ -146,11 +146,11 @@ def kept(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 Train = Callable[[nn.Module, int, str | None], None]
 
 
-def once(model: nn.Module, rank: int, face: str | None) -> None:
+def once(model: nn.Module, rank: int, front_end: str | None) -> None:
     kept(model, tokens(rank, 0)).backward()
 
 
-def of_a_hook(model: nn.Module, rank: int, face: str | None) -> None:
+def of_a_hook(model: nn.Module, rank: int, front_end: str | None) -> None:
     """The loss is made of what a forward hook saw inside a unit."""
     seen = []
     embed = inner(inner(model).blocks[0]).embed
@@ -160,26 +160,26 @@ def of_a_hook(model: nn.Module, rank: int, face: str | None) -> None:
     square(seen[0]).backward()
 
 
-def two_forwards(model: nn.Module, rank: int, face: str | None) -> None:
+def two_forwards(model: nn.Module, rank: int, front_end: str | None) -> None:
     """Both forwards come before both backwards."""
     losses = [kept(model, tokens(rank, step)) for step in range(2)]
     for loss in losses:
         loss.backward()
 
 
-def two_backwards(model: nn.Module, rank: int, face: str | None) -> None:
+def two_backwards(model: nn.Module, rank: int, front_end: str | None) -> None:
     loss = kept(model, tokens(rank, 0))
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def accumulated(model: nn.Module, rank: int, face: str | None) -> None:
-    with apart(model, face) if face is not None else contextlib.nullcontext():
+def accumulated(model: nn.Module, rank: int, front_end: str | None) -> None:
+    with apart(model, front_end) if front_end is not None else contextlib.nullcontext():
         kept(model, tokens(rank, 0)).backward()
     kept(model, tokens(rank, 1)).backward()
 
 
-def after_an_unused_forward(model: nn.Module, rank: int, face: str | None) -> None:
+def after_an_unused_forward(model: nn.Module, rank: int, front_end: str | None) -> None:
     kept(model, tokens(rank, 5))
     kept(model, tokens(rank, 0)).backward()
 
@@ -200,51 +200,51 @@ ROWS: list[tuple[type[nn.Module], Train]] = [
 ]
 
 
-def parted(face: str, cut: str, build: type[nn.Module], train: Train, rank: int) -> list[str]:
+def parted(front_end: str, cut: str, build: type[nn.Module], train: Train, rank: int) -> list[str]:
     """Where gradients part from those of the unsharded model, in two iterations."""
     torch.manual_seed(17)
     plain = build()
     torch.manual_seed(17)
-    model = CUTS[cut](build(), sharder(face))
+    model = CUTS[cut](build(), sharder(front_end))
     wrong: list[str] = []
     for step in range(2):
-        train(model, rank, face)
+        train(model, rank, front_end)
         train(plain, rank, None)
-        reduce_gradients(plain, exposures(model, plain, face))
-        wrong += [f"{build.__name__} {train.__name__} {step}: {e}" for e in differing(model, plain, face, CLOSE)]
+        reduce_gradients(plain, build_groups(model, plain, front_end))
+        wrong += [f"{build.__name__} {train.__name__} {step}: {e}" for e in differing(model, plain, front_end, CLOSE)]
         model.zero_grad()
         plain.zero_grad()
     return wrong
 
 
-def assert_trains_as_unsharded(face: str, rows: list[tuple[str, type[nn.Module], Train]]) -> None:
+def assert_trains_as_unsharded(front_end: str, rows: list[tuple[str, type[nn.Module], Train]]) -> None:
     """Each row, a cut with a model and its training, gives the gradients of the unsharded model."""
 
     def body(rank, world):
         warnings.simplefilter("ignore")
-        return [f"{cut}: {each}" for cut, build, train in rows for each in parted(face, cut, build, train, rank)]
+        return [f"{cut}: {each}" for cut, build, train in rows for each in parted(front_end, cut, build, train, rank)]
 
     assert run(2, body, timeout=60.0) == [[], []]
 
 
 @EACH
-def test_a_loss_of_kept_tensors_trains_as_the_unsharded_model(face):
-    """Each row once; over the faces it is in units and in the root alone."""
+def test_a_loss_of_kept_tensors_trains_as_the_unsharded_model(front_end):
+    """Each row once; over the front ends it is in units and in the root alone."""
     cuts = list(CUTS)
-    turn = FACES.index(face)
-    assert_trains_as_unsharded(face, [(cuts[(turn + i) % 2], *row) for i, row in enumerate(ROWS)])
+    turn = FRONT_ENDS.index(front_end)
+    assert_trains_as_unsharded(front_end, [(cuts[(turn + i) % 2], *row) for i, row in enumerate(ROWS)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @EACH
-def test_a_loss_of_kept_tensors_trains_as_the_unsharded_model_in_each_cut(face, cut):
-    assert_trains_as_unsharded(face, [(cut, *row) for row in ROWS])
+def test_a_loss_of_kept_tensors_trains_as_the_unsharded_model_in_each_cut(front_end, cut):
+    assert_trains_as_unsharded(front_end, [(cut, *row) for row in ROWS])
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @EACH
-def test_a_rank_with_kept_tensors_reduces_with_one_that_uses_the_results(face, cut):
+def test_a_rank_with_kept_tensors_reduces_with_one_that_uses_the_results(front_end, cut):
     """One rank's loss is made of a tensor that the root kept, the other's of what it returned."""
 
     class Both(Keeper):
@@ -253,25 +253,25 @@ def test_a_rank_with_kept_tensors_reduces_with_one_that_uses_the_results(face, c
             self.alone = self.scale * 3
             return self.kept
 
-    def by_rank(model, rank, face):
+    def by_rank(model, rank, front_end):
         result = model(tokens(rank, 0))
         square(result if rank else inner(model).alone).backward()
 
     def body(rank, world):
         warnings.simplefilter("ignore")
-        return parted(face, cut, Both, by_rank, rank)
+        return parted(front_end, cut, Both, by_rank, rank)
 
     assert run(2, body) == [[], []]
 
 
 @EACH
-def test_a_parameter_that_is_unfrozen_later_is_told_of(face):
+def test_a_parameter_that_is_unfrozen_later_is_told_of(front_end):
     """What is watched for gradients follows `requires_grad`."""
 
-    def unfrozen(model, rank, face):
+    def unfrozen(model, rank, front_end):
         for parameter in model.parameters():
             parameter.requires_grad_()
-        once(model, rank, face)
+        once(model, rank, front_end)
 
     class Frozen(Keeper):
         def __init__(self) -> None:
@@ -280,25 +280,25 @@ def test_a_parameter_that_is_unfrozen_later_is_told_of(face):
 
     def body(rank, world):
         warnings.simplefilter("ignore")
-        return parted(face, "root", Frozen, unfrozen, rank)
+        return parted(front_end, "root", Frozen, unfrozen, rank)
 
     assert run(2, body) == [[], []]
 
 
 @EACH
-def test_a_copy_of_the_model_is_told_of_its_own_gradients(face):
+def test_a_copy_of_the_model_is_told_of_its_own_gradients(front_end):
 
     def body(rank, world):
         warnings.simplefilter("ignore")
         torch.manual_seed(17)
         plain = Keeper()
         torch.manual_seed(17)
-        original = root_alone(Keeper(), sharder(face))
+        original = root_alone(Keeper(), sharder(front_end))
         model = copy.deepcopy(original)
-        once(model, rank, face)
+        once(model, rank, front_end)
         once(plain, rank, None)
-        reduce_gradients(plain, exposures(model, plain, face))
+        reduce_gradients(plain, build_groups(model, plain, front_end))
         untouched = [p.grad for p in original.parameters() if p.grad is not None]
-        return differing(model, plain, face, CLOSE), len(untouched)
+        return differing(model, plain, front_end, CLOSE), len(untouched)
 
     assert run(2, body) == [([], 0)] * 2

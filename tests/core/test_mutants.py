@@ -8,7 +8,7 @@ import pytest
 import test_kept_tensors
 import test_parity
 import test_sharding
-from faces import FACES
+from front_ends import FRONT_ENDS
 from harness import RanksError
 from models import PLAIN
 from under_test import STYLES, TORCH, Strategy, Style
@@ -87,7 +87,7 @@ def trains_as_unsharded(style: Style) -> None:
 
 
 def reduces_what_a_loss_of_kept_tensors_gives(style: Style) -> None:
-    test_kept_tensors.test_a_parameter_that_is_unfrozen_later_is_told_of(FACES[list(Style).index(style)])
+    test_kept_tensors.test_a_parameter_that_is_unfrozen_later_is_told_of(FRONT_ENDS[list(Style).index(style)])
 
 
 CAUGHT: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [

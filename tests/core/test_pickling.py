@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from faces import FACES, sharder
+from front_ends import FRONT_ENDS, sharder
 from harness import run
 from torch import nn
 from torch.distributed.tensor import DTensor
 from under_test import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH, reason="asks states of our package")
-EACH = pytest.mark.parametrize("face", FACES)
+EACH = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
 
 def headed() -> nn.Module:
@@ -24,9 +24,9 @@ def headed() -> nn.Module:
     return nn.Sequential(nn.Linear(30, 8), nn.Linear(8, 1))
 
 
-def trained(face: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(front_end: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = sharder(face)(headed())
+    model = sharder(front_end)(headed())
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(2, 30)).sum().backward()
     optimizer.step()
@@ -56,14 +56,14 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @EACH
-def test_sharded_states_are_saved_and_copied_where_a_rank_has_no_row(face):
+def test_sharded_states_are_saved_and_copied_where_a_rank_has_no_row(front_end):
     def body(rank, world):
         from shardckpt import model_state_dict, optim_state_dict
 
         warnings.simplefilter("ignore")
-        model, optimizer = trained(face)
+        model, optimizer = trained(front_end)
         states = [model_state_dict(model, "SHARDED"), optim_state_dict(model, optimizer, "SHARDED")]
-        if face == "in place":
+        if front_end == "in place":
             states += [model.state_dict(), optimizer.state_dict()]
         empty = [v for v in states[0].values() if isinstance(v, DTensor) and not v.to_local().numel()]
         return [equal(each, loaded(each)) and equal(each, copy.deepcopy(each)) for each in states], len(empty)
@@ -74,10 +74,10 @@ def test_sharded_states_are_saved_and_copied_where_a_rank_has_no_row(face):
 
 
 @EACH
-def test_parameters_and_optimizers_are_pickled_as_those_of_torch(face):
+def test_parameters_and_optimizers_are_pickled_as_those_of_torch(front_end):
     def body(rank, world):
         warnings.simplefilter("error")
-        model, optimizer = trained(face)
+        model, optimizer = trained(front_end)
         held = [*model.parameters()]
         together = loaded(dict(model.named_parameters()))
         kept = loaded(model.state_dict(keep_vars=True))
@@ -95,22 +95,22 @@ def test_parameters_and_optimizers_are_pickled_as_those_of_torch(face):
     assert run(2, body) == [(True,) * 5] * 2
 
 
-@pytest.mark.parametrize("face", ["orig", "in place"])
-def test_a_loaded_parameter_belongs_to_no_unit(face):
+@pytest.mark.parametrize("front_end", ["orig", "in place"])
+def test_a_loaded_parameter_belongs_to_no_unit(front_end):
     """It is sharded like any other, also while the unit of the one that was saved exists."""
 
     def body(rank, world):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         bare = nn.Linear(6, 4)
-        model = sharder(face)(copy.deepcopy(bare))
+        model = sharder(front_end)(copy.deepcopy(bare))
         again = nn.Linear(6, 4)
         for name, parameter in model.named_parameters():
             value = dict(bare.named_parameters())[name.split(".")[-1]].detach()
             fresh = nn.Parameter(value.clone())
             fresh.__dict__.update(loaded(parameter).__dict__)
             setattr(again, name.split(".")[-1], fresh)
-        again = sharder(face)(again)
+        again = sharder(front_end)(again)
         x = torch.randn(3, 6)
         return torch.equal(again(x), bare(x)), len(list(again.parameters()))
 

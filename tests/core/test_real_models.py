@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from compiling import compiled
-from faces import FACES, sharder, train, twins
+from front_ends import FRONT_ENDS, sharder, train, twins
 from harness import mark, run, since
 from models import Case, Sharder, Stack, blocks_and_root, built, sequences, square
 from reference import Training, adamw, product, sgd
@@ -27,7 +27,7 @@ def differences(which: Case, world: int, rows: list[dict], how: Training | None 
             plain, model = twins(which, **row)
             start = mark()
             try:
-                wrong = train(which, model, plain, how or Training(adamw, steps=2), row["face"])
+                wrong = train(which, model, plain, how or Training(adamw, steps=2), row["front_end"])
             except Exception as error:
                 raise RuntimeError(f"{which} with {row}") from error
             logs.append([str(call) for call in since(start)])
@@ -126,13 +126,13 @@ def language(build, tied: bool, checkpointing: bool | None = None) -> Case:
     return Case(f"{build.__name__}, tied {tied}, reentrant {checkpointing}", made, text, by_policy)
 
 
-SETTINGS = product(frees=(True, False), face=FACES)
-FREEING = product(frees=(True,), face=FACES)
+SETTINGS = product(frees=(True, False), front_end=FRONT_ENDS)
+FREEING = product(frees=(True,), front_end=FRONT_ENDS)
 
 
 def alternating(turn: int) -> list[dict]:
-    """Each face once; whether full parameters are freed in turn, so that two turns have all of `SETTINGS`."""
-    return [row for row in SETTINGS if (FACES.index(row["face"]) + row["frees"] + turn) % 2]
+    """Each front end once; whether full parameters are freed in turn, so that two turns have all of `SETTINGS`."""
+    return [row for row in SETTINGS if (FRONT_ENDS.index(row["front_end"]) + row["frees"] + turn) % 2]
 
 
 CHECKPOINTING = {"plain": None, "checkpointed": False, "reentrant": True}
@@ -183,15 +183,15 @@ class Answering(Language):
         return torch.cat(told, 1)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
-def test_a_language_model_generates_what_the_unsharded_one_does(build, face):
+def test_a_language_model_generates_what_the_unsharded_one_does(build, front_end):
     """Keys and values escape from every unit, and units are called once a token."""
     which = Case("answering", lambda: Answering(build(True).net), text)
 
     def body(rank, world):
         plain = built(which).eval()
-        model = by_policy(copy.deepcopy(plain), sharder(face)).eval()
+        model = by_policy(copy.deepcopy(plain), sharder(front_end)).eval()
         with torch.no_grad():
             found, wanted = model(text(rank, 0)), plain(text(rank, 0))
         return torch.equal(found, wanted), found.shape == (2, 13)
@@ -397,7 +397,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_as_on_whole_parameters(name):
     """Those that treat each element on its own; pieces may be empty."""
-    rows = [row for row in FREEING if not (name == "sgd fused" and row["face"] == "in place")]  # DTensor has none
+    rows = [row for row in FREEING if not (name == "sgd fused" and row["front_end"] == "in place")]  # DTensor has none
     differences(Case("two blocks", lambda: Stack(2)), 3, rows, Training(OPTIMIZERS[name], steps=2, by_pieces=False))
 
 

@@ -1,4 +1,4 @@
-"""Which modules become units: policies for both faces, precision override, frozen parameters, queries."""
+"""Which modules become units: policies for both front ends, precision override, frozen parameters, queries."""
 
 from __future__ import annotations
 
@@ -247,11 +247,11 @@ def test_the_root_is_not_wrapped_twice(policy):
 
 
 @pytest.mark.skipif(TORCH, reason="our queries")
-@pytest.mark.parametrize("face", ["wrapper", "fully_shard"])
-def test_units_come_depth_first_each_once(face):
+@pytest.mark.parametrize("front_end", ["wrapper", "fully_shard"])
+def test_units_come_depth_first_each_once(front_end):
     def body(rank, world):
         model = Stack()
-        if face == "wrapper":
+        if front_end == "wrapper":
             model = blocks_and_root(model, shard)
         else:
             core.fully_shard([model.blocks[0], model.blocks[1]])
@@ -269,7 +269,7 @@ def test_units_come_depth_first_each_once(face):
             traversal.roots(parent) == [model],
         )
 
-    blocks = ["0.blocks.0", "0.blocks.1", "0.blocks.2"] if face == "wrapper" else ["0.blocks.0", "0.blocks.2"]
+    blocks = ["0.blocks.0", "0.blocks.1", "0.blocks.2"] if front_end == "wrapper" else ["0.blocks.0", "0.blocks.2"]
     assert run(1, body) == [(["0", *blocks], 1 + len(blocks), 0, True)]
 
 

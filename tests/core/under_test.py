@@ -68,11 +68,11 @@ def sharder(
     """What makes units of modules, told in the words of the wrapper; `fully_shard` has its own for the same.
 
     Args:
-        style: Which face, and what it shows.
+        style: Which front end, and what it shows.
         strategy: What is sharded and for how long it is whole; a hybrid one makes two groups.
         low: Compute in `LOW`, reduce in fp32.
         offload: Shards live on the CPU.
-        settings: The face's own arguments.
+        settings: Other arguments of the front end.
     """
     if style.wraps:
         if strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2):
@@ -109,7 +109,7 @@ def no_sync(model: Any) -> Iterator[None]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether a module is sharded as a unit, on either face."""
+    """Whether a module is sharded as a unit, on either front end."""
     return isinstance(module, (FSDP, core.FSDPModule))
 
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from faces import FACES, sharder, train, twins
+from front_ends import FRONT_ENDS, sharder, train, twins
 from harness import count, mark, outcomes, raised_everywhere, run, since
 from models import PLAIN, Stack, blocks_and_root, built, case, floats, square
 from reference import Training, sgd
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own")
 
 FULL, GRAD_OP, NONE = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD
 KEEPING = {"full": FULL, "grad_op": GRAD_OP, "none": NONE}
-ALL = [(face, name) for face in FACES for name in KEEPING if (face, name) != ("in place", "none")]
-EACH = pytest.mark.parametrize(("face", "keeping"), ALL, ids=[f"{face}-{name}" for face, name in ALL])
-FACE = pytest.mark.parametrize("face", FACES)
+ALL = [(front_end, name) for front_end in FRONT_ENDS for name in KEEPING if (front_end, name) != ("in place", "none")]
+EACH = pytest.mark.parametrize(("front_end", "keeping"), ALL, ids=[f"{front_end}-{name}" for front_end, name in ALL])
+FRONT_END = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +32,15 @@ def detail(monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 
 
-def by(face: str, keeping: str):
-    """What shards by a face: freeing, keeping between the passes, or not sharding at all."""
+def by(front_end: str, keeping: str):
+    """What shards by a front end: freeing, keeping between the passes, or not sharding at all."""
     if keeping == "none":
-        return sharder(face, sharding_strategy=NONE)
-    return sharder(face, frees=keeping == "full")
+        return sharder(front_end, sharding_strategy=NONE)
+    return sharder(front_end, frees=keeping == "full")
 
 
-def model(face: str = "flat", keeping: str = "full", plain: nn.Module | None = None) -> nn.Module:
-    return blocks_and_root(built(PLAIN) if plain is None else plain, by(face, keeping))
+def model(front_end: str = "flat", keeping: str = "full", plain: nn.Module | None = None) -> nn.Module:
+    return blocks_and_root(built(PLAIN) if plain is None else plain, by(front_end, keeping))
 
 
 # ------------------------------------------------------------------------------------------------------- order
@@ -58,11 +58,11 @@ class Wandering(Stack):
         return self.last(x)
 
 
-def wandering(rank: int, ways, face: str = "flat", keeping: str = "full") -> nn.Module:
+def wandering(rank: int, ways, front_end: str = "flat", keeping: str = "full") -> nn.Module:
     torch.manual_seed(3)
     plain = Wandering()
     plain.way = ways[rank]
-    return model(face, keeping, plain)
+    return model(front_end, keeping, plain)
 
 
 WAYS = {
@@ -75,18 +75,22 @@ WAYS = {
 
 ROUTES = [
     pytest.param(
-        WAYS[way], face, keeping, id=f"{face}-{keeping}-{way}", marks=() if (i + j) % 2 == 0 else pytest.mark.slow
+        WAYS[way],
+        front_end,
+        keeping,
+        id=f"{front_end}-{keeping}-{way}",
+        marks=() if (i + j) % 2 == 0 else pytest.mark.slow,
     )
-    for i, (face, keeping) in enumerate(ALL)
+    for i, (front_end, keeping) in enumerate(ALL)
     for j, way in enumerate(WAYS)
 ]
-"""Every way with every face and what it keeps; those that are not slow bring every two of the three together."""
+"""Every way with every front end and what it keeps; those that are not slow bring every two of the three together."""
 
 
-@pytest.mark.parametrize(("ways", "face", "keeping"), ROUTES)
-def test_g4_ranks_that_run_other_units_learn_it_on_every_rank(ways, face, keeping):
+@pytest.mark.parametrize(("ways", "front_end", "keeping"), ROUTES)
+def test_g4_ranks_that_run_other_units_learn_it_on_every_rank(ways, front_end, keeping):
     def body(rank, world):
-        made = wandering(rank, ways, face, keeping)
+        made = wandering(rank, ways, front_end, keeping)
         for step in range(2):
             square(made(floats(rank, step))).backward()
 
@@ -116,11 +120,11 @@ def test_g4_the_message_names_the_unit_that_each_of_many_ranks_is_at():
 
 
 @EACH
-def test_g4_a_rank_that_is_done_learns_of_one_that_runs_a_unit_alone(face, keeping):
+def test_g4_a_rank_that_is_done_learns_of_one_that_runs_a_unit_alone(front_end, keeping):
     """The other rank has ended its iteration, and begins another."""
 
     def body(rank, world):
-        made = model(face, keeping)
+        made = model(front_end, keeping)
         square(made(floats(rank, 0))).backward()
         if rank == 0:
             square(made.blocks[1](torch.ones(2, 7))).backward()
@@ -132,9 +136,9 @@ def test_g4_a_rank_that_is_done_learns_of_one_that_runs_a_unit_alone(face, keepi
 
 
 @EACH
-def test_g4_a_rank_that_leaves_out_a_backward_is_told(face, keeping):
+def test_g4_a_rank_that_leaves_out_a_backward_is_told(front_end, keeping):
     def body(rank, world):
-        made = model(face, keeping)
+        made = model(front_end, keeping)
         loss = square(made(floats(rank, 0)))
         if rank == 0:
             loss.backward()
@@ -172,17 +176,17 @@ def test_g4_a_rank_that_is_gone_is_told_with_the_unit_that_waited():
     assert "about to gather" in found[0].raised.message
 
 
-@FACE
-def test_g4_ranks_that_agree_again_go_on(face):
+@FRONT_END
+def test_g4_ranks_that_agree_again_go_on(front_end):
     def body(rank, world):
-        plain, made = twins(PLAIN, face)
+        plain, made = twins(PLAIN, front_end)
         square(made(floats(rank, 0))).backward()
         made.zero_grad()
         try:
             made.blocks[rank](torch.ones(2, 7))
         except RuntimeError as error:
             assert "differs" in str(error)
-        return train(PLAIN, made, plain, Training(sgd, steps=2), face)
+        return train(PLAIN, made, plain, Training(sgd, steps=2), front_end)
 
     assert run(2, body) == [[], []]
 
@@ -197,14 +201,14 @@ TRAPS = [
 
 
 def assert_no_difference(name: str, rows: list[tuple[str, bool]]) -> None:
-    """The case trains as its unsharded twin in each row: a face, and whether it frees between the passes."""
+    """The case trains as its unsharded twin in each row: a front end, and whether it frees between the passes."""
 
     def body(rank, world):
         found = []
-        for face, frees in rows:
-            plain, made = twins(case(name), face, frees=frees)
-            wrong = train(case(name), made, plain, Training(sgd, steps=2, micro=2, no_sync=True), face)
-            found += [f"{face} {'frees' if frees else 'keeps'}: {each}" for each in wrong]
+        for front_end, frees in rows:
+            plain, made = twins(case(name), front_end, frees=frees)
+            wrong = train(case(name), made, plain, Training(sgd, steps=2, micro=2, no_sync=True), front_end)
+            found += [f"{front_end} {'frees' if frees else 'keeps'}: {each}" for each in wrong]
         return found
 
     assert run(2, body) == [[], []]
@@ -212,15 +216,17 @@ def assert_no_difference(name: str, rows: list[tuple[str, bool]]) -> None:
 
 @pytest.mark.parametrize("name", TRAPS)
 def test_ranks_that_differ_inside_units_are_no_difference(name):
-    """On each face; each face frees and keeps over the names."""
-    assert_no_difference(name, [(face, (TRAPS.index(name) + i) % 2 == 0) for i, face in enumerate(FACES)])
+    """On each front end; each front end frees and keeps over the names."""
+    assert_no_difference(
+        name, [(front_end, (TRAPS.index(name) + i) % 2 == 0) for i, front_end in enumerate(FRONT_ENDS)]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAPS)
-@FACE
-def test_ranks_that_differ_inside_units_that_are_freed_or_kept_are_no_difference(name, face):
-    assert_no_difference(name, [(face, True), (face, False)])
+@FRONT_END
+def test_ranks_that_differ_inside_units_that_are_freed_or_kept_are_no_difference(name, front_end):
+    assert_no_difference(name, [(front_end, True), (front_end, False)])
 
 
 def test_outside_debug_mode_nothing_is_compared(monkeypatch):
@@ -247,12 +253,12 @@ def apart(rank: int, name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "face", "keeping"),
-    [(("first.bias", "blocks.1.up.weight")[i % 2], face, keeping) for i, (face, keeping) in enumerate(ALL)],
+    ("name", "front_end", "keeping"),
+    [(("first.bias", "blocks.1.up.weight")[i % 2], front_end, keeping) for i, (front_end, keeping) in enumerate(ALL)],
 )
-def test_g6_parameters_that_differ_at_the_beginning_are_named(name, face, keeping):
+def test_g6_parameters_that_differ_at_the_beginning_are_named(name, front_end, keeping):
     def body(rank, world):
-        square(model(face, keeping, apart(rank, name))(floats(rank, 0))).backward()
+        square(model(front_end, keeping, apart(rank, name))(floats(rank, 0))).backward()
 
     for error in raised_everywhere(2, body):
         assert error.is_a(RuntimeError)
@@ -273,13 +279,13 @@ def test_g6_replicas_of_a_hybrid_that_differ_are_named():
         assert "blocks.0.down.bias" in error.message
 
 
-@FACE
-def test_g6_what_was_loaded_since_is_no_difference(face):
+@FRONT_END
+def test_g6_what_was_loaded_since_is_no_difference(front_end):
     """Each rank made its own beginning, and all were overwritten alike before the first iteration."""
 
     def body(rank, world):
         torch.manual_seed(rank)
-        made = model(face, plain=Stack())
+        made = model(front_end, plain=Stack())
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.fill_(0.5)

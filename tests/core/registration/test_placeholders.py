@@ -24,7 +24,7 @@ def original(module: nn.Module, **settings) -> nn.Module:
     return shard(module, use_orig_params=True, **settings)
 
 
-FACES = pytest.mark.parametrize(
+FRONT_ENDS = pytest.mark.parametrize(
     "sharder", [original, core.fully_shard if not TORCH else None], ids=["orig", "in place"]
 )
 
@@ -39,7 +39,7 @@ def refused(call) -> str:
     return str(caught.value)
 
 
-@FACES
+@FRONT_ENDS
 def test_the_message_names_unit_parameter_and_ways_out(sharder):
     def body(rank, world):
         model = made(sharder)
@@ -56,7 +56,7 @@ def test_the_message_names_unit_parameter_and_ways_out(sharder):
         assert all(way in after for way in WAYS)
 
 
-@FACES
+@FRONT_ENDS
 def test_every_way_out_is_one(sharder):
     def body(rank, world):
         plain, model = built(PLAIN), made(sharder)
@@ -75,7 +75,7 @@ def test_every_way_out_is_one(sharder):
     assert run(2, body) == [[]] * 2
 
 
-@FACES
+@FRONT_ENDS
 def test_what_holds_no_part_of_a_parameter_can_be_called(sharder):
     def body(rank, world):
         model = Stack()
@@ -104,7 +104,7 @@ def test_dtensors_may_be_computed_with_outside():
     assert run(2, body) == [True] * 2
 
 
-@FACES
+@FRONT_ENDS
 def test_a_forward_that_a_user_put_there_stays(sharder):
     """Put there before or after sharding; one that calls the module's own, as it was then, gets that."""
 
@@ -134,7 +134,7 @@ def test_a_forward_that_a_user_put_there_stays(sharder):
     assert run(2, body) == [(True, ["before", "after"] * 3)] * 2
 
 
-@FACES
+@FRONT_ENDS
 def test_signatures_can_be_looked_at(sharder):
     def body(rank, world):
         model = made(sharder)
@@ -144,7 +144,7 @@ def test_signatures_can_be_looked_at(sharder):
     assert run(1, body) == [(["input"], True)]
 
 
-@FACES
+@FRONT_ENDS
 def test_a_copy_refuses_and_computes_by_itself(sharder):
     def body(rank, world):
         model = made(sharder)
@@ -161,7 +161,7 @@ def test_a_copy_refuses_and_computes_by_itself(sharder):
     run(2, body)
 
 
-@FACES
+@FRONT_ENDS
 def test_it_keeps_no_module_alive(sharder):
     def body(rank, world):
         model = made(sharder)

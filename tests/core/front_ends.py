@@ -1,4 +1,4 @@
-"""The faces of the engine as one thing to shard with and to compare by: flat, with original parameters, in place."""
+"""The front ends of the engine, to shard with and to compare: flat, with original parameters, in place."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from under_test import Strategy, core, shard, wrap
 
-FACES = ("flat", "orig", "in place")
+FRONT_ENDS = ("flat", "orig", "in place")
 
 
-def sharder(face: str, *, frees: bool | None = True, offload: bool = False, **settings: Any) -> Sharder:
-    """What shards a module by a face.
+def sharder(front_end: str, *, frees: bool | None = True, offload: bool = False, **settings: Any) -> Sharder:
+    """Return a function that shards a module by a front end.
 
     Args:
-        face: One of `FACES`.
-        frees: Whether full parameters go between forward and backward.
+        front_end: One of `FRONT_ENDS`.
+        frees: Whether full parameters are freed between forward and backward.
         offload: Shards live on the CPU.
-        settings: More, in the words of the face.
+        settings: Other arguments of the front end.
     """
 
     def apply(module: nn.Module, policy: Any = None) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if face == "in place":
+            if front_end == "in place":
                 given = {"reshard_after_forward": frees, **settings}
                 if offload:
                     given["offload_policy"] = core.CPUOffloadPolicy(pin_memory=False)
@@ -41,32 +41,32 @@ def sharder(face: str, *, frees: bool | None = True, offload: bool = False, **se
                 return core.fully_shard(module, **given)
             strategy = Strategy.FULL_SHARD if frees in (True, None) else Strategy.SHARD_GRAD_OP
             more = {"sharding_strategy": strategy, "cpu_offload": core.CPUOffload(offload), **settings}
-            return shard(module, use_orig_params=face == "orig", auto_wrap_policy=policy, **more)
+            return shard(module, use_orig_params=front_end == "orig", auto_wrap_policy=policy, **more)
 
     return apply
 
 
-def exposures(model: nn.Module, plain: nn.Module, face: str) -> list[Group]:
-    """What `model` exposes, told by the parameters of its unsharded twin."""
-    if face != "in place":
-        return groups(model, plain, face == "orig")
+def build_groups(model: nn.Module, plain: nn.Module, front_end: str) -> list[Group]:
+    """Return the parameters that `model` registers, from those of its unsharded twin."""
+    if front_end != "in place":
+        return groups(model, plain, front_end == "orig")
     return [Group("", (name,), p.dtype, p.requires_grad, flat=False) for name, p in plain.named_parameters()]
 
 
-def differing(model: nn.Module, plain: nn.Module, face: str, close: Callable[..., Any]) -> list[str]:
-    """Where parameters and gradients part from those of the twin, whose gradients are averaged already."""
-    return mismatches(model, plain, exposures(model, plain, face), False, close)
+def differing(model: nn.Module, plain: nn.Module, front_end: str, close: Callable[..., Any]) -> list[str]:
+    """Return differences of parameters and gradients from the twin, whose gradients are averaged already."""
+    return mismatches(model, plain, build_groups(model, plain, front_end), False, close)
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter or gradient of `fully_shard`."""
+    """Return the full tensor of a parameter or gradient of `fully_shard`."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
 
 
 @contextlib.contextmanager
-def apart(model: nn.Module, face: str) -> Iterator[None]:
-    """Inside, gradients are not reduced."""
-    if face != "in place":
+def apart(model: nn.Module, front_end: str) -> Iterator[None]:
+    """Skip the reduction of gradients inside the context."""
+    if front_end != "in place":
         with model.no_sync():
             yield
         return
@@ -77,30 +77,30 @@ def apart(model: nn.Module, face: str) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, face: str) -> list[str]:
-    """Train both side by side; tell where losses, gradients or parameters part, the same on every rank."""
+def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, front_end: str) -> list[str]:
+    """Train both side by side; return differences of losses, gradients and parameters, equal on every rank."""
     if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()):
         how = dataclasses.replace(how, close=_roughly)
     ours, theirs = how.stepper(model), how.stepper(plain)
-    rank, wrong = dist.get_rank(), differing(model, plain, face, how.close)
+    rank, wrong = dist.get_rank(), differing(model, plain, front_end, how.close)
     for step in range(how.steps):
         for micro in range(how.micro):
             batch = which.batch(rank, step * how.micro + micro)
             held = how.no_sync and micro + 1 < how.micro
-            with apart(model, face) if held else contextlib.nullcontext():
+            with apart(model, front_end) if held else contextlib.nullcontext():
                 loss = square(model(batch))
                 loss.backward()
             expected = square(plain(batch))
             expected.backward()
             wrong += differs("loss", loss.detach(), expected.detach(), how.close)
-        reduce_gradients(plain, exposures(model, plain, face))
-        wrong += differing(model, plain, face, how.close)
+        reduce_gradients(plain, build_groups(model, plain, front_end))
+        wrong += differing(model, plain, front_end, how.close)
         ours.step()
         theirs.step()
-        wrong = [f"step {step}: {each}" for each in [*wrong, *differing(model, plain, face, how.close)]]
-        told: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(told, wrong)
-        wrong = [f"rank {rank}: {each}" for rank, found in enumerate(told) for each in found]
+        wrong = [f"step {step}: {each}" for each in [*wrong, *differing(model, plain, front_end, how.close)]]
+        messages: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(messages, wrong)
+        wrong = [f"rank {rank}: {each}" for rank, found in enumerate(messages) for each in found]
         if wrong:
             break
         ours.zero_grad()
@@ -112,6 +112,6 @@ def _roughly(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)
 
 
-def twins(which: Case, face: str, **settings: Any) -> tuple[nn.Module, nn.Module]:
-    """The unsharded model of a case and its sharded twin."""
-    return built(which), which.cut(built(which), sharder(face, **settings))
+def twins(which: Case, front_end: str, **settings: Any) -> tuple[nn.Module, nn.Module]:
+    """Return the unsharded model of a case and its sharded twin."""
+    return built(which), which.cut(built(which), sharder(front_end, **settings))
