@@ -303,7 +303,7 @@ class TestSignals:
         assert "nothing was left" in one_line(found)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
 
-    def test_what_lay_at_the_target_survives_a_signal(self, tmp_path: Path) -> None:
+    def test_the_content_of_the_target_survives_a_signal(self, tmp_path: Path) -> None:
         folder = many(tmp_path / "src")
         (tmp_path / "out").mkdir()
         save_file({"old": torch.ones(3)}, tmp_path / "out" / "model.safetensors")

@@ -223,7 +223,7 @@ class TestWherePeersFail:
         shardckpt.consolidate(str(tmp_path / "src"), str(tmp_path / "out"), dtype="bf16")
         assert_same(load_folder(tmp_path / "out"), truth)
 
-    def test_a8_values_that_are_no_tensors_do_not_break_a_file(
+    def test_a8_values_that_are_not_tensors_do_not_break_a_file(
         self, named: Callable[[str], Case], tmp_path: Path
     ) -> None:
         """What is not a tensor in the state dict is named as left out; the tensors beside it are written as ever."""
@@ -331,7 +331,7 @@ class TestTargets:
         assert sorted(p.name for p in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
-    def test_a_source_that_lies_in_the_target_is_refused(self, named: Callable[[str], Case], tmp_path: Path) -> None:
+    def test_a_source_inside_the_target_is_refused(self, named: Callable[[str], Case], tmp_path: Path) -> None:
         source = copied(named("hf_pretrained_llama").source, tmp_path / "src")
         for target in (source, source / "inside", tmp_path):
             with pytest.raises(UsageError):

@@ -176,7 +176,7 @@ def difference(folder: Path, a: dict[str, object], b: dict[str, object], **how: 
         ({"schedule": {"last": [1e-4]}}, "schedule.last", ("[0] 0.1", "[0] 0.0001")),
     ],
 )
-def test_a_value_that_is_no_tensor_counts(
+def test_a_value_that_is_not_a_tensor_counts(
     changed: dict[str, object], name: str, words: tuple[str, str], tmp_path: Path
 ) -> None:
     found = difference(tmp_path, run_state(), run_state(**changed))
@@ -193,7 +193,7 @@ def test_a_value_of_one_side_alone_is_a_difference(tmp_path: Path) -> None:
     assert [(d.name, d.kind, d.a) for d in difference(tmp_path, a, b).value_differences] == [("seed", "only in a", "7")]
 
 
-def test_a_tensor_is_no_number_of_the_same_value(tmp_path: Path) -> None:
+def test_a_tensor_differs_from_a_number_of_the_same_value(tmp_path: Path) -> None:
     found = difference(tmp_path, run_state(), run_state(step=torch.tensor(3)))
     assert [(d.name, d.kind, d.a, d.b) for d in found.value_differences] == [("step", "type", "3", "int64 []")]
     assert found.differences == ()

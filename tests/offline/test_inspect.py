@@ -68,7 +68,7 @@ def test_data_is_not_read_however_much_there_is(form: str, tmp_path: Path, range
     assert sum(n for _, _, n in ranges) < 150_000
 
 
-def test_parts_ties_and_values_are_told(fixtures: Path) -> None:
+def test_parts_ties_and_values_are_reported(fixtures: Path) -> None:
     found = shardckpt.inspect(str(fixtures / "torch_save_zip_nasty" / "ckpt" / "checkpoint.pt"))
     assert found.parts["model"] == ("model",)
     assert found.parts["optimizer"] == ("optimizer",)
@@ -85,7 +85,7 @@ def test_a_long_or_odd_value_is_cut_to_a_line(tmp_path: Path) -> None:
     assert len(shown) < 100
 
 
-def test_nothing_there_and_nothing_known_are_told_apart(tmp_path: Path) -> None:
+def test_missing_and_unknown_sources_have_different_errors(tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError):
         shardckpt.inspect(str(tmp_path / "none"))
     with pytest.raises(UnknownFormatError, match=r": this folder is empty$"):
@@ -124,7 +124,7 @@ def test_looking_at_local_safetensors_imports_neither_numpy_nor_fsspec(fixtures:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_flat_parameters_are_shown_as_what_lies_in_them(fixtures: Path, tmp_path: Path) -> None:
+def test_flat_parameters_are_shown_as_their_members(fixtures: Path, tmp_path: Path) -> None:
     """FSDP1's LOCAL states beside the note that tells their layout, and without it with shapes from elsewhere."""
     source = fixtures / "fsdp1_local_gpt2_w2"
     for file in (source / "ckpt").glob("*.pt"):

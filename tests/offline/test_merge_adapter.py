@@ -103,7 +103,7 @@ def test_blocks_of_any_size_give_the_same(tmp_path: Path, batch: int, monkeypatc
     torch.testing.assert_close(found, w + 3 * own["m.lora_B.weight"] @ own["m.lora_A.weight"])
 
 
-def test_tensors_that_were_trained_as_a_whole_take_the_place_of_the_bases(tmp_path: Path) -> None:
+def test_tensors_that_were_trained_in_full_replace_those_of_the_base(tmp_path: Path) -> None:
     base = {"head.weight": torch.zeros(3, 2, dtype=torch.bfloat16), "m.bias": torch.zeros(3), "k": torch.ones(2)}
     own = {"head.weight": torch.full((3, 2), 1.5), "m.base_layer.bias": torch.ones(3)}
     found = merged(tmp_path, base, own)

@@ -53,7 +53,7 @@ def days_pass(monkeypatch: pytest.MonkeyPatch, days: float = 2.0) -> None:
 
 
 class TestList:
-    def test_complete_steps_are_told_by_number_with_place_size_and_time(self, tmp_path: Path) -> None:
+    def test_complete_steps_are_listed_by_number_with_path_size_and_time(self, tmp_path: Path) -> None:
         write(tmp_path, 20, 3)
         found = shardckpt.ls(str(tmp_path))
         assert [step.number for step in found.complete] == [3, 20]
@@ -64,7 +64,7 @@ class TestList:
         assert last.saved_at is not None
         assert abs(last.saved_at - time.time()) < 60
 
-    def test_others_are_told_with_what_is_wrong(self, tmp_path: Path) -> None:
+    def test_incomplete_steps_are_listed_with_their_fault(self, tmp_path: Path) -> None:
         write(tmp_path, 1, 2)
         (tmp_path / step_name(2) / "COMMIT").unlink()
         (left,) = shardckpt.ls(str(tmp_path)).incomplete
@@ -75,7 +75,7 @@ class TestList:
         assert complete(tmp_path) == []
 
     @pytest.mark.parametrize("verb", [shardckpt.ls, shardckpt.prune])
-    def test_what_is_no_run_is_refused(self, verb: object, tmp_path: Path) -> None:
+    def test_a_folder_that_is_not_a_run_is_refused(self, verb: object, tmp_path: Path) -> None:
         write(tmp_path, 1)
         (tmp_path / "file").write_text("x")
         with pytest.raises(SourceNotFoundError):
@@ -87,7 +87,7 @@ class TestList:
 
 
 class TestPrune:
-    def test_what_no_rule_keeps_goes(self, tmp_path: Path) -> None:
+    def test_steps_that_no_rule_keeps_are_removed(self, tmp_path: Path) -> None:
         write(tmp_path, *range(10, 80, 10))
         done = shardckpt.prune(str(tmp_path), keep_last=2, keep_every=30)
         assert [step.number for step in done.removed] == [10, 20, 40, 50]

@@ -87,7 +87,7 @@ def test_what_was_committed_is_there_again_byte_for_byte(tmp_path: Path, loss: s
     assert shardckpt.verify(str(folder)).ok
 
 
-def test_a_whole_step_is_left_alone(tmp_path: Path) -> None:
+def test_an_intact_step_is_not_changed(tmp_path: Path) -> None:
     folder = write_step(tmp_path / "s", state(), BOXES)
     before = files(folder)
     assert shardckpt.repair(str(folder)).written == ()
@@ -156,7 +156,7 @@ def test_bytes_that_changed_are_not_blessed_unless_asked(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("damage", ["flipped", "longer"])
-def test_a_committed_step_of_other_bytes_is_not_whole(tmp_path: Path, damage: str, checksums: bool) -> None:
+def test_a_committed_step_with_other_bytes_is_not_intact(tmp_path: Path, damage: str, checksums: bool) -> None:
     folder = tmp_path / "s"
     shardckpt.save({"w": torch.arange(9.0), "v": torch.ones(3)}, folder, checksums=checksums)
     [payload] = folder.glob("*-00.safetensors")
@@ -180,14 +180,14 @@ def test_a_committed_step_of_other_bytes_is_not_whole(tmp_path: Path, damage: st
         assert len(shardckpt.load(folder)["w"]) == 9
 
 
-def test_lost_checksums_are_told(tmp_path: Path) -> None:
+def test_lost_checksums_are_reported(tmp_path: Path) -> None:
     folder = write_step(tmp_path / "s", state(), BOXES)
     gone(COMMIT, MANIFEST)(folder)
     [warning] = shardckpt.repair(str(folder)).warnings
     assert "computed again" in warning
 
 
-def test_several_whole_saves_need_a_choice(tmp_path: Path) -> None:
+def test_several_complete_saves_need_a_choice(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     write_step(folder, {"w": torch.zeros(2)}, save="save1")
     write_step(folder, {"w": torch.ones(2)}, save="save2")
@@ -199,7 +199,7 @@ def test_several_whole_saves_need_a_choice(tmp_path: Path) -> None:
     assert first.startswith("save1-")
 
 
-def test_of_two_saves_the_whole_one_is_taken(tmp_path: Path) -> None:
+def test_the_complete_one_of_two_saves_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     write_step(folder, state(), BOXES, save="save1")
     write_step(folder, state(), BOXES, save="save2")

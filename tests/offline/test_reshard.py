@@ -92,7 +92,7 @@ def test_values_come_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["native", "dcp"])
-def test_what_the_format_cannot_hold_needs_the_flag_and_is_told(tmp_path: Path, to: str) -> None:
+def test_values_that_the_format_cannot_hold_need_the_flag_and_are_reported(tmp_path: Path, to: str) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
     with pytest.raises(UsageError, match=r"args.*Namespace.*--allow-loss"):
         shardckpt.reshard(str(tmp_path / "a.pt"), str(tmp_path / "out"), world_size=1, to=to)

@@ -77,7 +77,7 @@ def test_model_and_optimizer_are_made_alike(tmp_path: Path, shards: int) -> None
     assert report.cast == {"float32 -> bfloat16": 1}
 
 
-def test_globs_are_about_the_new_names_and_what_is_dropped_is_told(tmp_path: Path) -> None:
+def test_globs_match_new_names_and_dropped_tensors_are_reported(tmp_path: Path) -> None:
     src, rules = write(tmp_path)
     with (tmp_path / "rules.toml").open("a") as file:
         file.write('[[rule]]\ndrop = {name = "wqk"}\n')

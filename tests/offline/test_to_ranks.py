@@ -74,7 +74,7 @@ def test_no_value_changes(name: str, world: int, fixtures: Path, tmp_path: Path)
     assert shardckpt.verify(tmp_path / "ranks").ok
 
 
-def test_what_has_no_cut_is_cut_unless_it_is_named(tmp_path: Path) -> None:
+def test_tensors_without_shards_are_sharded_unless_they_are_named(tmp_path: Path) -> None:
     save_file({"w": torch.arange(6.0), "buffer": torch.arange(4.0)}, tmp_path / "model.safetensors")
     shardckpt.reshard(tmp_path / "model.safetensors", tmp_path / "a", world_size=2, to="torch", keep_whole=["buf*"])
     pieces = {tensor.name: tensor.pieces for tensor in shardckpt.inspect(tmp_path / "a").tensors}

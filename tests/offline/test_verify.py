@@ -18,7 +18,7 @@ from shardckpt.format.native.payload import BLOCK_BYTES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_frameworks_wrote_is_whole(name: str, fixtures: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_frameworks_are_intact(name: str, fixtures: Path, tmp_path: Path) -> None:
     case = read_case(fixtures, name, tmp_path)
     found = shardckpt.verify(str(case.source))
     assert found.ok, found.problems
@@ -52,7 +52,7 @@ def test_every_missing_piece_is_listed(fixtures: Path, tmp_path: Path) -> None:
     assert any("model.layers.0.mlp.up_proj.weight [" in p and "__1_0.distcp" in p for p in found.problems)
 
 
-def test_a_header_that_cannot_be_read_is_a_problem_and_no_exception(tmp_path: Path) -> None:
+def test_an_unreadable_header_is_a_problem_and_not_an_exception(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     raw = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(raw.replace(b'"F32"', b'"F99"'))
@@ -76,7 +76,7 @@ class TestNativeSteps:
         state = {"model": {"w": torch.arange(6.0), "b": torch.ones(3)}, "n": 5}
         return write_step(tmp_path / "step", state, {("model", "w"): [(0, Box((0,), (2,))), (1, Box((2,), (4,)))]})
 
-    def test_a_whole_step_is_whole(self, step: Path) -> None:
+    def test_a_step_as_saved_is_intact(self, step: Path) -> None:
         found = shardckpt.verify(str(step))
         assert found.ok, found.problems
         payload = sum(file.stat().st_size for file in step.glob("*.safetensors"))

@@ -44,7 +44,7 @@ def carried(src: str, out: Path, **options: object) -> dict[str, str]:
     return {p.name: p.read_text() for p in out.iterdir() if p.suffix != ".safetensors"}
 
 
-def test_what_lies_beside_the_source_is_carried_as_it_is(tmp_path: Path) -> None:
+def test_config_files_beside_the_source_are_copied_unchanged(tmp_path: Path) -> None:
     src = source(tmp_path / "src", {**FILES, "training_args.bin": "no", "README.md": "no", "optimizer.json": "no"})
     assert carried(src, tmp_path / "out") == FILES
 
@@ -81,7 +81,7 @@ def test_a_config_folder_that_is_none_is_refused(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": NaN}', "\udc80"])
-def test_a_config_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(text: str, tmp_path: Path) -> None:
     src = source(tmp_path / "src")
     (tmp_path / "src" / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(FormatError, match=r"config\.json"):
@@ -103,7 +103,7 @@ def test_after_a_cast_the_config_names_the_new_type(key: str, tmp_path: Path) ->
     assert json.loads(carried(src, tmp_path / "plain")["config.json"]) == config
 
 
-def test_types_that_are_no_floats_are_left() -> None:
+def test_types_that_are_not_floats_stay() -> None:
     assert with_dtype({"dtype": "auto", "torch_dtype": None, "x_config": 3}, "bfloat16") == {
         "dtype": "auto",
         "torch_dtype": None,
@@ -112,7 +112,7 @@ def test_types_that_are_no_floats_are_left() -> None:
 
 
 @pytest.mark.parametrize("dtype", [["float32"], {"a": 1}, 3])
-def test_a_type_that_is_no_text_is_left(dtype: object) -> None:
+def test_a_type_that_is_not_text_stays(dtype: object) -> None:
     assert with_dtype({"dtype": dtype}, "bfloat16") == {"dtype": dtype}
 
 

@@ -167,7 +167,7 @@ class TestTies:
         assert report.ties == {"second": "first"}, "equal values are no tie"
         assert set(load_folder(tmp_path / "out")) == {"first", "third"}
 
-    def test_views_of_one_storage_that_differ_are_no_tie(self, tmp_path: Path) -> None:
+    def test_different_views_of_one_storage_are_not_tied(self, tmp_path: Path) -> None:
         base = torch.arange(12.0).reshape(3, 4)
         tensors = {"base": base, "t": base.T, "row": base[1], "same": base}
         report = shardckpt.consolidate(saved(tmp_path, tensors), str(tmp_path / "out"))
@@ -200,7 +200,7 @@ class TestShapesFrom:
                 str(tmp_path / "a.safetensors"), str(tmp_path / "out"), shapes_from=str(tmp_path / "b.safetensors")
             )
 
-    def test_a_tensor_that_is_gone_as_a_whole_is_refused(self, tmp_path: Path) -> None:
+    def test_a_missing_tensor_is_refused(self, tmp_path: Path) -> None:
         save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
         save_file({"w": torch.ones(3), "v": torch.ones(1)}, tmp_path / "b.safetensors")
         with pytest.raises(IncompleteError, match=r": v is in --shapes-from"):

@@ -129,9 +129,7 @@ def test_config_files_of_the_checkpoint_that_is_replaced_are_kept(to: str, sourc
     assert files(out)["generation_config.json"] == b'{"top_k":  3}'
 
 
-def test_a_config_that_is_given_comes_before_the_one_that_lies_there(
-    source: Path, config: Path, tmp_path: Path
-) -> None:
+def test_a_given_config_comes_before_the_one_in_the_target(source: Path, config: Path, tmp_path: Path) -> None:
     for name in CARRIED[1:]:
         (config / name).unlink()
     shardckpt.consolidate(source, tmp_path / "out")
@@ -170,7 +168,7 @@ def test_text_under_the_name_of_a_payload_file_is_not_removed(
     files.rm(folder, recursive=True)
 
 
-def test_a_folder_of_config_files_alone_is_no_checkpoint(source: Path, config: Path) -> None:
+def test_a_folder_of_config_files_alone_is_not_a_checkpoint(source: Path, config: Path) -> None:
     before = files(config)
     with pytest.raises(TargetExistsError, match=r"found config\.json, tokenizer"):
         shardckpt.consolidate(source, config, config_from=config, overwrite=True)
