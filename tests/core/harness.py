@@ -330,7 +330,7 @@ def outcomes(
         world: Number of ranks.
         body: Any callable, closures included, as nothing of it is pickled; what it returns is.
         args: Passed on.
-        timeout: Seconds after which ranks that gave nothing are said to hang.
+        timeout: Seconds after which ranks without a result are reported to hang.
         group_timeout: Seconds a collective waits for the other ranks.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:

@@ -246,7 +246,7 @@ class Output:
 
 
 class Containing(Block):
-    """Takes and gives whatever container it was told to."""
+    """Takes and gives a given container."""
 
     kind = "dict"
 

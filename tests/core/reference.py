@@ -54,7 +54,7 @@ def owner(names: list[str], prefixes: Iterable[str]) -> str:
 
 
 def groups(model: nn.Module, plain: nn.Module, orig: bool) -> list[Group]:
-    """What `model` exposes, told by the parameters of its unsharded twin."""
+    """Return the parameters that `model` registers, from those of its unsharded twin."""
     prefixes, every = units(model), list(plain.named_parameters(remove_duplicate=False))
     found: dict[Any, Group] = {}
     for name, parameter in plain.named_parameters():
@@ -244,8 +244,8 @@ def differs(name: str, found: Grad, wanted: Grad, close: Callable[..., Any]) -> 
     if found is not None and wanted is not None and found.dtype == wanted.dtype and torch.equal(found, wanted):
         return []
     if found is None or wanted is None:
-        told = [f"{name}: found {_brief(found)}, expected {_brief(wanted)}"]
-        return [] if found is None and wanted is None else told
+        messages = [f"{name}: found {_brief(found)}, expected {_brief(wanted)}"]
+        return [] if found is None and wanted is None else messages
     try:
         close(found, wanted)
     except AssertionError as error:
@@ -307,7 +307,7 @@ class ByPieces:
         self.optimizer.step()
 
     def zero_grad(self) -> None:
-        """Let go of the gradients of what the optimizer holds."""
+        """Drop the gradients of the optimizer's parameters."""
         self.optimizer.zero_grad()
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             parameter.grad = None if piece.grad is None else parameter.grad
@@ -407,7 +407,7 @@ def _everywhere(wrong: list[str]) -> list[str]:
     """The findings of all ranks, so that all of them stop at the same place."""
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, wrong)
-    return [f"rank {rank}: {each}" for rank, told in enumerate(found) for each in told] if any(found) else []
+    return [f"rank {rank}: {each}" for rank, messages in enumerate(found) for each in messages] if any(found) else []
 
 
 def product(**axes: Iterable[Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What arguments and methods change that no other test looks at; which test looks at which is told in `covered`."""
+"""Effects of arguments and methods that other tests do not check; `covered` lists the tests of each."""
 
 from __future__ import annotations
 
@@ -515,7 +515,7 @@ def parsed(path: pathlib.Path) -> tuple[str, dict[str, ast.FunctionDef]]:
 
 
 def mentions(word: str, start: str, functions: dict[str, ast.FunctionDef], source: str) -> bool:
-    """Tell whether a function, or one of the same file that it calls, has a word."""
+    """Return True if a function, or one of the same file that it calls, has a word."""
     lines, seen, left = source.splitlines(), set(), [start]
     while left:
         node = functions[left.pop()]

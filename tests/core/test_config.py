@@ -19,7 +19,7 @@ from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong, wrap
 CPU = torch.device("cpu")
 
 
-def told(world: int, action) -> tuple[tuple[str, ...], str, list[str]]:
+def run_and_catch(world: int, action) -> tuple[tuple[str, ...], str, list[str]]:
     """The exception's classes and message, and the warnings, of `action()` on rank 0; all ranks agree on the class."""
 
     def body(rank, world):
@@ -39,7 +39,7 @@ def told(world: int, action) -> tuple[tuple[str, ...], str, list[str]]:
 
 def refused(kind: type[Exception], action, *words: str, world: int = 1, ours: tuple[str, ...] = ()) -> None:
     """Assert that `action()` raises `kind` with `words` in the message, and with `ours` too when the engine is ours."""
-    bases, message, _ = told(world, action)
+    bases, message, _ = run_and_catch(world, action)
     assert kind.__name__ in bases, (bases, message)
     for word in (*words, *(() if TORCH else ours)):
         assert word.lower() in message.lower(), message
@@ -47,7 +47,7 @@ def refused(kind: type[Exception], action, *words: str, world: int = 1, ours: tu
 
 def accepted(action, world: int = 1) -> list[str]:
     """The warnings of an `action()` that raises nothing."""
-    bases, message, warned = told(world, action)
+    bases, message, warned = run_and_catch(world, action)
     assert bases == (), (bases, message)
     return warned
 
@@ -184,7 +184,7 @@ def test_a_pair_of_groups_for_a_strategy_that_is_not_hybrid(strategy):
     def pair():
         bare(Block(), sharding_strategy=Strategy[strategy], process_group=(dist.group.WORLD, dist.group.WORLD))
 
-    bases, message, _ = told(1, pair)
+    bases, message, _ = run_and_catch(1, pair)
     assert "Exception" in bases
     if not TORCH:
         assert {"TypeError", "ValueError"} <= set(bases)
@@ -298,7 +298,7 @@ def test_g6_states_are_synchronised_on_the_cpu():
     assert one[2] == 0.0
 
 
-@torch_is_wrong("it wants an accelerator, or to be told that the CPU will do")
+@torch_is_wrong("it needs an accelerator, or the CPU as an argument")
 def test_g17_the_cpu_needs_no_device_id():
     def body(rank, world):
         model = FSDP(Block())
@@ -455,7 +455,7 @@ def test_calls_that_wait_for_the_end_of_a_forward(call):
         model.module.register_forward_pre_hook(hook)
         model(torch.ones(2, 7))
 
-    bases, message, _ = told(1, middle)
+    bases, message, _ = run_and_catch(1, middle)
     assert "Exception" in bases
     if not TORCH:
         assert {"ValueError", "AssertionError"} & set(bases)
@@ -469,7 +469,7 @@ def test_a_unit_that_ran_before_its_root_is_an_error():
         model.blocks[0](torch.ones(2, 7))
         model(floats(0, 0))
 
-    bases, message, _ = told(1, early)
+    bases, message, _ = run_and_catch(1, early)
     assert "Exception" in bases
     if not TORCH:
         assert "blocks.0" in message
@@ -696,7 +696,7 @@ def test_g28_a_submodule_called_outside_its_unit(orig):
         square(model(floats(0, 0))).backward()
         model.blocks[1].module.up(torch.ones(2, 7))
 
-    bases, message, _ = told(2, outside)
+    bases, message, _ = run_and_catch(2, outside)
     assert "RuntimeError" in bases
     assert "blocks.1" in message
     assert any(way in message for way in ("register_fsdp_forward_method", "summon_full_params", "unshard"))

@@ -159,14 +159,14 @@ def test_no_source_file_of_the_engine_names_a_private_module_of_torchs_engines()
 # ------------------------------------------------------------------------------------------------ signatures
 
 
-def told(default: Any) -> Any:
+def describe_default(default: Any) -> Any:
     """A default in a form in which ours and torch's can be equal."""
     if isinstance(default, enum.Enum):
         return type(default).__name__, default.name
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         name = type(default).__name__
         fields = [f.name for f in dataclasses.fields(default) if (f"{name}.__init__", f.name) not in MORE_ARGUMENTS]
-        return name, {each: told(getattr(default, each)) for each in fields}
+        return name, {each: describe_default(getattr(default, each)) for each in fields}
     if callable(default) and not isinstance(default, type):
         return getattr(default, "__name__", default)
     return default
@@ -224,7 +224,7 @@ def test_signatures_are_torchs(module, name):
     for argument, wanted in other.items():
         assert ours[argument].kind is wanted.kind, f"{name}({argument})"
         if (name, argument) not in OTHER_DEFAULTS:
-            assert told(ours[argument].default) == told(wanted.default), f"{name}({argument})"
+            assert describe_default(ours[argument].default) == describe_default(wanted.default), f"{name}({argument})"
 
 
 @pytest.mark.parametrize("name", [] if TORCH else sorted(PRIVATE_BUT_USED))

@@ -558,7 +558,7 @@ def test_g28_another_method_than_forward_may_be_registered(front_end):
 
 @EACH
 def test_g29_after_a_forward_without_gradients_changed_parameters_count(front_end):
-    """With parameters that stay between forward and backward; `fully_shard` told so keeps them then too, as torch's."""
+    """With parameters that stay between forward and backward; `fully_shard` keeps them then too, as torch does."""
 
     def body(rank, world):
         plain, model = twins(PLAIN, front_end, frees=front_end == "in place")
@@ -575,7 +575,7 @@ def test_g29_after_a_forward_without_gradients_changed_parameters_count(front_en
 
 
 class Failing(Stack):
-    """Raises where it was told to."""
+    """Raises at a given place."""
 
     armed: str | None = None
 

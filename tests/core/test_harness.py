@@ -1,4 +1,4 @@
-"""The harness itself: ranks talk, errors and hangs are told with what each rank did last."""
+"""The harness itself: ranks talk, errors and hangs are reported with the last call of each rank."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_a_crash_in_native_code_is_told_with_its_stack():
         if rank == 1:
             os.abort()
 
-    with pytest.raises(RanksError, match="rank 1 died") as told:
+    with pytest.raises(RanksError, match="rank 1 died") as raised:
         run(2, body)
-    assert "test_harness.py" in str(told.value)
+    assert "test_harness.py" in str(raised.value)
 
 
 def test_ranks_that_begin_at_different_times_join_however_short_the_groups_timeout_is():

@@ -27,7 +27,7 @@ def pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def settings(how: str) -> dict:
-    """The groups of a 2x2 arrangement, told in one of three ways."""
+    """The groups of a 2x2 arrangement, passed in one of three ways."""
     if how == "mesh":
         return {"device_mesh": init_device_mesh("cpu", (2, 2))}
     if how == "pair":
@@ -38,10 +38,10 @@ def settings(how: str) -> dict:
 
 def built(how: str, strategy: str, **more) -> nn.Module:
     torch.manual_seed(0)
-    told = settings(how) | {"sharding_strategy": Strategy[strategy], "use_orig_params": True} | more
+    options = settings(how) | {"sharding_strategy": Strategy[strategy], "use_orig_params": True} | more
     if how == "nodes":
-        return shard(Stack(), **told)
-    return blocks_and_root(Stack(), lambda m: shard(m, **told))
+        return shard(Stack(), **options)
+    return blocks_and_root(Stack(), lambda m: shard(m, **options))
 
 
 def whole(held: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -164,8 +164,8 @@ def test_nested_units_have_the_groups_of_the_root():
     def body(rank, world):
         found = []
         for how in ("mesh", "pair"):
-            told = settings(how) | {"auto_wrap_policy": POLICY, "sharding_strategy": Strategy.HYBRID_SHARD}
-            model = shard(Stack(), **told)
+            options = settings(how) | {"auto_wrap_policy": POLICY, "sharding_strategy": Strategy.HYBRID_SHARD}
+            model = shard(Stack(), **options)
             units = FSDP.fsdp_modules(model)
             found.append((len({id(u.process_group) for u in units}), len({id(u._inter_node_pg) for u in units})))
             found.append((model.rank, model.world_size, dist.get_process_group_ranks(model._inter_node_pg)))
@@ -175,7 +175,7 @@ def test_nested_units_have_the_groups_of_the_root():
         assert found == [(1, 1), (rank % 2, 2, [rank % 2, rank % 2 + 2])] * 2
 
 
-@torch_is_wrong("it takes one CPU for a node, whatever torchrun said")
+@torch_is_wrong("it takes one CPU for a node, whatever LOCAL_WORLD_SIZE is")
 def test_without_groups_the_ranks_of_a_node_share():
     def body(rank, world):
         model = built("nodes", "HYBRID_SHARD")

@@ -615,7 +615,7 @@ def test_frozen_between_iterations_is_honoured(style):
 
 
 class Failing(Stack):
-    """Raises at the place it was told to, once."""
+    """Raises at a given place, once."""
 
     armed: str | None = None
 

@@ -55,7 +55,7 @@ def difference(
 
 
 def table(world: int, rows: list[Row], timeout: float = 120.0) -> None:
-    """Train the rows, cases with settings, in one group of ranks; all rows that differ are told."""
+    """Train the rows, cases with settings, in one group of ranks; report all rows that differ."""
     rows = [(which, row) for which, row in rows if torch_can(which, **row)]
     if not rows:
         pytest.skip("torch is wrong")
@@ -129,7 +129,7 @@ AXES = {
     "accumulation": ACCUMULATION,
     "strategy": STRATEGIES,
 }
-"""All that a model and its training may be told."""
+"""All settings of a model and its training."""
 
 
 def mixed(row: dict) -> Row:
@@ -252,9 +252,9 @@ def test_full_parameters_kept_as_slices(world, answers):
 
 
 def test_full_parameters_of_the_root_freed_after_forward_too():
-    told = {"style": Style.EACH, "reshard_after_forward": True}
+    options = {"style": Style.EACH, "reshard_after_forward": True}
     cases = [case(name) for name in ("mlp", "nested", "called three times")]
-    table(2, [(which, {**told, "accumulation": kind}) for which, kind in zip(cases, ACCUMULATION, strict=True)])
+    table(2, [(which, {**options, "accumulation": kind}) for which, kind in zip(cases, ACCUMULATION, strict=True)])
 
 
 OPTIMIZERS = product(style=Style, strategy=STRATEGIES, optimizer=(adamw, sgd), steps=[3], by_pieces=[False])

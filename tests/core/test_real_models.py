@@ -36,13 +36,13 @@ def differences(which: Case, world: int, rows: list[dict], how: Training | None 
         return found, logs
 
     imported(which)
-    told = run(world, body, timeout=120)
-    assert told[0][0] == {}
-    assert all(logs == told[0][1] for _, logs in told)
+    results = run(world, body, timeout=120)
+    assert results[0][0] == {}
+    assert all(logs == results[0][1] for _, logs in results)
 
 
 def imported(which: Case) -> None:
-    """Let what a model imports when it is made and run be imported here, not in every rank."""
+    """Import here, not in every rank, the modules that a model imports when it is made and run."""
     with torch.no_grad():
         built(which)(which.batch(0, 0))
 
@@ -175,12 +175,12 @@ class Answering(Language):
     """Answers with the tokens that come out likeliest, one after the other, from a cache."""
 
     def forward(self, tokens):
-        told, fed, past = [tokens], tokens, None
+        tokens_so_far, fed, past = [tokens], tokens, None
         for _ in range(4):
             logits, past = self.extend(fed, past)
             fed = logits[:, -1:].argmax(-1)
-            told.append(fed)
-        return torch.cat(told, 1)
+            tokens_so_far.append(fed)
+        return torch.cat(tokens_so_far, 1)
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -376,7 +376,7 @@ def answers_as_unsharded(which: Case, rows: list[dict]) -> None:
                 with torch.inference_mode():
                     torch.testing.assert_close(model(which.batch(rank, 7)), plain(which.batch(rank, 7)))
             for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
-                torch.testing.assert_close(ours, theirs, msg=lambda told, n=name: f"{n}: {told}")
+                torch.testing.assert_close(ours, theirs, msg=lambda message, n=name: f"{n}: {message}")
 
     run(2, body)
 

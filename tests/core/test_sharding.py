@@ -387,15 +387,15 @@ def timeline(rank: int, steps: int = 2, style: Style = Style.FLAT, tell=lambda b
     tell(model.blocks)
     calls = logged(model, rank, steps)
     names = {(bytes_ // 4 + 1) // 2: name or "root" for name, bytes_ in sizes.items()}
-    told = []
+    events = []
     for call in calls:
         if call.op in ("all_gather", "reduce_scatter"):
             numel = min(call.sent, call.received)
             nearest = min(names, key=lambda known: abs(known - numel))
-            told.append(f"{'gather' if call.op == 'all_gather' else 'reduce'} {names[nearest]}")
+            events.append(f"{'gather' if call.op == 'all_gather' else 'reduce'} {names[nearest]}")
         else:
-            told.append(call.op)
-    return told
+            events.append(call.op)
+    return events
 
 
 def both(**settings) -> list[str]:
@@ -405,23 +405,23 @@ def both(**settings) -> list[str]:
 
 
 def test_backward_prefetch_pre_gathers_before_the_gradients_of_the_unit_behind():
-    told = both(backward_prefetch=core.BackwardPrefetch.BACKWARD_PRE)
-    backward = told[told.index("run blocks.3") + 1 :]
+    events = both(backward_prefetch=core.BackwardPrefetch.BACKWARD_PRE)
+    backward = events[events.index("run blocks.3") + 1 :]
     for index in (3, 2, 1):
         assert backward.index(f"gather blocks.{index - 1}") < backward.index(f"grad blocks.{index}")
 
 
 def test_backward_prefetch_post_gathers_after_the_gradients_and_before_their_reduction():
-    told = both(backward_prefetch=core.BackwardPrefetch.BACKWARD_POST)
-    backward = told[told.index("run blocks.3") + 1 :]
+    events = both(backward_prefetch=core.BackwardPrefetch.BACKWARD_POST)
+    backward = events[events.index("run blocks.3") + 1 :]
     for index in (3, 2, 1):
         gather = backward.index(f"gather blocks.{index - 1}")
         assert backward.index(f"grad blocks.{index}") < gather < backward.index(f"reduce blocks.{index}")
 
 
 def test_without_backward_prefetch_a_unit_is_gathered_when_it_is_needed():
-    told = both(backward_prefetch=None)
-    backward = told[told.index("run blocks.3") + 1 :]
+    events = both(backward_prefetch=None)
+    backward = events[events.index("run blocks.3") + 1 :]
     for index in (3, 2, 1):
         gather = backward.index(f"gather blocks.{index - 1}")
         assert backward.index(f"reduce blocks.{index}") < gather < backward.index(f"grad blocks.{index - 1}")
@@ -429,17 +429,17 @@ def test_without_backward_prefetch_a_unit_is_gathered_when_it_is_needed():
 
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 def test_forward_prefetch_gathers_the_next_unit_before_this_one_runs(forward_prefetch):
-    told = both(forward_prefetch=forward_prefetch, steps=3)
-    early = [told.index(f"gather blocks.{i + 1}") < told.index(f"run blocks.{i}") for i in range(3)]
+    events = both(forward_prefetch=forward_prefetch, steps=3)
+    early = [events.index(f"gather blocks.{i + 1}") < events.index(f"run blocks.{i}") for i in range(3)]
     assert early == [forward_prefetch] * 3
 
 
 def test_fully_shard_gathers_what_comes_next_in_backward_before_the_gradients_of_the_unit_behind():
-    told = both(style=Style.EACH)
-    backward = told[told.index("run blocks.3") + 1 :]
+    events = both(style=Style.EACH)
+    backward = events[events.index("run blocks.3") + 1 :]
     for index in (3, 2, 1):
         assert backward.index(f"gather blocks.{index - 1}") < backward.index(f"grad blocks.{index}")
-    assert all(told.index(f"run blocks.{i}") < told.index(f"gather blocks.{i + 1}") for i in range(3))
+    assert all(events.index(f"run blocks.{i}") < events.index(f"gather blocks.{i + 1}") for i in range(3))
 
 
 def test_fully_shard_gathers_in_forward_what_it_was_told_to():
@@ -447,8 +447,8 @@ def test_fully_shard_gathers_in_forward_what_it_was_told_to():
         blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
         blocks[1].set_modules_to_forward_prefetch([blocks[3]])
 
-    told = both(style=Style.EACH, tell=two_ahead)
-    forward = told[: told.index("run blocks.3")]
+    events = both(style=Style.EACH, tell=two_ahead)
+    forward = events[: events.index("run blocks.3")]
     assert forward.index("gather blocks.1") < forward.index("gather blocks.2") < forward.index("run blocks.0")
     assert forward.index("run blocks.0") < forward.index("gather blocks.3") < forward.index("run blocks.1")
 
@@ -457,8 +457,8 @@ def test_fully_shard_gathers_in_backward_what_it_was_told_to():
     def two_ahead(blocks):
         blocks[3].set_modules_to_backward_prefetch([blocks[2], blocks[1]])
 
-    told = both(style=Style.EACH, tell=two_ahead)
-    backward = told[told.index("run blocks.3") + 1 :]
+    events = both(style=Style.EACH, tell=two_ahead)
+    backward = events[events.index("run blocks.3") + 1 :]
     assert backward.index("gather blocks.2") < backward.index("gather blocks.1") < backward.index("grad blocks.3")
 
 

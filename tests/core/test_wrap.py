@@ -72,14 +72,14 @@ def test_classes_that_mixed_precision_ignores_are_units_in_float32(policy):
         out = model(torch.randn(6, 4) + rank)
         out.float().sum().backward()
         norm = model.module.norm
-        told = any("mixed precision disabled" in str(each.message) for each in caught)
+        is_warned = any("mixed precision disabled" in str(each.message) for each in caught)
         seen = [str(dtype) for dtype in model.module.seen]
-        return names(model), seen, str(norm.running_mean.dtype), norm.mixed_precision.param_dtype, told
+        return names(model), seen, str(norm.running_mean.dtype), norm.mixed_precision.param_dtype, is_warned
 
-    units, seen, stored, computed, told = run(2, body)[0]
+    units, seen, stored, computed, is_warned = run(2, body)[0]
     assert units == ["", "norm", "inner", "inner.1"]
     assert seen[1:] == ["torch.bfloat16", "torch.bfloat16"]
-    assert (stored, computed, told) == ("torch.float32", None, True)
+    assert (stored, computed, is_warned) == ("torch.float32", None, True)
 
 
 def test_nothing_is_overridden_without_mixed_precision():

@@ -47,7 +47,7 @@ STYLES = pytest.mark.parametrize("style", list(Style), ids=[style.value for styl
 
 
 def shard(module: nn.Module, **settings: Any) -> Any:
-    """`FSDP(module, ...)`; torch needs to be told that the CPU will do."""
+    """`FSDP(module, ...)`; torch needs the CPU as an argument."""
     if TORCH:
         settings.setdefault("device_id", torch.device("cpu"))
     with warnings.catch_warnings():
@@ -65,7 +65,7 @@ def grid(replicas: int) -> DeviceMesh:
 def sharder(
     style: Style, strategy: Strategy = Strategy.FULL_SHARD, *, low: bool = False, offload: bool = False, **settings: Any
 ) -> Callable[[nn.Module], Any]:
-    """What makes units of modules, told in the words of the wrapper; `fully_shard` has its own for the same.
+    """Settings that make units of modules, in the words of the wrapper; `fully_shard` has its own for the same.
 
     Args:
         style: Which front end, and what it shows.

@@ -1,4 +1,4 @@
-"""Debug mode (TORCH_DISTRIBUTED_DEBUG=DETAIL): ranks that go their own way, or begin apart, are told on every rank."""
+"""Debug mode (TORCH_DISTRIBUTED_DEBUG=DETAIL): all ranks report ranks that diverge or begin with other values."""
 
 from __future__ import annotations
 
@@ -313,17 +313,17 @@ def test_g6_buffers_and_ignored_parameters_that_differ_are_warned_of():
         with torch.no_grad():
             plain[2].weight += rank
         made = shard(plain, ignored_states=[plain[2]])
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
             made(floats(rank, 0))
             made(floats(rank, 1))
-        return [str(each.message) for each in told if "begin" in str(each.message)]
+        return [str(each.message) for each in messages if "begin" in str(each.message)]
 
-    for told in run(2, body):
-        assert len(told) == 1
-        assert "1.running_mean" in told[0]
-        assert "2.weight" in told[0]
-        assert "2.bias" not in told[0]
+    for messages in run(2, body):
+        assert len(messages) == 1
+        assert "1.running_mean" in messages[0]
+        assert "2.weight" in messages[0]
+        assert "2.bias" not in messages[0]
 
 
 def test_a_checksum_sees_every_bit_and_every_place():

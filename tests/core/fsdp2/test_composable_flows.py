@@ -1,4 +1,4 @@
-"""fully_shard in loops that are no plain forward and backward: parts of a group, chunks, pairs, inner modules."""
+"""fully_shard in loops that are not a plain forward and backward: parts of a group, chunks, pairs, inner modules."""
 
 from __future__ import annotations
 
@@ -345,10 +345,10 @@ def costs_what_was_asked_for(cases: list[Accumulation]) -> None:
         return gathers, reduces, across
 
     def tell(model: Any, who: str, last: bool, backward: bool, scatters: bool) -> None:
-        told, recurse = [model], who == "all"
+        units, recurse = [model], who == "all"
         if who == "some":
-            told = list(model.blocks[:2])
-        for each in told:
+            units = list(model.blocks[:2])
+        for each in units:
             (each.set_requires_all_reduce if scatters else each.set_requires_gradient_sync)(last, recurse=recurse)
             if not backward:
                 each.set_reshard_after_backward(last, recurse=recurse)
@@ -415,7 +415,7 @@ EVERYTHING: list[tuple[tuple[int, ...], tuple[str, ...], Any]] = [
 
 
 def spread(model: nn.Module, mesh: Any) -> None:
-    """Let all parameters be DTensors on a mesh, replicated but over its dimension for tensor parallelism."""
+    """Make all parameters DTensors on a mesh, replicated except over its dimension for tensor parallelism."""
     has_tp = mesh.mesh_dim_names[-1] == "tp"
     rest = [Replicate()] * (mesh.ndim - has_tp)
     for name, module in model.named_modules():
@@ -453,12 +453,12 @@ def test_dtensors_on_any_mesh_of_everything_train_as_whole_ones() -> None:
             plain = Pair()
             model = copy.deepcopy(plain)
             spread(model, mesh)
-            told = {"mesh": mesh, "dp_mesh_dims": dims, "shard_placement_fn": beside if parallel else None}
+            options = {"mesh": mesh, "dp_mesh_dims": dims, "shard_placement_fn": beside if parallel else None}
             if dims.shard is not None:
-                told["reshard_after_forward"] = not keeps
+                options["reshard_after_forward"] = not keeps
             for block in model.blocks:
-                fully_shard(block.up, **told)
-            fully_shard(model, **told)
+                fully_shard(block.up, **options)
+            fully_shard(model, **options)
             optimizers = [Training(adamw).stepper(each) for each in (plain, model)]
             for step in range(2):
                 x = batch(step, at)

@@ -600,7 +600,7 @@ def test_prefetching_follows_the_lists_that_were_set() -> None:
             model(batch(0, rank)).sum().backward()
         order = [call.op for call in calls]
         forward = order[: order.index("block 0")]
-        assert forward.count("all_gather") == 3  # the root, and the two that it was told to gather
+        assert forward.count("all_gather") == 3  # the root, and the two that it has to prefetch
         backward = order[order.index("block 2") : order.index("back 2")]
         assert backward.count("all_gather") == 3  # its own, and the two before it
         model.set_modules_to_forward_prefetch([])

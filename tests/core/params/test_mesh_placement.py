@@ -1,4 +1,4 @@
-"""Where a parameter of fully_shard lies: boxes of ranks join to the parameter again, on every kind of mesh."""
+"""Placements of parameters of fully_shard: boxes of ranks join to the parameter again, on every kind of mesh."""
 
 from __future__ import annotations
 

@@ -94,10 +94,10 @@ def test_losses_are_those_of_the_plain_model():
     for found in both(body):
         for orig, every in enumerate(found):
             for setting, losses in every.items():
-                told = f"original parameters {bool(orig)}, {setting}: "
+                prefix = f"original parameters {bool(orig)}, {setting}: "
                 found_losses = torch.tensor(losses)
                 torch.testing.assert_close(
-                    found_losses, expected, rtol=1e-4, atol=1e-6, msg=lambda m, told=told: told + m
+                    found_losses, expected, rtol=1e-4, atol=1e-6, msg=lambda m, prefix=prefix: prefix + m
                 )
 
 

@@ -163,9 +163,9 @@ def test_a_module_without_reset_parameters_is_warned_of_and_its_own_error_comes_
                 FSDP(nn.Sequential(Plain()), device_id=CPU)
         return [str(each.message) for each in caught if "reset_parameters()" in str(each.message)]
 
-    (told,) = run(1, body)[0]
-    assert "Unable to call `reset_parameters()`" in told
-    assert "Plain" in told
+    (message,) = run(1, body)[0]
+    assert "Unable to call `reset_parameters()`" in message
+    assert "Plain" in message
 
 
 @torch_is_wrong("modules with values are emptied too")

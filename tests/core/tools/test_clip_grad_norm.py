@@ -212,8 +212,8 @@ def test_a_rank_without_gradients_takes_part_and_says_so():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             norm = model.clip_grad_norm_(0.5)
-        told = [str(each.message) for each in caught if "with no gradients" in str(each.message)]
-        return norm.item(), str(norm.dtype), told
+        messages = [str(each.message) for each in caught if "with no gradients" in str(each.message)]
+        return norm.item(), str(norm.dtype), messages
 
     first, second = run(2, body)
     assert first == (1.0, "torch.float32", [])

@@ -90,7 +90,7 @@ def test_a_scaler_that_is_switched_off_passes_everything_through():
     assert run(1, body)[0] == ([], [0.0], 1.0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no accelerator")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only without an accelerator")
 def test_without_an_accelerator_the_default_device_switches_it_off():
     with pytest.warns(UserWarning, match="CUDA is not available"):
         assert not Scaler().is_enabled()

@@ -279,15 +279,15 @@ def test_offload_without_rank0_only_warns(orig):
 
     def body(rank, world):
         _, model = cut(PLAIN, use_orig_params=orig)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
             with FSDP.summon_full_params(model, offload_to_cpu=True):
                 pass
-        return [str(each.message) for each in told], [each.filename for each in told]
+        return [str(each.message) for each in messages], [each.filename for each in messages]
 
-    told, files = run(1, body)[0]
-    assert len(told) == 1
-    assert "offload_to_cpu=True and rank0_only=False may result in" in told[0]
+    messages, files = run(1, body)[0]
+    assert len(messages) == 1
+    assert "offload_to_cpu=True and rank0_only=False may result in" in messages[0]
     assert files == [__file__]
 
 
