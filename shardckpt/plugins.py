@@ -51,7 +51,12 @@ def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tupl
 
     plugins: dict[str, list[Plugin]] = {}
     for group in groups:
-        for point in entry_points(group=group):
+        try:
+            points = tuple(entry_points(group=group))
+        except Exception as error:  # noqa: BLE001  (one distribution's file that cannot be parsed raises whatever it raises)
+            warn_of_plugin(f"no plugin of {group} is used: an entry_points.txt cannot be read: {error}")
+            return ()
+        for point in points:
             owner = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
             plugins.setdefault(point.name, []).append(Plugin(point.name, group, owner, point.load))
     for name, rivals in plugins.items():

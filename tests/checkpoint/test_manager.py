@@ -260,11 +260,11 @@ class TestOtherFolders:
         assert (restored(ck), ck.latest()) == ((None, 0), None)
         found = run_here("ls", tmp_path)
         assert (found.code, found.out) == (2, "")
-        assert "no step of a run is here; found config.yaml, logs" in found.err
+        assert "this folder contains no step of a run; found config.yaml, logs" in found.err
 
     def test_a_parent_that_is_a_file_is_told(self, tmp_path):
         (tmp_path / "file").write_text("mine")
-        with pytest.raises(UsageError, match="a file lies where a folder above"):
+        with pytest.raises(UsageError, match="a folder above the run is a file"):
             Checkpointer(tmp_path / "file" / "sub" / "run").restore(state())
         assert restored(Checkpointer(tmp_path / "no" / "such" / "run")) == (None, 0)
 

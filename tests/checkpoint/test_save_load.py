@@ -571,6 +571,14 @@ class TestRefusals:
                 call(wrong)
         assert os.listdir() == []
 
+    @pytest.mark.parametrize("name", ["overwrite", "checksums", "store_digests", "trainable_only"])
+    def test_a_flag_that_is_not_a_bool_is_refused_and_replaces_nothing(self, tmp_path: Path, name: str) -> None:
+        shardckpt.save({"step": 1}, tmp_path / "c")
+        for call in (shardckpt.save, shardckpt.async_save):
+            with pytest.raises(UsageError, match=f"`{name}` is neither True nor False; found 'no'"):
+                call({"step": 2}, tmp_path / "c", **{name: "no"})
+        assert shardckpt.load(tmp_path / "c") == {"step": 1}
+
     def test_what_the_checkpoint_has_besides_may_be_left(self, tmp_path: Path) -> None:
         state = {"more": {"step": 0}}
         shardckpt.load(state, self.saved(tmp_path), ignore_extra=True)

@@ -22,7 +22,9 @@ def store(tmp_path):
 
 
 class TestLocalStore(StoreSuite):
-    pass
+    @pytest.fixture
+    def store(self, tmp_path):
+        return LocalStore(str(tmp_path / "root"))
 
 
 def open_descriptors() -> int:

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import shardckpt
-from shardckpt.errors import FormatError, ShardckptError, UnknownFormatError, UsageError
+from shardckpt.errors import FormatError, ShardckptError, UnknownFormatError, UnsupportedError, UsageError
 from shardckpt.testing import ReaderSuite, TargetSuite
 from shardckpt.testing.target_suite import write_source
 
@@ -244,8 +244,60 @@ def test_the_suite_finds_a_broken_target(
     suite.target = load("npy_target", "TARGET")
     source = write_source(tmp_path / "source", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
     given = {"verb": "convert", "max_shard_size": "5GB"} if name == "every_value_is_read_back" else {}
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, pytest.fail.Exception, UsageError)):
         getattr(suite, f"test_{name}")(source=source, tmp_path=tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('f"{i}-{unique_suffix or 0}.npy"', '"0.npy"', r"must have different names; found 0\.npy twice"),
+        ('f"{i}-{unique_suffix or 0}.npy"', '"tensors.json"', r"must have different names; found tensors\.json twice"),
+        ("tensor.nbytes, 1, encode", "tensor.nbytes + 1, 1, encode", "as many bytes as it plans.*found 152 bytes"),
+        ("stream.write_tensors([tensor], writer)", "writer.write(b'')", "as many bytes as it plans"),
+        ("stream.write_tensors([tensor], writer)", "writer.abort()", "abort"),
+    ],
+)
+def test_a_target_that_breaks_its_plan_publishes_nothing(
+    old: str, new: str, message: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert old in TARGET
+    monkeypatch.delitem(sys.modules, "npy_target", raising=False)
+    install(site, "[shardckpt.targets]\nnpy = npy_target:TARGET\n", npy_target=TARGET.replace(old, new))
+    source = write_source(tmp_path / "source", {"v": np.ones(6, np.float32), "w": np.ones(6, np.float32)})
+    with pytest.raises((UsageError, AttributeError), match=message):
+        shardckpt.convert(source, tmp_path / "out", to="npy")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_without_its_last_file_is_refused_where_that_file_publishes(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "npy_target", raising=False)
+    source = TARGET.replace('"tensors.json", build_layout', '"index.json", build_layout')
+    install(site, "[shardckpt.targets]\nnpy = npy_target:TARGET\n", npy_target=source)
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UsageError, match=r"must plan its last file; found 0-\w+\.npy, tensors\.json; expected index\.json"
+    ):
+        shardckpt.convert(tmp_path / "model.safetensors", f"memory://{tmp_path.name}", to="npy")
+
+
+def test_entry_points_that_cannot_be_read_leave_the_built_in_formats(site: Path, tmp_path: Path) -> None:
+    install(site, "[shardckpt.formats]\nnpy = npy_reader:FORMAT\n", npy_reader=READER)
+    install(site, "[console_scripts]\njunk\n", "junk")
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.warns(RuntimeWarning, match=r"an entry_points\.txt cannot be read"):
+        shardckpt.consolidate(tmp_path / "model.safetensors", tmp_path / "out", to="dcp")
+    assert shardckpt.inspect(tmp_path / "out").format == "dcp"
+
+
+@pytest.mark.parametrize("array", [np.asfortranarray(np.ones((2, 3))), np.ones(3, ">f4"), np.array(["a"])])
+def test_the_example_refuses_arrays_whose_bytes_it_cannot_describe(array: np.ndarray, site: Path, folder: Path) -> None:
+    install(site, BOTH, npy_reader=READER, npy_target=TARGET)
+    np.save(folder / "0.npy", array)
+    with pytest.raises(UnsupportedError, match=r"0\.npy"):
+        shardckpt.inspect(folder)
 
 
 READER_MUTANTS = {

@@ -21,6 +21,7 @@ from shardckpt.checkpoint.load.source import (
     Rules,
     Verify,
     compile_key_map,
+    require_bools,
     require_rules,
     require_way_to_verify,
 )
@@ -160,7 +161,7 @@ def load(
     """
 
     def checked_globs() -> tuple[str, ...] | None:
-        _require_bools(
+        require_bools(
             strict=strict,
             cast=cast,
             ignore_extra=ignore_extra,
@@ -200,12 +201,6 @@ def load(
     with gc_paused(), coordinator.in_step():
         _load_into(state, path, order, coordinator)
     return state
-
-
-def _require_bools(**given: Any) -> None:
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
 
 
 def _named(base: NamedBases | bool | None) -> NamedBases:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import ALONE, get_channels, resolve_process_group
-from shardckpt.checkpoint.load.source import compile_key_map
+from shardckpt.checkpoint.load.source import compile_key_map, require_bools
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
@@ -101,6 +101,7 @@ def build_save_options(
     Raises:
         UsageError: They mean nothing.
     """
+    require_bools(overwrite=overwrite, checksums=checksums, store_digests=store_digests, trainable_only=trainable_only)
     if trainable_only and base is None:
         raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
     if (store_digests or base is not None) and not checksums:

@@ -22,14 +22,13 @@ from shardckpt.offline.targets.checkpoint_content import Content, full_content
 from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
-from shardckpt.offline.write.stream import OutputFile, TensorPart, TensorStream
+from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.plan.optim.optim_keys import STATE
 from shardckpt.plan.optim.output_keys import to_state_paths
 from shardckpt.storage.replaceable import FolderKind
-from shardckpt.storage.store import Writer
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
@@ -99,7 +98,7 @@ class _Slices:
         writer: Where it goes.
     """
 
-    def __init__(self, file: SliceFile, writer: Writer) -> None:
+    def __init__(self, file: SliceFile, writer: FileSink) -> None:
         self._slices, self._writer = file.slices, writer
         self._next = self._at = self._missing = 0
         self._archive: ArchiveWriter | None = None
@@ -237,7 +236,7 @@ def _plan_layout(content: Content, boxes: Boxes, max_file_bytes: int, unique_suf
 def _dcp_file(file: SliceFile, arrays: Mapping[Path, OutputTensor]) -> OutputFile:
     chunks = [piece.what for piece in file.slices if isinstance(piece.what, PayloadChunk)]
 
-    def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
         sink = _Slices(file, writer)
         stream.write_parts(_parts(arrays, chunks), sink)
         sink.close()

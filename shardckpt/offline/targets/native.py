@@ -25,13 +25,12 @@ from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions
 from shardckpt.offline.targets.lossiness import require_allowed
 from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
-from shardckpt.offline.write.stream import OutputFile, TensorPart, TensorStream
+from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 from shardckpt.offline.write.target_writer import FinalFiles, Hashes, Layout
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.plan.optim.output_keys import to_state_paths
-from shardckpt.storage.store import Writer
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
@@ -149,7 +148,7 @@ def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
 
 
 def _step_file(payload: PayloadFile, arrays: Mapping[Path, OutputTensor]) -> OutputFile:
-    def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
         sink = _Hashed(writer)
         sink.write(payload.header)
         stream.write_parts((TensorPart(arrays[chunk.path], chunk.box) for chunk in payload.chunks), sink)
@@ -165,7 +164,7 @@ class _Hashed:
         writer: Where it goes.
     """
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: FileSink) -> None:
         self._writer = writer
         self.hasher = BlockHasher()
 

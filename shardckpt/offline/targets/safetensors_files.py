@@ -19,11 +19,10 @@ from shardckpt.format.huggingface.index_files import (
 from shardckpt.offline.select.group_settings import as_json
 from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, SHARD, Conversion, Target, encode_json
 from shardckpt.offline.write.conversion import PlannedFiles
-from shardckpt.offline.write.stream import OutputFile, TensorStream
+from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
 from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile, index, name_files
 from shardckpt.storage.replaceable import FileKind, FolderKind
-from shardckpt.storage.store import Writer
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
@@ -105,7 +104,7 @@ def build_file(file: PlannedFile, metadata: Mapping[str, str]) -> OutputFile:
     header = encode_header(order, metadata)
     parts = tuple(part for placed in order for part in tensors[placed.name].output_parts)
 
-    def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
         writer.write(header)
         stream.write_tensors(parts, writer)
         return ()

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.torchsave.writer import ArchiveWriter, TorchArchive, encode_archive
-from shardckpt.offline.write.stream import OutputFile, TensorPart, TensorStream
-from shardckpt.storage.store import Writer
+from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 
 
 def archive_file(
@@ -23,7 +22,7 @@ def archive_file(
         head: Content of the storages before those.
     """
 
-    def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
         sink = ArchiveWriter(archive, writer.write)
         sink.write(head)
         stream.write_parts(parts, sink)

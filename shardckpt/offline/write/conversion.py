@@ -13,6 +13,7 @@ from shardckpt.offline.write.target_writer import Hashes, Layout, TargetWriter
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin, publish
 from shardckpt.storage.replaceable import FolderKind, Kind
+from shardckpt.storage.resolve_url import local_path
 from shardckpt.storage.store import Store
 
 _Publication = TypeVar("_Publication")
@@ -29,7 +30,8 @@ class PlannedFiles:
 
     Attributes:
         kind: What may be replaced at the target.
-        last: File that makes the result loadable.
+        last: File that makes the result loadable. It must be planned if the target is a folder of a remote store; on a
+            disk all files appear at once.
         plan_layout: Returns the files, given a suffix for their names and the id of a native step. The suffix is empty
             unless files of the usual names may still be read.
         nbytes: Bytes of tensor data that will be written.
@@ -85,6 +87,13 @@ class ConversionPlan:
             keep=files.find_kept(target) if self.overwrite else (),
         )
 
+    def plan_layout(self, unique_suffix: str, save_id: str) -> Layout:
+        """Return the files of the target. Raises UsageError if they cannot be those of one checkpoint."""
+        layout = self.files.plan_layout(unique_suffix, save_id)
+        is_folder = isinstance(self.files.kind, FolderKind)
+        layout.check_names(self.files.last if is_folder and local_path(self.report.target) is None else "")
+        return layout
+
     def make_writer(self, on_progress: OnProgress | None) -> TargetWriter:
         """Return the writer of payload files."""
         meter = Meter(self.files.nbytes, on_progress)
@@ -110,7 +119,7 @@ def run_conversion(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgre
     """
     watch.end_phase("plan")
     if plan.report.dry_run:
-        layout = plan.files.plan_layout("", new_save_id())
+        layout = plan.plan_layout("", new_save_id())
     else:
         layout = (_write_with_ranks if plan.parallel else _write)(plan, watch, on_progress)
     carried = tuple(dict.fromkeys((*plan.copied, *layout.others)))
@@ -119,7 +128,7 @@ def run_conversion(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgre
 
 def _write(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
     with plan.publish_with(publish) as publication:
-        layout = plan.files.plan_layout(publication.unique_suffix, new_save_id())
+        layout = plan.plan_layout(publication.unique_suffix, new_save_id())
         hashes = plan.make_writer(on_progress).write(layout.payload, publication)
         watch.end_phase("copy")
         plan.finish(layout, hashes, publication)
@@ -136,7 +145,7 @@ def _write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnPro
             group,
             new_save_id(),
             begin=lambda: plan.publish_with(begin),
-            plan_layout=plan.files.plan_layout,
+            plan_layout=plan.plan_layout,
             write=plan.make_writer(on_progress).write,
             finish=plan.finish,
         )

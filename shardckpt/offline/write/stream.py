@@ -15,7 +15,7 @@ from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.report import Meter
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.storage.store import Writer
+from shardckpt.storage.store import Store
 
 _RESERVED_BYTES = 20 * 2**20
 """What the modules of a conversion add to those of `inspect`, measured as resident memory (numpy: 16 MiB)."""
@@ -67,10 +67,17 @@ class MemoryBudget:
 
 
 class Sink(Protocol):
-    """What takes bytes in order."""
+    """Takes bytes in order."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Take the next bytes. Raises StorageError."""
+
+
+class FileSink(Sink, Protocol):
+    """An open file, as an encoder gets it: it cannot be closed."""
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`. Raises StorageError."""
 
 
 class TensorPart(NamedTuple):
@@ -98,7 +105,7 @@ class TensorStream:
     def __init__(self, reader: Reader, budget: MemoryBudget, meter: Meter, *, allow_overflow: bool = False) -> None:
         self._reader, self._budget, self._meter, self._allow_overflow = reader, budget, meter, allow_overflow
 
-    def write_tensors(self, tensors: Sequence[OutputTensor], writer: Writer) -> None:
+    def write_tensors(self, tensors: Sequence[OutputTensor], writer: FileSink) -> None:
         """Write full tensors back to back; bytes that do not change are copied from file to file.
 
         Raises:
@@ -118,7 +125,7 @@ class TensorStream:
         """
         self._write(batches(parts, self._budget.batch_bytes, self._budget.wide_bytes), sink)
 
-    def _write(self, plan: Iterable[Copy | Batch], sink: Sink, writer: Writer | None = None) -> None:
+    def _write(self, plan: Iterable[Copy | Batch], sink: Sink, writer: FileSink | None = None) -> None:
         pieces = PieceReader(self._reader.store)
         current: OutputTensor | None = None
         with _WriteBehind(sink, self._budget.batch_bytes) as behind:
@@ -136,7 +143,7 @@ class TensorStream:
                 behind.write(data)
                 self._meter.add(step.nbytes)
 
-    def _copy(self, step: Copy, writer: Writer) -> None:
+    def _copy(self, step: Copy, writer: FileSink) -> None:
         most = self._budget.step_bytes
         for start in range(0, step.nbytes, most):
             size = min(most, step.nbytes - start)
@@ -144,7 +151,7 @@ class TensorStream:
             self._meter.add(size)
 
 
-Encoder = Callable[[TensorStream, Writer], tuple[int, ...]]
+Encoder = Callable[[TensorStream, FileSink], tuple[int, ...]]
 """Writes one file from start to end, without closing it; returns hashes of its blocks if the format stores them."""
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
+from shardckpt.errors import UsageError
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.report import Meter, WrittenFile
 from shardckpt.offline.write.stream import MemoryBudget, OutputFile, TensorStream
 from shardckpt.storage.publication import Publication
+from shardckpt.storage.store import Store, Writer
 
 Hashes = Mapping[str, tuple[int, ...]]
 """File to the hashes of its blocks."""
@@ -52,12 +55,51 @@ class Layout:
         """Names of all other files."""
         return (*self.small, *(self.ending.names if self.ending else ()))
 
+    def check_names(self, last: str) -> None:
+        """Check that no file replaces another one, and that the last file is planned.
+
+        Args:
+            last: File that makes the result loadable; empty if all files appear at once.
+
+        Raises:
+            UsageError: The target, a plugin as a rule, planned something else.
+        """
+        names = [posixpath.normpath(name) for name in (*(file.name for file in self.payload), *self.others)]
+        fix = "This is a fault of the target, not of the checkpoint."
+        if len(set(names)) < len(names):
+            name = next(name for name in names if names.count(name) > 1)
+            raise UsageError("the files of a target must have different names", found=f"{name} twice", fix=fix)
+        if last and last not in names:
+            raise UsageError("a target must plan its last file", found=", ".join(names[:5]), expected=last, fix=fix)
+
     def write_rest(self, hashes: Hashes, publication: Publication) -> None:
         """Write all files but the payload, whose blocks have these hashes. Raises StorageError."""
         ending = self.ending.made(hashes) if self.ending else {}
         for name, content in (*self.small.items(), *ending.items()):
             with publication.create(name) as writer:
                 writer.write(content)
+
+
+class CountingWriter:
+    """A writer that counts bytes, for the encoder of a file, which must not close it.
+
+    Args:
+        writer: The open file.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.nbytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append data. Raises StorageError."""
+        self._writer.write(data)
+        self.nbytes += memoryview(data).nbytes
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`. Raises as `Writer.copy_from` does."""
+        self._writer.copy_from(source, name, offset, nbytes)
+        self.nbytes += nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +126,7 @@ class TargetWriter:
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
             StorageError: Reading or writing failed.
+            UsageError: A file has another size than planned.
         """
         writers = max(min(self.jobs, len(files)), 1)
         budget = MemoryBudget.share(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
@@ -91,7 +134,17 @@ class TargetWriter:
 
         def write(file: OutputFile) -> tuple[int, ...]:
             with publication.create(file.name) as writer:
-                return file.encode(stream, writer)
+                counting = CountingWriter(writer)
+                hashes = file.encode(stream, counting)
+                if counting.nbytes != file.nbytes:
+                    raise UsageError(
+                        "a target must write as many bytes as it plans",
+                        where=file.name,
+                        found=f"{counting.nbytes} bytes",
+                        expected=f"{file.nbytes} bytes",
+                        fix="This is a fault of the target, not of the checkpoint.",
+                    )
+                return hashes
 
         if writers == 1:
             return {file.name: write(file) for file in files}
