@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from shardckpt.errors import UsageError, escape
+from shardckpt.errors import ShardckptError, UsageError, escape
 
 _Kind = TypeVar("_Kind")
 
@@ -111,6 +112,25 @@ def load_plugin(plugin: Plugin, kind: type[_Kind]) -> _Kind:
     if name != plugin.name:
         raise UsageError(f"the plugin {plugin} must have the name of its entry point", found=repr(name), fix=fix)
     return value
+
+
+@contextmanager
+def name_plugin(plugin: Plugin, action: str, where: str, error_type: type[ShardckptError]) -> Iterator[None]:
+    """Raise what a plugin raises inside as an error that names the plugin; errors of shardckpt pass.
+
+    Args:
+        plugin: The plugin that is called inside.
+        action: Verb and object: `open this`.
+        where: Path or URL of the checkpoint.
+        error_type: Type of the error.
+    """
+    try:
+        yield
+    except (ShardckptError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"the plugin {plugin} failed to {action}"
+        raise error_type(what, where=where, found=f"{type(error).__name__}: {error}") from error
 
 
 def warn_of_plugin(message: str) -> None:

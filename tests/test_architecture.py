@@ -38,10 +38,10 @@ ARROWS: dict[str, set[str]] = {
     "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation"} | LEAVES,
     "offline": {"plan", "format", "storage", "plugins"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
-    "testing": {"door", "offline", "plan", "format", "storage"} | LEAVES,
-    # The door names everything for type checkers and resolves each name on first use.
-    "door": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups"} | LEAVES,
-    "cli": {"door", "errors"},
+    "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
+    # The package itself names everything for type checkers and resolves each name on first use.
+    "shardckpt": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups"} | LEAVES,
+    "cli": {"shardckpt", "errors"},
 }
 
 # The layers of a package, the lowest first: a module imports from its own sub-package and from lower layers.
@@ -86,7 +86,7 @@ LIBRARIES: dict[str, set[str]] = {
     "accelerate": set(),
 }
 
-# Function-level imports; besides these the command imports the door inside its functions, so that --help is quick.
+# Function-level imports; besides these the command imports the package inside its functions, so that --help is quick.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     (
         "shardckpt.offline.write.conversion",
@@ -168,7 +168,7 @@ def get_package(module: str) -> str:
     parts = module.split(".")
     if parts[0] == "shardckpt_cli":
         return "cli"
-    return parts[1] if len(parts) > 1 else "door"
+    return parts[1] if len(parts) > 1 else "shardckpt"
 
 
 def upward_imports(found: list[Import]) -> list[str]:
@@ -374,7 +374,7 @@ class TestImportsStayLight:
         names = [n for n in SOURCES if get_package(n) in packages and not n.endswith("__main__") and n != WITH_RANKS]
         assert "torch" not in loaded_by("\n".join(f"import {name}" for name in names))
 
-    def test_the_door_and_the_command_import_nothing_heavy(self) -> None:
+    def test_the_package_and_the_command_import_nothing_heavy(self) -> None:
         loaded = loaded_by("import shardckpt\nimport shardckpt_cli.app")
         assert not loaded & {"torch", "numpy", "fsspec", "zstandard", "ml_dtypes"}
 

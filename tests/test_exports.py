@@ -1,4 +1,4 @@
-"""The door: `shardckpt.__all__` is sorted, is exactly what is public, and every name in it can be had."""
+"""Public names: `shardckpt.__all__` is sorted, is exactly what is public, and every name in it can be had."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def ls(
     root: options.Root,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """List the complete steps of a run, a number a line; others are reported on stderr."""
+    """List the complete steps of a run, one number per line; report others on stderr."""
     import shardckpt
 
     found = shardckpt.ls(root)

@@ -30,14 +30,18 @@ class CommandWithTargets(TyperCommand):
 # what is read
 To = Annotated[
     str,
-    typer.Option("--to", help="Format to write, the first one unless DST says otherwise: {targets}."),
+    typer.Option("--to", help="Format to write: {targets}. Default: by the suffix of DST, else the first."),
 ]
-ToForRanks = Annotated[str, typer.Option("--to", help="Format to write, torch being rank files: {rank_targets}.")]
-Part = Annotated[str, typer.Option("--part", help="model, optim or all.")]
-Weights = Annotated[str, typer.Option("--weights", help="live, or master, ema, a variant that it holds.")]
-ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, if not where the rules look.")]
-OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
-OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the optimizer written: names, ids or flat.")]
+ToForRanks = Annotated[
+    str, typer.Option("--to", help="Format to write: {rank_targets}. torch writes one file per rank.")
+]
+Part = Annotated[str, typer.Option("--part", help="Sections to write: model, optim or all.")]
+Weights = Annotated[
+    str, typer.Option("--weights", help="Weights to take: live, master, ema, or the name of a variant.")
+]
+ModelKey = Annotated[str, typer.Option("--model-key", help="Key of the model, if it is not found by itself.")]
+OptimKey = Annotated[str, typer.Option("--optim-key", help="Location of the optimizer: KEY, FILE or FILE:KEY.")]
+OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the written optimizer: names, ids or flat.")]
 ParamNames = Annotated[str, typer.Option("--param-names", help="JSON file: names by optimizer id, array or object.")]
 ShapesFrom = Annotated[str, typer.Option("--shapes-from", help="Checkpoint of the same model, for full shapes.")]
 FlatShapesFrom = Annotated[
@@ -45,7 +49,7 @@ FlatShapesFrom = Annotated[
 ]
 Base = Annotated[
     list[str] | None,
-    typer.Option("--base", help="Where a folder is that the checkpoint refers to: PATH or NAME=PATH; repeatable."),
+    typer.Option("--base", help="Folder that the checkpoint refers to: PATH or NAME=PATH; repeatable."),
 ]
 
 # what becomes of it
@@ -54,23 +58,23 @@ KeepFp32 = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of
 AllowOverflow = Annotated[
     bool, typer.Option("--allow-overflow", help="Accept finite values that a cast makes infinite.")
 ]
-AllowLoss = Annotated[bool, typer.Option("--allow-loss", help="Leave out what the format written cannot hold.")]
+AllowLoss = Annotated[bool, typer.Option("--allow-loss", help="Leave out values that the written format cannot hold.")]
 Include = Annotated[list[str] | None, typer.Option("--include", help="Glob of names to take; repeatable.")]
 Exclude = Annotated[list[str] | None, typer.Option("--exclude", help="Glob of names to leave; repeatable.")]
 Rename = Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for full names; repeatable, in order.")]
-Rules = Annotated[str, typer.Option("--rules", help="TOML file of rules, or the name of a set that comes along.")]
-ConfigFrom = Annotated[str, typer.Option("--config-from", help="Folder with config.json and tokenizer files to carry.")]
+Rules = Annotated[str, typer.Option("--rules", help="TOML file of rules, or the name of a built-in set.")]
+ConfigFrom = Annotated[str, typer.Option("--config-from", help="Folder with config.json and tokenizer files to copy.")]
 
 # how it is written
-MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes a file: 5GB is decimal, 5GiB binary.")]
-MaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory the process may add to its start-up.")]
+MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB is decimal, 5GiB binary.")]
+MaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory that the process may use beyond its start-up.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the same format at DST.")]
-Jobs = Annotated[int, typer.Option("--jobs", help="Output files written side by side.")]
+Jobs = Annotated[int, typer.Option("--jobs", help="Output files to write at once.")]
 
 # the same in the words of commands with few options
-ShortMaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes a file: 5GB or 5GiB.")]
-ShortMaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory to add to the start-up.")]
+ShortMaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB or 5GiB.")]
+ShortMaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory beyond the start-up.")]
 ShortDryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything; write nothing.")]
 
 # what is printed

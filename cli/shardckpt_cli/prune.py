@@ -12,11 +12,13 @@ from shardckpt_cli import exits, options, output
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]
 _Every = Annotated[int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that N divides.")]
 _Best = Annotated[int | None, typer.Option("--keep-best", metavar="N", help="Keep the best N steps by --metric.")]
-_Metric = Annotated[str, typer.Option("--metric", metavar="NAME", help="What --keep-best goes by.")]
-_Mode = Annotated[str, typer.Option("--mode", help="min or max: what the best metric is.")]
-_For = Annotated[str | None, typer.Option("--keep-for", metavar="TIME", help="Keep steps for so long: 36h, 7d, 2w.")]
-_Verify = Annotated[bool, typer.Option("--verify", help="Check every byte of the newest step before anything goes.")]
-_Dry = Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")]
+_Metric = Annotated[str, typer.Option("--metric", metavar="NAME", help="Metric that --keep-best compares.")]
+_Mode = Annotated[str, typer.Option("--mode", help="Which metric is the best: min or max.")]
+_For = Annotated[
+    str | None, typer.Option("--keep-for", metavar="TIME", help="Keep steps that are younger than this: 36h, 7d, 2w.")
+]
+_Verify = Annotated[bool, typer.Option("--verify", help="Check every byte of the newest step before removing others.")]
+_Dry = Annotated[bool, typer.Option("--dry-run", help="Print the steps to remove; remove nothing.")]
 
 
 def prune(
@@ -31,7 +33,7 @@ def prune(
     dry_run: _Dry = False,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Remove steps that no rule keeps, and what dead saves left a day ago; the newest complete step stays."""
+    """Remove steps that no rule keeps, and files of saves that died a day ago; the newest complete step stays."""
     import shardckpt
     from shardckpt.errors import escape
 

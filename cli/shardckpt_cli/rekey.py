@@ -10,11 +10,11 @@ from shardckpt_cli import options
 from shardckpt_cli.consolidate import run
 
 _Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors file.")]
-_ToNames = Annotated[bool, typer.Option("--to-names", help="Call tensors <parameter>/<slot>.")]
-_ToIds = Annotated[bool, typer.Option("--to-ids", help="Call them <number>/<slot>, numbered as torch.optim does.")]
-_Flatten = Annotated[bool, typer.Option("--flatten", help="Call them state.<parameter>.<slot>.")]
+_ToNames = Annotated[bool, typer.Option("--to-names", help="Name tensors <parameter>/<slot>.")]
+_ToIds = Annotated[bool, typer.Option("--to-ids", help="Name them <number>/<slot>, numbered as torch.optim does.")]
+_Flatten = Annotated[bool, typer.Option("--flatten", help="Name them state.<parameter>.<slot>.")]
 _Unflatten = Annotated[bool, typer.Option("--nest", help="Undo --flatten.")]
-_Flat = Annotated[bool, typer.Option("--to-flat-parameters", help="Pack as the files' flat parameters do.")]
+_Flat = Annotated[bool, typer.Option("--to-flat-parameters", help="Pack them like the flat parameters in the files.")]
 _Part = Annotated[str, typer.Option("--part", help="all, or optim for the optimizer alone.")]
 
 
@@ -38,7 +38,7 @@ def rekey(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Give the state of an optimizer other keys: names, numbers, flattened names, flat parameters. All values stay."""
+    """Change the keys of an optimizer's state: names, numbers, flattened names, flat parameters. Values stay."""
     given = locals()
     flags = {
         "to_names": "names",

@@ -12,7 +12,7 @@ from shardckpt_cli import options, output
 def repair(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a step of shardckpt: path or URL.")],
     save: Annotated[str, typer.Option("--save", help="Id of the save, if SRC holds several complete ones.")] = "",
-    rehash: Annotated[bool, typer.Option("--rehash", help="Take bytes that do not match the manifest.")] = False,
+    rehash: Annotated[bool, typer.Option("--rehash", help="Accept bytes that do not match the manifest.")] = False,
     base: options.Base = None,
     dry_run: options.ShortDryRun = False,
     as_json: options.AsJson = False,

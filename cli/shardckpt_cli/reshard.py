@@ -22,11 +22,13 @@ def reshard(
     keep_whole: Annotated[
         list[str] | None, typer.Option("--keep-whole", help="Glob of names that rank files do not split; repeatable.")
     ] = None,
-    allow_loss: Annotated[bool, typer.Option("--allow-loss", help="Leave out what the format cannot hold.")] = False,
+    allow_loss: Annotated[
+        bool, typer.Option("--allow-loss", help="Leave out values that the format cannot hold.")
+    ] = False,
     dry_run: options.ShortDryRun = False,
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write all that a checkpoint holds for another number of ranks; no value is changed."""
+    """Write a full checkpoint for another number of ranks; no value changes."""
     run("reshard", locals())

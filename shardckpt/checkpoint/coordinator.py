@@ -381,11 +381,16 @@ ALONE = Channels(Coordinator(None))
 
 
 def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a process group, all ranks for None; None without `torch.distributed`, where this process is alone."""
+    """Return a process group, all ranks for None; None without `torch.distributed`, where this process is alone.
+
+    Raises:
+        UsageError: It is not a process group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     given = dist.group.WORLD if group is None else group
-    assert given is not None
+    if not isinstance(given, dist.ProcessGroup):
+        raise UsageError("`process_group` must be a process group", found=repr(group))
     return given
 
 

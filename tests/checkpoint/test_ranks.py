@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.errors import RankError, StorageError
+from shardckpt.errors import RankError, StorageError, UsageError
 from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.storage.fsspec_writer import FsspecWriter
@@ -555,3 +555,16 @@ class TestStores:
         for raised in raised_everywhere(2, body, timeout=60.0, group_timeout=30.0):
             assert "the store is gone" in raised.message
         assert fsspec.filesystem("s3").find(target) == []
+
+
+def pass_a_text_as_group(rank: int, world: int, folder: Path) -> list[str]:
+    messages = []
+    for call in (shardckpt.save, shardckpt.load):
+        with pytest.raises(UsageError) as caught:
+            call({"step": 1}, folder / "c", process_group="gloo")
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_process_group_of_another_type_is_refused(tmp_path: Path) -> None:
+    assert run(1, pass_a_text_as_group, tmp_path) == [["`process_group` must be a process group; found 'gloo'"] * 2]

@@ -292,6 +292,39 @@ def test_entry_points_that_cannot_be_read_leave_the_built_in_formats(site: Path,
     assert shardckpt.inspect(tmp_path / "out").format == "dcp"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("dtype.name, (Piece", "dtype, (Piece", "the dtype of w must be a name such as float32"),
+        ("dtype.name, (Piece", "'<f4', (Piece", "the dtype of w must be a name such as float32, got '<f4'"),
+        ("(name,), shape,", "(name,), list(shape),", r"the shape of w must be a tuple of integers, got \[2, 3\]"),
+        ("(name,), shape,", "(name,), (2.0, 3.0),", "the shape of w must be a tuple of integers"),
+        ("return Reader(source.store, ", "return (", "must return a Reader, got Manifest"),
+        ("    head = io", "    raise SystemExit(7)\n    head = io", "SystemExit: 7"),
+    ],
+)
+def test_a_reader_that_returns_other_types_is_named(old: str, new: str, message: str, site: Path, folder: Path) -> None:
+    assert old in READER
+    install(site, "[shardckpt.formats]\nnpy = npy_other:FORMAT\n", npy_other=READER.replace(old, new))
+    try:
+        with pytest.raises(FormatError, match=rf"the plugin 'npy' of npy-files 1\.0 failed to open this; .*{message}"):
+            shardckpt.inspect(folder)
+    finally:
+        sys.modules.pop("npy_other", None)
+
+
+def test_a_target_that_fails_later_is_named(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "npy_target", raising=False)
+    source = TARGET.replace("        names = {tensor", "        1 / 0\n        names = {tensor")
+    install(site, "[shardckpt.targets]\nnpy = npy_target:TARGET\n", npy_target=source)
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UsageError, match=r"the plugin 'npy' of npy-files 1\.0 failed to plan its files; .*ZeroDivisionError"
+    ):
+        shardckpt.convert(tmp_path / "model.safetensors", tmp_path / "out", to="npy")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("array", [np.asfortranarray(np.ones((2, 3))), np.ones(3, ">f4"), np.array(["a"])])
 def test_the_example_refuses_arrays_whose_bytes_it_cannot_describe(array: np.ndarray, site: Path, folder: Path) -> None:
     install(site, BOTH, npy_reader=READER, npy_target=TARGET)

@@ -152,7 +152,7 @@ def load(
 
     Raises:
         UsageError: An argument is of no use.
-        StateMismatchError: The checkpoint does not fit; the message lists everything that is wrong.
+        MismatchError: The checkpoint does not fit; the message lists everything that is wrong.
         SourceNotFoundError: Nothing is stored there.
         CheckpointError: It is damaged, incomplete, or cannot be read.
         StateDictError: The `load_state_dict` of an object raised an exception: the message names the object.

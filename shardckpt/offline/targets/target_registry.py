@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.errors import UsageError
 from shardckpt.offline.targets import dcp, deepspeed_universal, native, safetensors_files, torchsave
 from shardckpt.offline.targets.base import Conversion, Target
 from shardckpt.offline.write.conversion import PlannedFiles
-from shardckpt.plugins import Plugin, find_plugins, load_plugin
+from shardckpt.offline.write.target_writer import Layout
+from shardckpt.plugins import Plugin, find_plugins, load_plugin, name_plugin
 
 TARGETS: tuple[Target, ...] = (
     safetensors_files.TARGET,
@@ -53,7 +54,7 @@ def find_target(name: str) -> Target:
     for plugin in _find_plugins():
         if plugin.name == name:
             target = load_plugin(plugin, Target)
-            return replace(target, plan=_guard_plan(target.plan, plugin))
+            return replace(target, plan=_name_in_errors(target.plan, plugin))
     raise UsageError("--to must be a format that can be written", found=name, expected=", ".join(list_targets()))
 
 
@@ -61,19 +62,19 @@ def _find_plugins() -> tuple[Plugin, ...]:
     return find_plugins(("shardckpt.targets",), tuple(target.name for target in TARGETS))
 
 
-def _guard_plan(plan: Callable[[Conversion], PlannedFiles], plugin: Plugin) -> Callable[[Conversion], PlannedFiles]:
-    """Return the plan of a plugin whose errors name the plugin."""
+def _name_in_errors(plan: Callable[[Conversion], PlannedFiles], plugin: Plugin) -> Callable[[Conversion], PlannedFiles]:
+    """Return the plan of a plugin; errors of the plugin in it and in its layout name the plugin."""
 
-    def guarded(conversion: Conversion) -> PlannedFiles:
-        try:
-            return plan(conversion)
-        except ShardckptError:
-            raise
-        except Exception as error:
-            what = f"the plugin {plugin} failed to plan its files"
-            raise UsageError(what, where=conversion.target, found=f"{type(error).__name__}: {error}") from error
+    def plan_named(conversion: Conversion) -> PlannedFiles:
+        def plan_layout(unique_suffix: str, save_id: str) -> Layout:
+            with name_plugin(plugin, "plan its files", conversion.target, UsageError):
+                return files.plan_layout(unique_suffix, save_id)
 
-    return guarded
+        with name_plugin(plugin, "plan its files", conversion.target, UsageError):
+            files = plan(conversion)
+            return replace(files, plan_layout=plan_layout)
+
+    return plan_named
 
 
 def find_rank_target(name: str) -> Target:

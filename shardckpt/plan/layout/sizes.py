@@ -22,5 +22,7 @@ def parse_size(text: int | str) -> int:
         step = 1024 if match["binary"] else 1000
         value = int(Fraction(match["number"]) * step ** " KMGTP".index(match["unit"].upper() or " "))
     if value <= 0:
-        raise UsageError("no size in bytes", found=repr(text), expected="a number such as 5GB, 512MiB or 1000000")
+        raise UsageError(
+            "a size must be a number of bytes", found=repr(text), expected="a number such as 5GB, 512MiB or 1000000"
+        )
     return value

@@ -207,9 +207,7 @@ def require_way_with_steps(unequal_steps: Any) -> None:
         UsageError: It means nothing.
     """
     if unequal_steps not in ("error", "largest"):
-        raise UsageError(
-            "`unequal_steps` must be one of two words", found=repr(unequal_steps), expected="'error' or 'largest'"
-        )
+        raise UsageError("`unequal_steps` must be 'error' or 'largest'", found=repr(unequal_steps))
 
 
 def largest(values: Sequence[Any]) -> Any:
