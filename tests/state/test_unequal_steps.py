@@ -79,7 +79,7 @@ def test_another_word_is_refused(tmp_path: Path) -> None:
         lambda: load_optim_state_dict(model, optim, {"state": {}}, unequal_steps="newest"),
         lambda: shardckpt.load({"optim": optim}, tmp_path, unequal_steps="newest"),
     ):
-        with pytest.raises(UsageError, match="expected 'error' or 'largest'"):
+        with pytest.raises(UsageError, match="must be 'error' or 'largest'"):
             action()
 
 

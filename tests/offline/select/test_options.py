@@ -32,7 +32,7 @@ def test_only_float_types_can_be_cast_to(text: str) -> None:
     [
         ({"part": "weights"}, "--part"),
         ({"dtype": "int8"}, "--dtype"),
-        ({"max_shard_size": "much"}, "no size"),
+        ({"max_shard_size": "much"}, "must be a number of bytes"),
         ({"max_memory": "1MiB"}, "--max-memory"),
         ({"jobs": 0}, "--jobs"),
     ],
