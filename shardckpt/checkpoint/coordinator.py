@@ -380,6 +380,13 @@ ALONE = Channels(Coordinator(None))
 """Channels of a process that is alone."""
 
 
+def require_bools(**arguments: object) -> None:
+    """Check arguments that are True or False. Raises UsageError with the name of one that is not."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
+
+
 def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group, all ranks for None; None without `torch.distributed`, where this process is alone.
 

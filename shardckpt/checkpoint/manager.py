@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import EARLIER_PARAMS, MIXED, load
-from shardckpt.checkpoint.load.source import require_bools
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
@@ -97,7 +96,6 @@ class Checkpointer:
         dedup: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        require_bools(dedup=dedup)
         rules = Retention(keep_last, keep_every, keep_best, mode, parse_seconds(keep_for), metric)
         self._schedule = SaveSchedule(save_every)
         self._finder = StepFinder(root, process_group)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels, require_bools
 from shardckpt.checkpoint.load.broadcast import BroadcastReader
 from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker
 from shardckpt.checkpoint.load.load_planner import plan_load
@@ -21,7 +21,6 @@ from shardckpt.checkpoint.load.source import (
     Rules,
     Verify,
     compile_key_map,
-    require_bools,
     require_rules,
     require_way_to_verify,
 )

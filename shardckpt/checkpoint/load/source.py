@@ -307,13 +307,6 @@ def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:
     return patterns
 
 
-def require_bools(**arguments: object) -> None:
-    """Check arguments that are True or False. Raises UsageError with the name of one that is not."""
-    for name, value in arguments.items():
-        if not isinstance(value, bool):
-            raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
-
-
 def require_rules(rules: Any) -> None:
     """Raise UsageError unless rules are a file, the name of a set or None."""
     if rules is not None and not isinstance(rules, (str, os.PathLike)):

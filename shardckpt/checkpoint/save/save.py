@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import ALONE, get_channels, resolve_process_group
-from shardckpt.checkpoint.load.source import compile_key_map, require_bools
+from shardckpt.checkpoint.coordinator import ALONE, get_channels, require_bools, resolve_process_group
+from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
