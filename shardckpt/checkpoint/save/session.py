@@ -333,9 +333,8 @@ class SaveSession:
             assert cache is not None, "a rank that has no plan cached receives one"
             rank_plan = cache.rank_plan
         needs_base = response.hints is not None or bool(rank_plan.frozen)
-        model = (
-            flattened.model if is_alone and response.hints is None else None
-        )  # a folder that refers to others is not one
+        # A folder that refers to files of others is not a Hugging Face folder.
+        model = flattened.model if is_alone and response.hints is None else None
         frozen_params = self._saver.frozen_params.copy() if needs_base else None
         return PlannedSave(response, rank_plan, local_plan, model, frozen_params), flattened
 

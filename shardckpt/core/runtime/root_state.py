@@ -120,9 +120,8 @@ class RootState:
         if inputs and unit.params.active:
             hooked = iter(PostBackward.apply(partial(self.post_backward, call), *inputs))  # type: ignore[no-untyped-call]
             args, kwargs = mapped((args, kwargs), lambda each: next(hooked) if each.requires_grad else each)
-        if (
-            recomputes and unit not in self.owners.saved
-        ):  # hooks of a checkpoint inside the unit see what they saw before
+        # Hooks of a checkpoint inside the unit have to see the same calls as in forward.
+        if recomputes and unit not in self.owners.saved:
             return call, nullcontext(), args, kwargs
         return call, autograd_hooks.saved_tensor_hooks(self.owners), args, kwargs
 

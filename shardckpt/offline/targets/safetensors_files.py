@@ -54,7 +54,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
     [[tensors]] = groups.values()
     file = PlannedFile(conversion.file_name, tensors)
     layout = Layout((build_file(file, _metadata(conversion)),), {})
-    return PlannedFiles(_FILE, index_name, lambda *_: layout, conversion.nbytes)
+    return PlannedFiles(_FILE, "", lambda *_: layout, conversion.nbytes)
 
 
 def _plan_folder(

@@ -90,8 +90,7 @@ class ConversionPlan:
     def plan_layout(self, unique_suffix: str, save_id: str) -> Layout:
         """Return the files of the target. Raises UsageError if they cannot be those of one checkpoint."""
         layout = self.files.plan_layout(unique_suffix, save_id)
-        is_folder = isinstance(self.files.kind, FolderKind)
-        layout.check_names(self.files.last if is_folder and local_path(self.report.target) is None else "")
+        layout.check_names(self.files.last if local_path(self.report.target) is None else "")
         return layout
 
     def make_writer(self, on_progress: OnProgress | None) -> TargetWriter:
