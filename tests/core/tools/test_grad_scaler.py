@@ -136,10 +136,10 @@ def test_gradients_of_any_precision_are_unscaled(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_sparse_gradients_are_unscaled_and_checked(dtype):
     def body(rank, world):
-        made = scaler()
-        made.scale(torch.ones(1))
         found = []
         for value in (16.0, math.inf, 4e4):
+            made = scaler()  # one for each optimizer: a scaler knows optimizers by `id`, which may be used again
+            made.scale(torch.ones(1))
             weight = nn.Parameter(torch.zeros(3, dtype=dtype))
             where = torch.tensor([[1, 1]])  # two for one place: their sum is what counts
             weight.grad = torch.sparse_coo_tensor(where, torch.tensor([value, value], dtype=dtype), (3,))
