@@ -28,6 +28,9 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
 """The mesh of a DTensor, and its placements over it."""
 
+Tensors = Sequence[torch.Tensor | None]
+"""One tensor for each entry, or for each exposed parameter; None for those that are left alone."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -139,9 +142,7 @@ class ShardingAdapter(ABC):
         return self.parts(packed)
 
     @abstractmethod
-    def pack(
-        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
-    ) -> torch.Tensor:
+    def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
         """Pack tensors of the exposed parameters' shapes; zeros for those that are None.
 
         Args:
@@ -188,13 +189,13 @@ class ShardingAdapter(ABC):
         Returns:
             What ends it and returns the entries, on all ranks in the order of the beginnings.
         """
-        made = self.to_sharded(packed, staging)
-        return lambda: made
+        entries = self.to_sharded(packed, staging)
+        return lambda: entries
 
     # ----------------------------------------------------------------------------------------------------- into it
 
     @abstractmethod
-    def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+    def from_full(self, values: Tensors, into: Tensors) -> None:
         """Copy this rank's parts of full values that every rank has.
 
         Args:
@@ -204,13 +205,7 @@ class ShardingAdapter(ABC):
         """
 
     @abstractmethod
-    def from_rank0(
-        self,
-        values: Sequence[torch.Tensor | None] | None,
-        into: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        staging: Staging,
-    ) -> None:
+    def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
         """Copy this rank's parts of full values on rank 0. Collective.
 
         Args:
@@ -220,10 +215,7 @@ class ShardingAdapter(ABC):
             staging: Memory that they pass through.
         """
 
-    @abstractmethod
-    def from_sharded(
-        self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None], staging: Staging
-    ) -> None:
+    def from_sharded(self, values: Tensors, into: Tensors, staging: Staging) -> None:
         """Copy this rank's parts of what `to_sharded` returned, on the same ranks. Collective for flat layouts.
 
         Args:
@@ -231,9 +223,57 @@ class ShardingAdapter(ABC):
             into: As for `from_full`.
             staging: Memory that they pass through.
         """
+        del staging  # only flat layouts exchange something
+        copy_parts([None if value is None else local(value) for value in values], into)
 
 
-def are_sharded_as(adapter: ShardingAdapter, values: Sequence[torch.Tensor | None]) -> bool:
+class ParameterAdapter(ShardingAdapter):
+    """One parameter outside the engine.
+
+    Args:
+        entry: The parameter, as it is unsharded.
+        parameter: The parameter.
+        ranks: The ranks that the model is on.
+    """
+
+    def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
+        super().__init__([entry], ranks)
+        self._parameter = parameter
+
+    @property
+    def exposed(self) -> list[nn.Parameter]:
+        """The parameter."""
+        return [self._parameter]
+
+    def mark_written(self) -> None:
+        """Do nothing: nothing is copied from it."""
+
+    def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return it as it is."""
+        return [packed]
+
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return it as it is."""
+        return [packed]
+
+    def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return what an optimizer keeps: nothing travels, nothing is copied."""
+        return self.parts(packed)
+
+    def broadcast_full(self, values: Tensors | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the full value that rank 0 has. Collective."""
+        value = None if values is None else values[0]
+        return broadcast_from_rank0(self.ranks, self.entries[0].shape, dtype, self.device, value)
+
+
+def copy_parts(parts: Tensors, into: Tensors) -> None:
+    """Copy parts to their places; None on either side is left alone."""
+    for part, place in zip(parts, into, strict=True):
+        if part is not None and place is not None:
+            place.copy_(part)
+
+
+def are_sharded_as(adapter: ShardingAdapter, values: Tensors) -> bool:
     """Return True if values are sharded as by `to_sharded` of an adapter, so that nothing has to be gathered."""
     pairs = zip(values, adapter.placements(), strict=True)
     return all(value is None or get_mesh_placements(value) == placed for value, placed in pairs)
@@ -243,11 +283,11 @@ def broadcast_from_rank0(
     ranks: Ranks, shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: torch.Tensor | None
 ) -> torch.Tensor:
     """Broadcast a tensor from rank 0. Collective."""
-    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    received = torch.empty(tuple(shape), dtype=dtype, device=device)
     if value is not None:
-        made.copy_(value)
-    ranks.broadcast_from_rank0(made)
-    return made
+        received.copy_(value)
+    ranks.broadcast_from_rank0(received)
+    return received
 
 
 def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:

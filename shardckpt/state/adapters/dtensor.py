@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import DimLayout, ParamSpec
-from shardckpt.state.adapters.base import (
-    Entry,
-    MeshPlacements,
-    ShardingAdapter,
-    broadcast_from_rank0,
-    get_mesh_placements,
-    local,
-)
+from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, get_mesh_placements, local
 from shardckpt.state.redistribute import dtensor_rows
 from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
-from shardckpt.state.redistribute.rank_grid import Ranks
 
 
-class DTensorAdapter(ShardingAdapter):
+class DTensorAdapter(ParameterAdapter):
     """One parameter that is a DTensor."""
-
-    def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
-        super().__init__([entry], ranks)
-        self._parameter = parameter
 
     @property
     def _kept(self) -> DTensor:
         kept = self._parameter
         assert isinstance(kept, DTensor), "other adapters have plain parameters"
         return kept
-
-    @property
-    def exposed(self) -> list[nn.Parameter]:
-        """The parameter."""
-        return [self._parameter]
 
     @property
     def is_everywhere(self) -> bool:
@@ -57,7 +39,7 @@ class DTensorAdapter(ShardingAdapter):
     @property
     def has_parts_everywhere(self) -> bool:
         """Return True if no rank is without rows; of a mesh of several dimensions, if that is certain."""
-        dims = [each.dim for each in self._kept.placements if isinstance(each, Shard)]
+        dims = [placement.dim for placement in self._kept.placements if isinstance(placement, Shard)]
         return all(has_rows_everywhere(self._kept.shape[dim], self._kept.device_mesh.size()) for dim in dims)
 
     @property
@@ -102,13 +84,6 @@ class DTensorAdapter(ShardingAdapter):
         """The local part."""
         return local(self._parameter.detach())
 
-    def mark_written(self) -> None:
-        """Nothing was made of it."""
-
-    def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the local part."""
-        return [packed]
-
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return a DTensor as the parameter is."""
         return [self._around(packed)]
@@ -123,12 +98,7 @@ class DTensorAdapter(ShardingAdapter):
             packed, kept.device_mesh, kept.placements, run_check=False, shape=kept.shape, stride=kept.stride()
         )
 
-    def pack(
-        self,
-        parts: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        staging: Staging | None = None,  # noqa: ARG002
-    ) -> torch.Tensor:
+    def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:  # noqa: ARG002
         """Return the local part."""
         return self.packed.new_zeros(self.packed.shape, dtype=dtype) if parts[0] is None else local(parts[0]).to(dtype)
 
@@ -136,24 +106,14 @@ class DTensorAdapter(ShardingAdapter):
         """Return a DTensor around new memory."""
         return self._around(torch.empty_like(self.packed, dtype=dtype))
 
-    def to_full(
-        self,
-        packed: torch.Tensor,
-        staging: Staging,  # noqa: ARG002
-        *,
-        first_only: bool,
-    ) -> Iterable[torch.Tensor] | None:
+    def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:  # noqa: ARG002
         """Gather to the ranks that get it, if one mesh dimension shards it; else to all."""
         kept = self._kept
         at = dtensor_rows.direction(kept) if first_only else None
         full = self._around(packed).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, packed)
         return None if full is None or (first_only and not self.ranks.is_first) else [full]
 
-    def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
-        """Return a DTensor around what is there: nothing travels, nothing is copied."""
-        return self.parts(packed)
-
-    def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+    def from_full(self, values: Tensors, into: Tensors) -> None:
         """Copy this rank's part."""
         (value,), (place,) = values, into
         if value is None or place is None:
@@ -162,13 +122,7 @@ class DTensorAdapter(ShardingAdapter):
         sharded = distribute_tensor(value.to(self.device), kept.device_mesh, kept.placements, src_data_rank=None)
         place.copy_(sharded.to_local())
 
-    def from_rank0(
-        self,
-        values: Sequence[torch.Tensor | None] | None,
-        into: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        staging: Staging,
-    ) -> None:
+    def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
         """Scatter the rows from rank 0; if it has no coordinate for that, broadcast and shard."""
         (place,), value = into, None if values is None else values[0]
         if place is None:
@@ -177,19 +131,9 @@ class DTensorAdapter(ShardingAdapter):
         if at is not None and self._is_everywhere(self._kept.device_mesh):
             dtensor_rows.scatter_rows(self._kept, at, value, place, dtype=dtype, staging=staging)
             return
-        self.from_full([broadcast_from_rank0(self.ranks, self.entries[0].shape, dtype, self.device, value)], into)
+        self.from_full([self.broadcast_full(values, dtype)], into)
 
     def _is_everywhere(self, mesh: DeviceMesh) -> bool:
         """Return True if a mesh has all ranks of the model, and begins with their first; the same on all of them."""
         ranks = mesh.mesh.flatten()
         return len(ranks) == self.ranks.size and int(ranks[0]) == int(ranks.min())
-
-    def from_sharded(
-        self,
-        values: Sequence[torch.Tensor | None],
-        into: Sequence[torch.Tensor | None],
-        staging: Staging,  # noqa: ARG002
-    ) -> None:
-        """Copy the local part: nothing travels."""
-        if values[0] is not None and into[0] is not None:
-            into[0].copy_(local(values[0]))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardckpt.core.params.full_params import Staging, concat_shards, gather_copies
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
-from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from_rank0, local
+from shardckpt.state.adapters.base import Entry, ShardingAdapter, Tensors, broadcast_from_rank0, copy_parts, local
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 
@@ -97,18 +97,15 @@ class EngineBucketAdapter(ShardingAdapter):
         """Return each parameter's part as a view."""
         return self.bucket.split_shard(packed)
 
-    def pack(
-        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
-    ) -> torch.Tensor:
+    def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
         """Pack parts."""
         return concat_shards(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
 
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
         """Gather the bucket; parameters of tensor parallelism are gathered once more, everywhere."""
-        found = gather_copies(self.bucket, packed, staging, first_only=first_only)
-        if found is None or not self.is_parallel:
-            return found if not first_only or self.ranks.is_first else None
-        values = [self._to_full(index, value) for index, value in enumerate(found)]
+        values: Iterable[torch.Tensor] | None = gather_copies(self.bucket, packed, staging, first_only=first_only)
+        if values is not None and self.is_parallel:
+            values = [self._to_full(index, value) for index, value in enumerate(values)]
         return values if not first_only or self.ranks.is_first else None
 
     def _to_full(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -124,28 +121,20 @@ class EngineBucketAdapter(ShardingAdapter):
         value = value.to(self.bucket.compute_device)
         return distribute_tensor(value, leaf.device_mesh, leaf.placements, src_data_rank=None).to_local()
 
-    def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+    def from_full(self, values: Tensors, into: Tensors) -> None:
         """Copy this rank's part."""
         own = [None if value is None else self._take_local(index, value) for index, value in enumerate(values)]
         self._take(own, into)
 
-    def _take(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+    def _take(self, values: Tensors, into: Tensors) -> None:
         """Copy this rank's parts of all that the bucket has of some parameters."""
-        for place, part in zip(into, self._slice(values, self.bucket.rank), strict=True):
-            if place is not None and part is not None:
-                place.copy_(part)
+        copy_parts(self._slice(values, self.bucket.rank), into)
 
-    def _slice(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
+    def _slice(self, values: Tensors, rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of all that the bucket has of some parameters, as views where they can be."""
         return list(values) if self.bucket.keeps_full else self.bucket.packing.shard_values(values, rank)
 
-    def from_rank0(
-        self,
-        values: Sequence[torch.Tensor | None] | None,
-        into: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        staging: Staging,
-    ) -> None:
+    def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
         """Scatter the parts; if parts of a mesh have their own rank 0, broadcast to all."""
         group = self.bucket.group
         if self.is_parallel or group.world != self.ranks.size:  # the first that share it may not be the first of all
@@ -157,9 +146,7 @@ class EngineBucketAdapter(ShardingAdapter):
         replicas = Ranks(() if group.replicate is None else (group.replicate,))
         scatter_from_rank0(rows, into, group.shard, replicas, dtype=dtype, device=self.device, staging=staging)
 
-    def _broadcast_full(
-        self, values: Sequence[torch.Tensor | None] | None, into: Sequence[torch.Tensor | None], dtype: torch.dtype
-    ) -> list[torch.Tensor | None]:
+    def _broadcast_full(self, values: Tensors | None, into: Tensors, dtype: torch.dtype) -> list[torch.Tensor | None]:
         """Return full values that rank 0 has. Collective."""
         given = [None] * len(self.entries) if values is None else values
         return [

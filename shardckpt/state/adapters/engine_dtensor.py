@@ -35,7 +35,7 @@ class EngineDTensorAdapter(EngineBucketAdapter):
             for spec, placed in zip(self.bucket.layout.specs, self._placed, strict=True)
             if placed.dim is not None
         ]
-        return all(has_rows_everywhere(each, self.bucket.group.size) for each in rows)
+        return all(has_rows_everywhere(count, self.bucket.group.size) for count in rows)
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Count rows."""
@@ -51,17 +51,6 @@ class EngineDTensorAdapter(EngineBucketAdapter):
         if packed.numel() and packed.data_ptr() == self.bucket.shard.data_ptr():
             return [parameter.detach() for parameter in self.exposed]
         return self.parts(packed)
-
-    def from_sharded(
-        self,
-        values: Sequence[torch.Tensor | None],
-        into: Sequence[torch.Tensor | None],
-        staging: Staging,  # noqa: ARG002
-    ) -> None:
-        """Copy the local parts: nothing travels."""
-        for value, place in zip(values, into, strict=True):
-            if value is not None and place is not None:
-                place.copy_(local(value))
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return DTensors around each parameter's part."""

@@ -18,7 +18,7 @@ from shardckpt.core.params.mesh_placement import join_placements
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.layout import FlatLayout, ParamSpec
-from shardckpt.state.adapters.base import MeshPlacements, get_mesh_placements, local
+from shardckpt.state.adapters.base import MeshPlacements, Tensors, get_mesh_placements, local
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.redistribute.flat_to_rows import (
     find_first_owners,
@@ -56,9 +56,9 @@ class EngineFlatAdapter(EngineBucketAdapter):
     @property
     def layout(self) -> FlatLayout:
         """Where each entry is in every rank's shard."""
-        found = self.bucket.layout
-        assert isinstance(found, FlatLayout), "the wrapper lays out flat"
-        return found
+        layout = self.bucket.layout
+        assert isinstance(layout, FlatLayout), "the wrapper lays out flat"
+        return layout
 
     def show(self, values: Sequence[torch.Tensor], *, is_flat: bool) -> None:
         """Register tensors for torch's own recursion to find; `hide` undoes it.
@@ -83,8 +83,8 @@ class EngineFlatAdapter(EngineBucketAdapter):
             places = [self._registration.home]
         else:
             places = [member.places[0] for member in self.bucket.members]
-        found = [place.module._parameters[place.attribute] for place in places]
-        return [each for each in found if each is not None]
+        tensors = [place.module._parameters[place.attribute] for place in places]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def hide(self) -> None:
         """Register what is registered while the bucket is sharded."""
@@ -140,10 +140,9 @@ class EngineFlatAdapter(EngineBucketAdapter):
     def start_to_sharded(self, packed: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
         """Start the exchange: rows travel while the next unit's are packed."""
         if self.bucket.keeps_full or self._mesh is None:
-            made = [
-                self.bucket.wrap_unsharded(i, view.clone()) for i, view in enumerate(self.bucket.split_shard(packed))
-            ]
-            return lambda: made
+            parts = self.bucket.split_shard(packed)
+            copies = [self.bucket.wrap_unsharded(index, part.clone()) for index, part in enumerate(parts)]
+            return lambda: copies
         if self.is_parallel and self._both is None:
             gathered = self._parallel(packed)
             return lambda: gathered
@@ -162,17 +161,17 @@ class EngineFlatAdapter(EngineBucketAdapter):
         A shard of tensor parallelism is split into rows again. Its other parameters are replicated over its ranks.
         """
         inner = next(leaf.device_mesh for leaf in self.bucket.unsharded_params if isinstance(leaf, DTensor))
-        found: list[MeshPlacements | None] = []
+        both: list[MeshPlacements | None] = []
         for spec, leaf in zip(self.layout.specs, self.bucket.unsharded_params, strict=True):
             if not spec.shape:
-                found.append(get_mesh_placements(leaf))
+                both.append(get_mesh_placements(leaf))
                 continue
             own = leaf.placements if isinstance(leaf, DTensor) else (Replicate(),) * inner.ndim
             placed = None if self._mesh is None else join_placements(self._mesh, row_dim(spec), inner, own)
             if placed is None or (isinstance(leaf, DTensor) and leaf.device_mesh != inner):
                 return None
-            found.append(placed)
-        return found
+            both.append(placed)
+        return both
 
     def _dtensor(self, part: torch.Tensor, index: int) -> torch.Tensor:
         assert self._mesh is not None
@@ -217,9 +216,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         dist.broadcast(value.view(1).view(torch.uint8), group=self.bucket.group.shard, group_src=0)
         return value
 
-    def from_sharded(
-        self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None], staging: Staging
-    ) -> None:
+    def from_sharded(self, values: Tensors, into: Tensors, staging: Staging) -> None:
         """Exchange rows for flat shards: one all-to-all."""
         own = [None if value is None else local(value) for value in values]
         if self.bucket.keeps_full or self._mesh is None or (self.is_parallel and self._both is None):
@@ -236,9 +233,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         """Return the flat tensor itself, or each original's part."""
         return [packed] if self._flat_name is not None else super().parts(packed)
 
-    def pack(
-        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
-    ) -> torch.Tensor:
+    def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
         """Pack parts."""
         if self._flat_name is None:
             return super().pack(parts, dtype, staging)
@@ -248,11 +243,11 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat parameter's memory with zeros between its members and behind them, or a part's."""
-        made = torch.empty_like(local(self.exposed[position].detach()), dtype=dtype)
+        empty = torch.empty_like(local(self.exposed[position].detach()), dtype=dtype)
         if self._flat_name is not None:
             at = 0
             for run in self.layout.runs(self.bucket.rank):
-                made[at : run.offset].zero_()
+                empty[at : run.offset].zero_()
                 at = run.offset + run.numel
-            made[at:].zero_()
-        return made
+            empty[at:].zero_()
+        return empty

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from shardckpt.core.params.full_params import Staging
-from shardckpt.state.adapters.base import Entry, MeshPlacements, ShardingAdapter, broadcast_from_rank0
-from shardckpt.state.redistribute.rank_grid import Ranks
+from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, copy_parts
 
 
-class ReplicatedAdapter(ShardingAdapter):
+class ReplicatedAdapter(ParameterAdapter):
     """One parameter."""
-
-    def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
-        super().__init__([entry], ranks)
-        self._parameter = parameter
-
-    @property
-    def exposed(self) -> list[nn.Parameter]:
-        """The parameter."""
-        return [self._parameter]
 
     @property
     def is_sharded(self) -> bool:
@@ -43,23 +32,7 @@ class ReplicatedAdapter(ShardingAdapter):
         """The parameter itself."""
         return self._parameter.detach()
 
-    def mark_written(self) -> None:
-        """Nothing was made of it."""
-
-    def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return it as it is."""
-        return [packed]
-
-    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return it as it is."""
-        return [packed]
-
-    def pack(
-        self,
-        parts: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        staging: Staging | None = None,  # noqa: ARG002
-    ) -> torch.Tensor:
+    def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:  # noqa: ARG002
         """Return it as it is."""
         return torch.zeros_like(self.packed, dtype=dtype) if parts[0] is None else parts[0].to(dtype)
 
@@ -67,42 +40,15 @@ class ReplicatedAdapter(ShardingAdapter):
         """Return memory in the parameter's form."""
         return torch.empty_like(self.packed, dtype=dtype)
 
-    def to_full(
-        self,
-        packed: torch.Tensor,
-        staging: Staging,  # noqa: ARG002
-        *,
-        first_only: bool,
-    ) -> Iterable[torch.Tensor] | None:
+    def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:  # noqa: ARG002
         """Return it as it is: nothing travels."""
         return None if first_only and not self.ranks.is_first else [packed]
 
-    def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
-        """Return it as it is."""
-        return [packed]
-
-    def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+    def from_full(self, values: Tensors, into: Tensors) -> None:
         """Copy it."""
-        if values[0] is not None and into[0] is not None:
-            into[0].copy_(values[0])
+        copy_parts(values, into)
 
-    def from_rank0(
-        self,
-        values: Sequence[torch.Tensor | None] | None,
-        into: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        staging: Staging,  # noqa: ARG002
-    ) -> None:
+    def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:  # noqa: ARG002
         """Broadcast it."""
         if into[0] is not None:
-            value = None if values is None else values[0]
-            into[0].copy_(broadcast_from_rank0(self.ranks, self.entries[0].shape, dtype, self.device, value))
-
-    def from_sharded(
-        self,
-        values: Sequence[torch.Tensor | None],
-        into: Sequence[torch.Tensor | None],
-        staging: Staging,  # noqa: ARG002
-    ) -> None:
-        """Copy it: nothing is sharded."""
-        self.from_full(values, into)
+            into[0].copy_(self.broadcast_full(values, dtype))
