@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 
-from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.errors import FormatError, TruncatedError, UnsafeError
 from shardckpt.format.budget import ReadBudget
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.format.encodings.pickle_reader import InstanceStub, Limits, Ordered, TensorStub
 from shardckpt.format.encodings.zip_archive import LOCAL_SIGNATURE, walk_front
-from shardckpt.format.torchsave.tensor_views import StorageRef, Storages
+from shardckpt.format.torchsave.tensor_views import StorageRef, Storages, require_little
 from shardckpt.manifest import Encoded, Span
 from shardckpt.storage.store import Store, read_bytes
 
@@ -87,16 +87,6 @@ def _bytes(store: Store, file: str, layout: Span | Encoded, where: str) -> bytes
 def _anonymous_storage(reference: object) -> object:
     """A storage of the legacy container: its bytes follow the pickle and are not looked for."""
     return reference if isinstance(reference, tuple) else None
-
-
-def require_little(order: bytes, where: str) -> None:
-    """Refuse the content of a `byteorder` record that is not `little`.
-
-    Raises:
-        UnsupportedError: It is something else.
-    """
-    if order != b"little":
-        raise UnsupportedError("written in an unusual byte order", where=where, found=order[:16], expected="little")
 
 
 def _read_archive(raw: bytes, where: str, budget: ReadBudget) -> object:

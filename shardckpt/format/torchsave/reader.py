@@ -37,7 +37,9 @@ from shardckpt.format.torchsave.tensor_views import (
     UnreadableTensor,
     View,
     ZipView,
+    big_endian_error,
     element_bytes,
+    require_little,
 )
 from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided, dotted
@@ -355,8 +357,8 @@ def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _OpenedFiles) -
         where = f"{store.url}/{file}"
         if entry.name.endswith("/data.pkl"):
             pickles[file] = raw
-        elif raw != b"little":
-            raise _big_endian_error(where, raw.decode("ascii", "replace"))
+        else:
+            require_little(raw, where)
     return pickles
 
 
@@ -373,16 +375,6 @@ def _root(archive: ZipArchive, where: str) -> str:
             fix="Load it with torch.jit.load, and save its state_dict() with torch.save.",
         )
     return roots[0]
-
-
-def _big_endian_error(where: str, found: object) -> UnsupportedError:
-    return UnsupportedError(
-        "written on a big-endian machine",
-        where=where,
-        found=f"byte order {found}",
-        expected="little",
-        fix="Load and save it again with torch on a little-endian machine.",
-    )
 
 
 def _add_pickles(store: Store, file: str, size: int, prefix: Path, tree: StateTree) -> None:
@@ -430,7 +422,7 @@ def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyC
         raise UnsupportedError("an unknown version of torch.save", where=where, found=version, expected=_LEGACY_VERSION)
     machine, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise _big_endian_error(where, "big")
+        raise big_endian_error(where, "big")
     value, at = load_at(raw, at, where=where, persistent=storages, limits=_LIMITS, budget=budget)
     keys, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     starts, end = _starts(keys, storages, at, where)

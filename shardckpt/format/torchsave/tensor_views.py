@@ -476,3 +476,24 @@ def element_bytes(dtype: str) -> int:
     if is_known(dtype) and bits(dtype) % 8 == 0:
         return bits(dtype) // 8
     raise UnsupportedError("a storage has a dtype that is not known", found=dtype)
+
+
+def require_little(order: bytes, where: str) -> None:
+    """Refuse the content of a `byteorder` record that is not `little`.
+
+    Raises:
+        UnsupportedError: It is something else.
+    """
+    if order != b"little":
+        raise big_endian_error(where, order[:16].decode("ascii", "replace"))
+
+
+def big_endian_error(where: str, found: object) -> UnsupportedError:
+    """Return the error for elements in another byte order."""
+    return UnsupportedError(
+        "written on a big-endian machine",
+        where=where,
+        found=f"byte order {found}",
+        expected="little",
+        fix="Load and save it again with torch on a little-endian machine.",
+    )
