@@ -14,12 +14,11 @@ from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_c
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
-from shardckpt.offline.targets.base import CONFIG_FILES, Conversion
-from shardckpt.offline.targets.lossiness import drop_unsupported
+from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported
 from shardckpt.offline.targets.target_registry import TARGETS, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, run_conversion
 from shardckpt.offline.write.report import OnProgress, Report, Stopwatch
-from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.optim.output_keys import rekey_state
 from shardckpt.storage.publish import overlaps
 from shardckpt.storage.resolve_url import kind

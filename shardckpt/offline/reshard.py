@@ -15,7 +15,7 @@ from shardckpt.offline.targets.base import RankOptions
 from shardckpt.offline.targets.target_registry import find_rank_target
 from shardckpt.offline.write.conversion import ConversionPlan, run_conversion
 from shardckpt.offline.write.report import OnProgress, Report, Stopwatch
-from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.publish import overlaps
 
 MOST_RANKS = 100_000

@@ -43,7 +43,7 @@ from shardckpt.manifest import Path as Key
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import select
 from shardckpt.offline.write.resolve import read_blocks
-from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.store import Store
 
 _SMALL_BYTES = 1 << 20

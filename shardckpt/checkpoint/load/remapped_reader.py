@@ -13,11 +13,11 @@ from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
-from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.naming.sections import find_sections, split_flat_names
 from shardckpt.plan.optim import optimizer_state
+from shardckpt.plan.optim.match_ids import BY_ORDER
 from shardckpt.plan.optim.optim_keys import GROUPS, STATE, to_paths
 from shardckpt.plan.rules.optimizer_rules import infer_shapes, remap_state
 from shardckpt.plan.rules.rule_files import parse_rules, rules_text

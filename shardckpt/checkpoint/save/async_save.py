@@ -17,7 +17,7 @@ from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
 from shardckpt.gc_pause import gc_paused
-from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.layout.output_files import parse_size
 
 OnBusy = Literal["wait", "raise"]
 

@@ -16,7 +16,7 @@ from shardckpt.format.merge_shards import KEEP_ONE_SAVE
 from shardckpt.format.ranks.fsdp1_flat_param import FLAT
 from shardckpt.format.reader import ParamShapes
 from shardckpt.format.value_checks import check_list, check_shape, check_text
-from shardckpt.parameter_names import strip_wrappers
+from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.storage.store import Read, Store
 
 _NAME = re.compile(r"flat_param_metadata_rank\d{1,9}\.json")

@@ -19,7 +19,7 @@ from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo
 from shardckpt.format.torchsave.tensor_views import UnreadableTensor
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
-from shardckpt.parameter_names import strip_wrappers
+from shardckpt.plan.naming.fqn import strip_wrappers
 
 GIVE_SHAPES = (
     "Give --shapes-from SRC, any checkpoint of the same model that holds full tensors, or load into the model."

@@ -11,7 +11,8 @@ from shardckpt.format.ranks.fsdp1_model import GIVE_SHAPES, FlatModel, list_cand
 from shardckpt.format.ranks.rank_files import GROUPS, STATE, RankContent, RankGroup
 from shardckpt.format.reader import ParamShapes
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.parameter_names import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order, strip_wrappers
+from shardckpt.plan.naming.fqn import strip_wrappers
+from shardckpt.plan.optim.match_ids import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order
 
 UNITS = "units"
 

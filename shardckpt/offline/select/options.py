@@ -8,7 +8,7 @@ from typing import Literal
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
 from shardckpt.format.reader import NamedBases
-from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.naming.weights import Weights
 
 Part = Literal["model", "optim", "all"]

@@ -30,14 +30,13 @@ from shardckpt.offline.select.remap import read_rules
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.report import NO_SHAPES
 from shardckpt.offline.write.resolve import read_blocks, same_bits
-from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.naming import sections, weights
-from shardckpt.plan.naming import shared_tensors as ties
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.optim import optimizer_state
+from shardckpt.plan.optim.match_ids import BY_ORDER
 from shardckpt.plan.rules.rules import Rule
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.storage.store import read_bytes
@@ -256,8 +255,8 @@ def _ties(
     """Return the names that are not written, and what is odd about ties."""
     tensors = {name: model.tensors[name] for name in chosen}
     paths = {name: entry.path for name, entry in tensors.items()}
-    tied = ties.read_config_ties(config, tensors)
-    dropped = ties.map_kept_names(chosen, paths, manifest.aliases, prefer=tied.values())
+    tied = names.read_config_ties(config, tensors)
+    dropped = names.map_kept_names(chosen, paths, manifest.aliases, prefer=tied.values())
     warnings = []
     for head, embedding in tied.items():
         if head in dropped or embedding in dropped:

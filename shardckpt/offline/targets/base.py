@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardckpt.errors import UnsupportedError
+from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.format.encodings.pickle_stubs import Global, InstanceStub
 from shardckpt.format.encodings.tagged_json import encode
 from shardckpt.format.reader import Reader
-from shardckpt.manifest import Path
+from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.config_files import CONFIG, ConfigFiles, with_dtype
-from shardckpt.offline.select.group_settings import plain_value
+from shardckpt.offline.select.group_settings import drop_settings, iter_settings, plain_value
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.conversion import PlannedFiles
-from shardckpt.plan.layout.output_files import OutputTensor, split_as_stored, split_by_size
-from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.layout.output_files import OutputTensor, parse_size, split_as_stored, split_by_size
 from shardckpt.storage.resolve_url import local_path
 
 CONFIG_FILES = re.compile(r"(generation_|adapter_)?config\.json")
@@ -30,6 +30,8 @@ CONFIG_FILES = re.compile(r"(generation_|adapter_)?config\.json")
 FRESH = "(-[0-9a-f]{8})?"
 SHARD = rf"{FRESH}(-\d{{5}}-of-\d{{5}})?"
 """What names of files may have before their suffix: a unique suffix, and the number of the file."""
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +182,66 @@ def encode_json(content: Mapping[str, object]) -> bytes:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def drop_unsupported(selection: Selection, target: Target, *, allow_loss: bool) -> Selection:
+    """Drop from a selection what the target cannot hold, with warnings.
+
+    Args:
+        selection: The tensors and settings to write.
+        target: The format that is written.
+        allow_loss: Leave out what it cannot hold.
+
+    Raises:
+        UsageError: It cannot hold something that may not be left out; the message lists it.
+    """
+    dtypes = {t.name: t.dtype for t in (*selection.model, *selection.optim) if not target.holds_dtype(t.dtype)}
+    settings = iter_settings(selection.groups) if selection.groups is not None else ()
+    values = {path: value for path, value in settings if not target.holds_value(value)}
+    lost_tensors = [f"{name}, of type {dtype}" for name, dtype in dtypes.items()]
+    lost_values = [describe_lost(path, value) for path, value in values.items()]
+    if not dtypes and not values:
+        return selection
+    require_allowed([*lost_tensors, *lost_values], target.title, allow_loss=allow_loss)
+    groups = selection.groups
+    if groups is not None and not target.writes_text:
+        groups = drop_settings(groups, frozenset(values))
+    verb = "written as text" if target.writes_text else "left out"
+    return replace(
+        selection,
+        model=tuple(t for t in selection.model if t.name not in dtypes),
+        optim=tuple(t for t in selection.optim if t.name not in dtypes),
+        groups=groups,
+        ties={name: kept for name, kept in selection.ties.items() if kept not in dtypes},
+        warnings=(
+            *selection.warnings,
+            *(f"left out: {what}" for what in lost_tensors),
+            *(f"{verb}: {what}" for what in lost_values),
+        ),
+    )
+
+
+def require_allowed(lost: Sequence[str], title: str, *, allow_loss: bool) -> None:
+    """Refuse to lose anything that may not be lost.
+
+    Args:
+        lost: Phrases for what would be lost.
+        title: The target, such as `a DCP checkpoint`.
+        allow_loss: Whether it may be lost.
+
+    Raises:
+        UsageError: Something would be lost.
+    """
+    if lost and not allow_loss:
+        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        raise UsageError(
+            f"{title} cannot hold all of this",
+            found=", ".join(lost[:_SHOWN]) + more,
+            fix="Pass allow_loss=True (--allow-loss) to do without it, or choose another format with --to.",
+        )
+
+
+def describe_lost(path: Path, value: object) -> str:
+    """Describe a lost value by its path and type."""
+    kind = value.name if isinstance(value, (InstanceStub, Global)) else type(value).__name__
+    return f"{dotted(path)}, of type {kind}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TYPES
 from shardckpt.manifest import UNREAD, Path, dotted
-from shardckpt.offline.targets.lossiness import describe_lost, require_allowed
+from shardckpt.offline.targets.base import describe_lost, require_allowed
 from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor

@@ -21,8 +21,7 @@ from shardckpt.format.torchsave.writer import TYPES, TensorValue, encode_archive
 from shardckpt.manifest import UNREAD, unflatten
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import Selection, select
-from shardckpt.offline.targets.base import Conversion, Target
-from shardckpt.offline.targets.lossiness import require_allowed
+from shardckpt.offline.targets.base import Conversion, Target, require_allowed
 from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.offline.targets.torchsave import state_dict, torch_file
 from shardckpt.offline.write.conversion import PlannedFiles

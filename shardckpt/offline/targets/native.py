@@ -13,7 +13,15 @@ from shardckpt.format.encodings.tagged_json import ArrayRef, encode
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
-from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, plan_payloads
+from shardckpt.format.native.payload import (
+    HF_INDEX,
+    BlockHasher,
+    PayloadChunk,
+    PayloadFile,
+    hf_index,
+    new_save_id,
+    plan_payloads,
+)
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import ArrayRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
@@ -21,8 +29,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Path, dotted, unflatten
 from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.selection import Selection
-from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target
-from shardckpt.offline.targets.lossiness import require_allowed
+from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, require_allowed
 from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
@@ -42,7 +49,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
         step = plan_step(tree, 1, most_bytes=conversion.max_file_bytes, save=save, model=model)
         return step.layout(conversion.encode_config())
 
-    return PlannedFiles(STEP, COMMIT, plan_layout, conversion.nbytes, read_referred_files)
+    return PlannedFiles(STEP, COMMIT, plan_layout, conversion.nbytes, read_referred_files, new_save_id())
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
@@ -58,7 +65,7 @@ def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
         return plan_step(tree, options.world_size, most_bytes=options.max_file_bytes, save=save).layout({})
 
     nbytes, paths = sum(tensor.nbytes for tensor in tree.arrays.values()), list(tree.arrays)
-    files = PlannedFiles(STEP, COMMIT, plan_layout, nbytes, read_referred_files)
+    files = PlannedFiles(STEP, COMMIT, plan_layout, nbytes, read_referred_files, new_save_id())
     return PlannedRanks(files, tree.arrays, {path: paths[at] for path, at in tree.ties.items()}, tree.warnings)
 
 

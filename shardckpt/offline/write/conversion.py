@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.report import Meter, OnProgress, Report, Stopwatch
 from shardckpt.offline.write.target_writer import Hashes, Layout, TargetWriter
@@ -33,9 +32,10 @@ class PlannedFiles:
         last: File that makes the result loadable. It must be planned if the target is a folder of a remote store; on a
             disk all files appear at once.
         plan_layout: Returns the files, given a suffix for their names and the id of a native step. The suffix is empty
-            unless files of the usual names may still be read.
+            unless files of the usual names may still be read. Ranks that share the files are given those of rank 0.
         nbytes: Bytes of tensor data that will be written.
         find_kept: Returns files of the target that something else refers to, given its path or URL.
+        save_id: The id of the native step; empty for other formats.
     """
 
     kind: Kind
@@ -43,6 +43,7 @@ class PlannedFiles:
     plan_layout: Callable[[str, str], Layout]
     nbytes: int
     find_kept: Callable[[str], Collection[str]] = keep_nothing
+    save_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def run_conversion(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgre
     """
     watch.end_phase("plan")
     if plan.report.dry_run:
-        layout = plan.plan_layout("", new_save_id())
+        layout = plan.plan_layout("", plan.files.save_id)
     else:
         layout = (_write_with_ranks if plan.parallel else _write)(plan, watch, on_progress)
     carried = tuple(dict.fromkeys((*plan.copied, *layout.others)))
@@ -127,7 +128,7 @@ def run_conversion(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgre
 
 def _write(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
     with plan.publish_with(publish) as publication:
-        layout = plan.plan_layout(publication.unique_suffix, new_save_id())
+        layout = plan.plan_layout(publication.unique_suffix, plan.files.save_id)
         hashes = plan.make_writer(on_progress).write(layout.payload, publication)
         watch.end_phase("copy")
         plan.finish(layout, hashes, publication)
@@ -142,7 +143,7 @@ def _write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnPro
     with ranks() as group:
         layout = publish_together(
             group,
-            new_save_id(),
+            plan.files.save_id,
             begin=lambda: plan.publish_with(begin),
             plan_layout=plan.plan_layout,
             write=plan.make_writer(on_progress).write,

@@ -1,15 +1,20 @@
-"""Plan the output files of tensors, under the names that Hugging Face readers look for."""
+"""Plan the output files of tensors: sizes as people write them, and the names that Hugging Face readers look for."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import Protocol
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import array_nbytes
+from shardckpt.errors import UsageError
 from shardckpt.manifest import TensorEntry
+
+_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[KMGTP]?)(?P<binary>i?)B?", re.IGNORECASE)
 
 
 class Change(Protocol):
@@ -89,6 +94,24 @@ class PlannedFile:
     def nbytes(self) -> int:
         """Bytes of tensor data."""
         return sum(t.nbytes for t in self.tensors)
+
+
+def parse_size(text: int | str) -> int:
+    """Return bytes: `5GB` is decimal, `5GiB` binary, a plain number bytes.
+
+    Raises:
+        UsageError: It is not a size, or not positive.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    value = 0
+    if match and (match["unit"] or not match["binary"]):
+        step = 1024 if match["binary"] else 1000
+        value = int(Fraction(match["number"]) * step ** " KMGTP".index(match["unit"].upper() or " "))
+    if value <= 0:
+        raise UsageError(
+            "a size must be a number of bytes", found=repr(text), expected="a number such as 5GB, 512MiB or 1000000"
+        )
+    return value
 
 
 def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple[OutputTensor, ...]]:

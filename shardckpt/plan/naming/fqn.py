@@ -1,4 +1,8 @@
-"""Canonical names of tensors, without wrapper segments; select them by globs."""
+"""Names of tensors: without wrapper segments, chosen by globs, and the one name that is kept of shared tensors.
+
+Shared tensors are known from shared storages, from alias records, and from `tie_word_embeddings` in a model's config;
+never from equal values.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,29 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardckpt.errors import NameCollisionError, UsageError
-from shardckpt.manifest import Manifest, TensorEntry, dotted
-from shardckpt.parameter_names import WRAPPERS, strip_wrappers
+from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 from shardckpt.plan.naming.sections import Sections, model_paths
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Segments that torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
 
 _LEADING = "module"
 """DDP and DeepSpeed put this before every name; inside a name it may be somebody's own."""
+
+_HEADS = ("lm_head.weight", "*.lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
+_EMBEDDINGS = (
+    "shared.weight",
+    "*embed_tokens.weight",
+    "*wte.weight",
+    "*word_embeddings.weight",
+    "*tok_embeddings.weight",
+    "*embed_in.weight",
+)
+
+
+def strip_wrappers(name: str) -> str:
+    """Return a name without the segments of wrappers."""
+    return ".".join(s for s in name.split(".") if s not in WRAPPERS) or name
 
 
 def clean_names(names: Iterable[str]) -> dict[str, str]:
@@ -133,3 +154,42 @@ def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
                 found=f"{len(names)} names such as {', '.join(names[:2])}" if names else "no names at all",
                 fix="Globs match names as they are written: a model's without its key in the file.",
             )
+
+
+def read_config_ties(config: Mapping[str, object], names: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return output embedding to input embedding, where a model's config says that they are one."""
+    text = config.get("text_config")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    if tied is not True:
+        return {}
+    embedding = next((n for glob in _EMBEDDINGS for n in names if fnmatchcase(n, glob)), None)
+    if embedding is None:
+        return {}
+    same = (names[embedding].shape, names[embedding].dtype)
+    return {
+        name: embedding
+        for name, entry in names.items()
+        if any(fnmatchcase(name, glob) for glob in _HEADS) and (entry.shape, entry.dtype) == same
+    }
+
+
+def map_kept_names(
+    names: Sequence[str], paths: Mapping[str, Path], aliases: Mapping[Path, Path], prefer: Iterable[str] = ()
+) -> dict[str, str]:
+    """Map each name that is not written to the name that is written for it.
+
+    Args:
+        names: Final names, in state-dict order.
+        paths: Final name to path in the checkpoint.
+        aliases: Path to the path of the first array with the same elements, of the checkpoint.
+        prefer: Names that are kept over earlier ones: the input embedding where a config says that it is tied.
+    """
+    preferred = set(prefer)
+    groups: dict[Path, list[str]] = {}
+    for name in names:
+        groups.setdefault(aliases.get(paths[name], paths[name]), []).append(name)
+    dropped: dict[str, str] = {}
+    for members in groups.values():
+        kept = next((name for name in members if name in preferred), members[0])
+        dropped |= {name: kept for name in members if name != kept}
+    return dropped

@@ -13,7 +13,7 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.layout import FlatLayout, from_json
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
-from shardckpt.parameter_names import GIVE_NAMES, has_match, match_by_kind, match_in_order
+from shardckpt.plan.optim.match_ids import GIVE_NAMES, has_match, match_by_kind, match_in_order
 from shardckpt.plan.optim.optim_keys import (
     GROUPS,
     STATE,

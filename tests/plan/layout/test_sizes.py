@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import UsageError
-from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.layout.output_files import parse_size
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import NameCollisionError, UsageError
-from shardckpt.parameter_names import WRAPPERS
-from shardckpt.plan.naming.fqn import clean_names, make_cleaner, require_unique, select_names
+from shardckpt.plan.naming.fqn import WRAPPERS, clean_names, make_cleaner, require_unique, select_names, strip_wrappers
 
 plain = st.lists(st.sampled_from(["layers", "0", "w", "attn", "module_x"]), min_size=1, max_size=4).map(".".join)
 
@@ -94,3 +93,17 @@ def test_globs_that_leave_nothing_are_refused(include: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match=r"--exclude leaves? nothing"):
         select_names(["a.w", "b.w"], include, ("*",))
     assert select_names([], (), ()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("_fsdp_wrapped_module.a._checkpoint_wrapped_module.w", "a.w"),
+        ("_orig_mod.a.w", "a.w"),
+        ("a.w", "a.w"),
+        ("_orig_mod", "_orig_mod"),
+        ("", ""),
+    ],
+)
+def test_wrappers_leave_no_trace(name: str, clean: str) -> None:
+    assert strip_wrappers(name) == clean

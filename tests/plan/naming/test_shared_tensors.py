@@ -6,7 +6,7 @@ import pytest
 
 from shardckpt.boxes import full_box
 from shardckpt.manifest import Piece, Span, TensorEntry
-from shardckpt.plan.naming.shared_tensors import map_kept_names, read_config_ties
+from shardckpt.plan.naming.fqn import map_kept_names, read_config_ties
 
 
 def entry(shape: tuple[int, ...] = (4, 2), stored: str = "float32") -> TensorEntry:

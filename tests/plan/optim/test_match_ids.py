@@ -1,4 +1,4 @@
-"""Segments of wrappers go; numbers get the one choice of names that fits, and otherwise none."""
+"""Numbers get the one choice of names that fits, and otherwise none."""
 
 from __future__ import annotations
 
@@ -6,26 +6,10 @@ import time
 from collections.abc import Iterable
 from itertools import combinations, permutations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.parameter_names import has_match, match_by_kind, match_in_order, strip_wrappers
-
-
-@pytest.mark.parametrize(
-    ("name", "clean"),
-    [
-        ("_fsdp_wrapped_module.a._checkpoint_wrapped_module.w", "a.w"),
-        ("_orig_mod.a.w", "a.w"),
-        ("a.w", "a.w"),
-        ("_orig_mod", "_orig_mod"),
-        ("", ""),
-    ],
-)
-def test_wrappers_leave_no_trace(name: str, clean: str) -> None:
-    assert strip_wrappers(name) == clean
-
+from shardckpt.plan.optim.match_ids import has_match, match_by_kind, match_in_order
 
 KINDS = st.sampled_from([None, 1, 2])
 

@@ -1,14 +1,10 @@
-"""What names of parameters say: the segments that wrappers put in, and which names numbers stand for."""
+"""Which names the ids of an optimizer stand for, found by what is known of each; ambiguous matches are refused."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Segments that torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
-
 
 GIVE_NAMES = (
     "Give --param-names FILE: a JSON array of names, such as [n for n, _ in model.named_parameters()] if the"
@@ -21,11 +17,6 @@ BY_ORDER = (
     " where the optimizer was built in another order, give --param-names"
 )
 """Warning for names that the order of the model decided."""
-
-
-def strip_wrappers(name: str) -> str:
-    """Return a name without the segments of wrappers."""
-    return ".".join(s for s in name.split(".") if s not in WRAPPERS) or name
 
 
 def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> list[str] | None:
