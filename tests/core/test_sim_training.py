@@ -1,0 +1,93 @@
+"""Training on a device with memory of its own gives the bits of the CPU, on every front end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import pytest
+import sim
+import torch
+import torch.distributed as dist
+from front_ends import FRONT_ENDS
+from models import Stack
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from under_test import core
+
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+FRONTS = pytest.mark.parametrize("front_end", FRONT_ENDS)
+
+
+def build(front_end: str, device: str, **settings: Any) -> nn.Module:
+    """Return the sharded model, the same on every rank and device."""
+    torch.default_generator.manual_seed(3)
+    model = Stack()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if front_end == "in place":
+            settings["mesh"] = init_device_mesh(device, (dist.get_world_size(),))
+            model = model if "offload_policy" in settings else model.to(device)
+            for block in model.blocks:
+                core.fully_shard(block, **settings)
+            return core.fully_shard(model, **settings)
+        settings |= {"use_orig_params": front_end == "orig", "device_id": torch.device(device)}
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = core.FullyShardedDataParallel(block, **settings)
+        return core.FullyShardedDataParallel(model, **settings)
+
+
+def batch(step: int, device: str) -> torch.Tensor:
+    """Return what a rank trains on in a step."""
+    generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+    return torch.randn(4, 5, generator=generator).to(device)
+
+
+def loss_of(model: nn.Module, step: int, device: str) -> torch.Tensor:
+    return model(batch(step, device)).float().square().mean()
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
+def kept(model: nn.Module) -> list[Any]:
+    """Return this rank's shards, as plain numbers."""
+    return [local(parameter).cpu().tolist() for parameter in model.parameters()]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # its default depends on the device
+
+
+def train(rank: int, world: int, front_end: str, device: str, steps: int = 3, **settings: Any) -> Any:
+    """Return losses and shards of some steps."""
+    model = build(front_end, device, **settings)
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step, device)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, kept(model)
+
+
+def on_both(world: int, body: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
+    """Return what `body(rank, world, *args, device)` gives on the device and on the CPU."""
+
+    def on(device: str) -> Callable[..., Any]:
+        return lambda rank, world: body(rank, world, *args, device)
+
+    return sim.ranks(world, on("sim")), harness.run(world, on("cpu"))
+
+
+@WORLDS
+@FRONTS
+def test_training_gives_the_bits_of_the_cpu(world, front_end):
+    found, expected = on_both(world, train, front_end)
+    assert found == expected
