@@ -1,4 +1,4 @@
-"""Earlier names and values of public parameters, which keep working for one release."""
+"""Earlier names and values of public parameters and attributes, which keep working for one release."""
 
 from __future__ import annotations
 
@@ -48,3 +48,15 @@ def renamed_params(**names: str | Replace) -> Callable[[Callable[P, T]], Callabl
         return call
 
     return decorate
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn at the line that uses the earlier name of an attribute or a method, which calls this.
+
+    Args:
+        old: The earlier name, with that of its class.
+        new: Today's.
+    """
+    warnings.warn(
+        f"`{old}` is deprecated and will be removed in the next release: use `{new}`", DeprecationWarning, stacklevel=3
+    )

@@ -115,3 +115,9 @@ def test_the_value_arrives(tmp_path: Path) -> None:
         shardckpt.save(STATE, tmp_path / "c", about={"by": "me"})
     (manifest,) = tmp_path.glob("c/*manifest*.json")
     assert json.loads(manifest.read_text())["about"]["by"] == "me"
+
+
+def test_the_kind_of_a_state_is_parsed_under_its_earlier_name_too() -> None:
+    with pytest.warns(DeprecationWarning, match="`StateKind.of` is deprecated .* use `StateKind.parse`") as seen:
+        assert shardckpt.StateKind.of("full") is shardckpt.StateKind.parse("full") is shardckpt.StateKind.FULL
+    assert seen[0].filename == __file__

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardckpt.deprecation import warn_renamed
 from shardckpt.errors import UsageError
 
 KEY = "shardckpt"
@@ -36,7 +37,7 @@ class StateKind(Enum):
     SHARDED = "SHARDED"
 
     @classmethod
-    def of(cls, value: StateKind | str) -> StateKind:
+    def parse(cls, value: StateKind | str) -> StateKind:
         """Return the kind of a name, in any case.
 
         Raises:
@@ -44,17 +45,39 @@ class StateKind(Enum):
         """
         if isinstance(value, StateKind):
             return value
-        found = cls.__members__.get(value.upper()) if isinstance(value, str) else None
-        if found is None:
+        kind = cls.__members__.get(value.upper()) if isinstance(value, str) else None
+        if kind is None:
             raise UsageError("the kind of state is unknown", found=value, expected=", ".join(cls.__members__))
-        return found
+        return kind
+
+    @classmethod
+    def of(cls, value: StateKind | str) -> StateKind:
+        """Do what `parse` does, under its earlier name."""
+        warn_renamed("StateKind.of", "StateKind.parse")
+        return cls.parse(value)
+
+
+def parse_kind_to_take(kind: StateKind | str, *, rank0_only: bool) -> StateKind:
+    """Return the kind of a state that is to be taken.
+
+    Args:
+        kind: The kind or its name.
+        rank0_only: Rank 0 alone gets the state.
+
+    Raises:
+        UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
+    """
+    parsed = StateKind.parse(kind)
+    if rank0_only and parsed is not StateKind.FULL:
+        raise UsageError("rank0_only goes with FULL alone", found=parsed.name)
+    return parsed
 
 
 def get_metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a state dict says of how it was taken; empty where it says nothing."""
     metadata = getattr(state, "_metadata", None)
-    found = metadata.get(KEY) if isinstance(metadata, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    entry = metadata.get(KEY) if isinstance(metadata, Mapping) else None
+    return entry if isinstance(entry, Mapping) else {}
 
 
 def require_not_local(value: Any, where: str) -> None:
@@ -75,8 +98,8 @@ def require_not_local(value: Any, where: str) -> None:
             where=where,
             fix="Take it as SHARDED or FULL, or let each rank save its own (`torch.save`, `shardckpt.PerRank`).",
         )
-    for key, each in value.items():
-        require_not_local(each, f"{where}.{key}" if where else str(key))
+    for key, item in value.items():
+        require_not_local(item, f"{where}.{key}" if where else str(key))
 
 
 def detect_kind(state: Mapping[str, Any]) -> StateKind:
@@ -117,7 +140,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return [found for each in value.values() for found in tensors(each)]
+        return [tensor for item in value.values() for tensor in tensors(item)]
     if isinstance(value, (list, tuple)):
-        return [found for each in value for found in tensors(each)]
+        return [tensor for item in value for tensor in tensors(item)]
     return []

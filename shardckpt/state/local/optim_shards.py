@@ -25,6 +25,7 @@ from shardckpt.state.local.local_shards import (
     get_member_shards,
     get_tensor_shards,
 )
+from shardckpt.state.optim.load_optim_state_dict import put_in_optimizer
 from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 
 
@@ -188,12 +189,7 @@ class OptimTargets:
 
     def put(self, optim: OptimizerLike) -> None:
         """Give the optimizer the state and the settings."""
-        for parameter, state in self.state.items():
-            optim.state.pop(parameter, None)
-            if state:
-                optim.state[parameter] = state
-        for live, changed in zip(optim.param_groups, self.changes, strict=True):
-            live.update(changed)
+        put_in_optimizer(optim, self.state, self.changes)
 
 
 def plan_optim_targets(

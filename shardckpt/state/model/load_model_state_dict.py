@@ -90,7 +90,7 @@ def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | 
     expected = torch_fsdp1.shapes_at_first(model)
     ranks = torch_fsdp1.get_ranks(model)
     with validate_input(ranks, "fit a state to the model", given=bool(state)) as agreed:
-        torch_fsdp1.refuse_local(detect_kind(state) if kind is None else StateKind.of(kind))
+        torch_fsdp1.refuse_local(detect_kind(state) if kind is None else StateKind.parse(kind))
         values = {clean(name): value for name, value in state.items()}
         described = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
         agreed.digest = digest(sorted(described))
@@ -138,7 +138,7 @@ class _IncomingModelState:
     """A state to load, by names of the unsharded model."""
 
     def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, found: ModelIndex) -> None:
-        self.kind = detect_kind(state) if kind is None else StateKind.of(kind)
+        self.kind = detect_kind(state) if kind is None else StateKind.parse(kind)
         self.note = get_metadata(state)
         self._found = found
         values = _clean_names(state, found)

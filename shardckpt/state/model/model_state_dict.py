@@ -13,13 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.fsdp1.state_dict_api import register_with_torch_dcp
 from shardckpt.core.params.full_params import Staging
-from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
-from shardckpt.state.keys.kinds import KEY, VERSION, StateKind
+from shardckpt.state.keys.kinds import KEY, VERSION, StateKind, parse_kind_to_take
 from shardckpt.state.model import module_hooks
 
 
@@ -98,9 +97,7 @@ def model_state_dict(
         UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
         FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
     """
-    kind = StateKind.of(kind)
-    if rank0_only and kind is not StateKind.FULL:
-        raise UsageError("rank0_only goes with FULL alone", found=kind.name)
+    kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     if torch_fsdp1.is_foreign(model):
         torch_fsdp1.refuse_local(kind)
         if kind is StateKind.SHARDED:

@@ -101,7 +101,7 @@ def load_optim_state_dict(
         RankError: It does not fit on another rank.
     """
     if torch_fsdp1.is_foreign(model):
-        torch_fsdp1.refuse_local(detect_kind(state_dict) if kind is None else StateKind.of(kind))
+        torch_fsdp1.refuse_local(detect_kind(state_dict) if kind is None else StateKind.parse(kind))
         torch_fsdp1.put_optim_state(model, optim, state_dict)
         return
     fitted = fit(
@@ -114,14 +114,22 @@ def load_optim_state_dict(
         unequal_steps=unequal_steps,
         in_place=True,
     )
-    for parameter, state in fitted.state.items():
+    put_in_optimizer(optim, fitted.state, fitted.settings)
+    for live in optim.param_groups:
+        if live.get("capturable") or live.get("fused"):
+            _bring_scalars(optim, live["params"])
+
+
+def put_in_optimizer(
+    optim: OptimizerLike, states: Mapping[nn.Parameter, dict[str, Any]], settings: Sequence[Mapping[str, Any]]
+) -> None:
+    """Give an optimizer what it keeps of each parameter, and the settings of its groups."""
+    for parameter, state in states.items():
         optim.state.pop(parameter, None)
         if state:
             optim.state[parameter] = state
-    for live, settings in zip(optim.param_groups, fitted.settings, strict=True):
-        live.update(settings)
-        if live.get("capturable") or live.get("fused"):
-            _bring_scalars(optim, live["params"])
+    for live, saved in zip(optim.param_groups, settings, strict=True):
+        live.update(saved)
 
 
 def _bring_scalars(optim: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -291,7 +299,7 @@ class _IncomingOptimState:
         check_form(given)
         state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
         names = read_param_names(groups)
-        state_kind = detect_kind(given) if kind is None else StateKind.of(kind)
+        state_kind = detect_kind(given) if kind is None else StateKind.parse(kind)
         return cls(
             state_kind,
             get_metadata(given),

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.params.full_params import Staging
-from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group, TorchGroup
 from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
-from shardckpt.state.keys.kinds import StateKind
+from shardckpt.state.keys.kinds import StateKind, parse_kind_to_take
 from shardckpt.state.keys.slots import (
     Form,
     OpaqueStateError,
@@ -181,9 +181,7 @@ def optim_state_dict(
         OpaqueStateError: Nobody knows how a tensor is sharded.
         StateMismatchError: The ranks' optimizers have different ones of the sharded parameters.
     """
-    kind = StateKind.of(kind)
-    if rank0_only and kind is not StateKind.FULL:
-        raise UsageError("rank0_only goes with FULL alone", found=kind.name)
+    kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     if torch_fsdp1.is_foreign(model):
         torch_fsdp1.refuse_local(kind)
         if kind is StateKind.SHARDED:
