@@ -57,7 +57,7 @@ def prune(
     verb = "would remove" if dry_run else "removed"
     for step in done.removed:
         print(f"{verb} {step.number}, {output.size(step.nbytes)}")
-    for name in done.leftovers:
+    for name in done.orphans:
         print(f"{verb} {escape(name)}, which was never finished")
     for name in done.other_content:
         print(f"{'would leave' if dry_run else 'left'} {escape(name)}, which no save wrote")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shardckpt.format.native.run_directory import (
@@ -13,7 +13,7 @@ from shardckpt.format.native.run_directory import (
     find_orphans,
     other_content,
 )
-from shardckpt.plan.retention import Retention, SavedStep, is_expired, steps_to_delete
+from shardckpt.plan.retention import Retention, SavedStep, is_expired, steps_to_delete, with_trusted_times
 from shardckpt.storage.store import Store
 
 
@@ -35,11 +35,12 @@ class Deleted:
 def apply_retention(
     store: Store,
     run: RunDirectory,
-    steps: Iterable[SavedStep],
     rules: Retention,
     *,
     now: float,
     is_complete: Callable[[StepFolder], bool],
+    get_metrics: Callable[[StepFolder], Mapping[str, float]],
+    may_be_over: bool = False,
     protected: Collection[int] = (),
     dry_run: bool = False,
 ) -> Deleted:
@@ -48,10 +49,11 @@ def apply_retention(
     Args:
         store: Rooted at the run.
         run: As read.
-        steps: The same steps as the rules see them.
         rules: Which steps are kept.
         now: In seconds since the epoch.
         is_complete: Returns True if a step can be loaded. Of the others, only doubles of deleted steps are deleted.
+        get_metrics: Returns the metrics of a complete step; called if a rule needs them.
+        may_be_over: The run may have ended, so that the time since its newest step counts however long it is.
         protected: Steps that stay whatever the rules say.
         dry_run: Delete nothing.
 
@@ -60,7 +62,11 @@ def apply_retention(
         UnsupportedError: A newer version wrote a step of the run.
         StorageError: The store failed.
     """
-    numbers = set(steps_to_delete(steps, rules, now=now, protected=protected))
+    steps = [
+        _describe(step, is_complete(step), get_metrics if rules.keep_best is not None else None) for step in run.steps
+    ]
+    trusted = with_trusted_times(steps, now, may_be_over=may_be_over)
+    numbers = set(steps_to_delete(trusted, rules, now=now, protected=protected))
     deleted = [step for step in run.steps if step.number in numbers and (step.is_double or is_complete(step))]
     if dry_run:
         orphans = [left.name for left in find_orphans(store, run) if is_expired(left.changed_at, now)]
@@ -69,3 +75,11 @@ def apply_retention(
     kept = replace(run, steps=tuple(step for step in run.steps if step not in deleted))
     expired = [left.name for left in find_orphans(store, kept) if is_expired(left.changed_at, now)]
     return Deleted(tuple(deleted), tuple(n for n in expired if delete_orphan(store, n)), tuple(content))
+
+
+def _describe(
+    step: StepFolder, is_complete: bool, get_metrics: Callable[[StepFolder], Mapping[str, float]] | None
+) -> SavedStep:
+    """Return a step as the rules see it."""
+    metrics = get_metrics(step) if get_metrics is not None and is_complete else {}
+    return SavedStep(step.number, is_complete, step.saved_at, metrics, step.branch)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from shardckpt.deprecation import warn_renamed
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
 from shardckpt.format.apply_retention import apply_retention
 from shardckpt.format.native.commit import COMMIT
@@ -23,7 +24,7 @@ from shardckpt.format.native.run_directory import (
 )
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.offline.verify import verify as verification
-from shardckpt.plan.retention import Retention, SavedStep, parse_seconds
+from shardckpt.plan.retention import Retention, parse_seconds
 from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store
 
@@ -73,7 +74,7 @@ class Pruned:
         removed: Steps, oldest first.
         kept: Complete steps that stay.
         incomplete: Steps that count for nothing and stay.
-        leftovers: Names of folders that dead saves and removals left behind.
+        orphans: Names of folders that dead saves and removals left behind.
         other_content: Names below the root of content in the removed steps that no save wrote: it stays.
     """
 
@@ -81,13 +82,19 @@ class Pruned:
     removed: tuple[StepInfo, ...]
     kept: tuple[StepInfo, ...]
     incomplete: tuple[StepInfo, ...]
-    leftovers: tuple[str, ...]
+    orphans: tuple[str, ...]
     other_content: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the steps that were removed."""
         return sum(step.nbytes for step in self.removed)
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        """`orphans`, under its earlier name."""
+        warn_renamed("Pruned.leftovers", "Pruned.orphans")
+        return self.orphans
 
 
 def ls(root: str | os.PathLike[str]) -> StepList:
@@ -158,24 +165,23 @@ def prune(
     if not run.steps:
         require_start_of_run(root)
     run.require_readable()
-    facts = [
-        SavedStep(
-            step.number,
-            step.is_complete,
-            step.saved_at,
-            read_metrics(store, step) if rules.keep_best is not None and step.is_complete else {},
-            step.branch,
-        )
-        for step in run.steps
-    ]
-    deleted = apply_retention(store, run, facts, rules, now=now, is_complete=_is_complete, dry_run=dry_run)
+    deleted = apply_retention(
+        store,
+        run,
+        rules,
+        now=now,
+        is_complete=_is_complete,
+        get_metrics=lambda step: read_metrics(store, step),
+        may_be_over=True,
+        dry_run=dry_run,
+    )
     names = {step.name for step in deleted.steps} | {*deleted.orphans}
     return Pruned(
         root,
         removed=_infos(store, [step for step in run.complete if step.name in names]),
         kept=_infos(store, [step for step in run.complete if step.name not in names]),
         incomplete=_infos(store, [step for step in run.incomplete if step.name not in names]),
-        leftovers=deleted.orphans,
+        orphans=deleted.orphans,
         other_content=deleted.other_content,
     )
 

@@ -114,22 +114,28 @@ def _seconds(time: timedelta | float | str | None) -> float | None:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def with_trusted_times(steps: Iterable[SavedStep], now: float) -> list[SavedStep]:
+def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: bool = False) -> list[SavedStep]:
     """Return steps none of which is old because of one clock that is wrong.
 
     The age of a step is taken from the times between the steps behind it, as well as from its own time, whichever makes
     it younger. A time that runs backwards, or that is longer than `PAUSE_S`, counts for nothing: a run that was paused
     and a clock that is wrong look the same.
+
+    Args:
+        steps: All of a run.
+        now: In seconds since the epoch.
+        may_be_over: The run may have ended, so that the time since its newest step counts however long it is.
     """
-    found, age, later = [], 0.0, now
+    trusted, age, later = [], 0.0, now
+    longest = math.inf if may_be_over else PAUSE_S
     for step in sorted(steps, key=_age_order, reverse=True):
         if step.saved_at is not None:
             passed = later - step.saved_at
-            age += passed if 0 < passed <= PAUSE_S else 0.0
-            later = step.saved_at
+            age += passed if 0 < passed <= longest else 0.0
+            later, longest = step.saved_at, PAUSE_S
             step = step._replace(saved_at=max(step.saved_at, now - age))
-        found.append(step)
-    return found[::-1]
+        trusted.append(step)
+    return trusted[::-1]
 
 
 def steps_to_delete(

@@ -90,7 +90,7 @@ def go_on(root: str, what: str) -> None:
         whole(root, number, what)
     listed = shardckpt.ls(root)
     assert [step.number for step in listed.complete] == [5, 6], what
-    assert not shardckpt.prune(root).leftovers
+    assert not shardckpt.prune(root).orphans
     assert shardckpt.verify(listed.complete[0].path).ok
 
 

@@ -190,7 +190,22 @@ class TestPrune:
         assert complete(tmp_path) == [3]
 
 
-class TestLeftovers:
+class TestClocks:
+    def test_one_that_was_years_behind_makes_no_step_old(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as behind:
+            behind.setattr(time, "time_ns", lambda: 10**18)  # in 2001
+            write(tmp_path, 1)
+        write(tmp_path, 2)
+        assert shardckpt.prune(str(tmp_path), keep_for="7d").removed == ()
+        assert complete(tmp_path) == [1, 2]
+
+    def test_a_run_that_ended_long_ago_grows_old(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write(tmp_path, 1, 2)
+        days_pass(monkeypatch, 100)
+        assert [step.number for step in shardckpt.prune(str(tmp_path), keep_for="7d").removed] == [1]
+
+
+class TestOrphans:
     def make(self, root: Path) -> list[str]:
         write(root, 1, 2)
         (root / step_name(2) / "COMMIT").unlink()
@@ -202,7 +217,7 @@ class TestLeftovers:
     def test_what_a_dead_save_left_stays_for_a_day(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         left = self.make(tmp_path)
         days_pass(monkeypatch, 0.99)
-        assert shardckpt.prune(str(tmp_path)).leftovers == ()
+        assert shardckpt.prune(str(tmp_path)).orphans == ()
         assert {*left, step_name(1)} == set(os.listdir(tmp_path))
 
     def test_then_it_goes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,16 +226,24 @@ class TestLeftovers:
         said = shardckpt.prune(str(tmp_path), dry_run=True)
         assert set(os.listdir(tmp_path)) == {*left, step_name(1)}
         done = shardckpt.prune(str(tmp_path))
-        assert list(done.leftovers) == list(said.leftovers) == left
+        assert list(done.orphans) == list(said.orphans) == left
         assert done.incomplete == ()
         assert os.listdir(tmp_path) == [step_name(1)]
+
+    def test_their_earlier_name_is_deprecated(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.make(tmp_path)
+        days_pass(monkeypatch)
+        done = shardckpt.prune(str(tmp_path))
+        with pytest.warns(DeprecationWarning, match="`Pruned.leftovers` is deprecated .* use `Pruned.orphans`") as seen:
+            assert done.leftovers == done.orphans != ()
+        assert seen[0].filename == __file__
 
     def test_what_a_process_holds_stays_however_old(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path, held = orphans.make_partial(str(tmp_path / step_name(7)))
         days_pass(monkeypatch)
-        assert shardckpt.prune(str(tmp_path)).leftovers == ()
+        assert shardckpt.prune(str(tmp_path)).orphans == ()
         os.close(held)
-        assert shardckpt.prune(str(tmp_path)).leftovers == (os.path.basename(path),)
+        assert shardckpt.prune(str(tmp_path)).orphans == (os.path.basename(path),)
         assert os.listdir(tmp_path) == []
 
     def test_a_file_that_changed_lately_keeps_its_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +252,7 @@ class TestLeftovers:
         days_pass(monkeypatch)
         late = {partial: time.time() - 60}
         monkeypatch.setattr(LocalStore, "changed_at", lambda self, name: late.get(name) or changed(self, name))
-        assert shardckpt.prune(str(tmp_path)).leftovers == (step_name(2),)
+        assert shardckpt.prune(str(tmp_path)).orphans == (step_name(2),)
 
 
 # Killed at every operation

@@ -128,9 +128,9 @@ class TestRules:
 class TestClocks:
     """Times in days. Retention keeps the steps of the last day."""
 
-    def kept(self, *days: float, now: float) -> list[int]:
+    def kept(self, *days: float, now: float, may_be_over: bool = False) -> list[int]:
         steps = [SavedStep(n, saved_at=day * DAY) for n, day in enumerate(days, 1)]
-        trusted = with_trusted_times(steps, now * DAY)
+        trusted = with_trusted_times(steps, now * DAY, may_be_over=may_be_over)
         gone = steps_to_delete(trusted, Retention(keep_for_s=DAY), now=now * DAY)
         return [step.number for step in steps if step.number not in gone]
 
@@ -147,6 +147,12 @@ class TestClocks:
 
     def test_what_is_saved_under_it_grows_old_as_any_other(self) -> None:
         assert self.kept(100, 100.1, 3750, 3750.6, 3751.2, now=3751.5) == [4, 5]
+
+    def test_the_steps_of_a_run_that_may_be_over_grow_old_however_long_ago_it_ended(self) -> None:
+        assert self.kept(100, 100.1, 100.2, now=200) == [1, 2, 3], "it may have been paused"
+        assert self.kept(100, 100.1, 100.2, now=200, may_be_over=True) == [3]
+        assert self.kept(1, 100.1, 100.2, now=100.3, may_be_over=True) == [1, 2, 3], "the first clock may be wrong"
+        assert self.kept(100, 100.1, 1, now=100.3, may_be_over=True) == [1, 2, 3], "or the last"
 
     def test_steps_of_unknown_time_stay(self) -> None:
         steps = [SavedStep(1), SavedStep(2, saved_at=DAY), SavedStep(3, saved_at=9 * DAY)]

@@ -9,17 +9,8 @@ from collections.abc import Mapping, Sequence
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
 from shardckpt.format.apply_retention import apply_retention
-from shardckpt.format.native.run_directory import (
-    StepFolder,
-    read_metrics,
-    read_run,
-)
-from shardckpt.plan.retention import (
-    Retention,
-    SavedStep,
-    require_metric,
-    with_trusted_times,
-)
+from shardckpt.format.native.run_directory import StepFolder, read_metrics, read_run
+from shardckpt.plan.retention import Retention, SavedStep, require_metric
 from shardckpt.storage.store import Store
 
 
@@ -51,23 +42,18 @@ class StepRetention:
             warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=4)
 
     def _delete(self, saved: int) -> None:
-        store, now = self._finder.open_store(), time.time()
+        store = self._finder.open_store()
         run = read_run(store)
         if any(step.is_newer for step in run.steps) and not self._rules.is_needed:
             return
         run.require_readable()
-        is_good = {step.name: self._finder.is_good(step) for step in run.steps}
-        facts = [
-            SavedStep(step.number, is_good[step.name], step.saved_at, self._read_metrics(store, step), step.branch)
-            for step in run.steps
-        ]
         deleted = apply_retention(
             store,
             run,
-            with_trusted_times(facts, now),
             self._rules,
-            now=now,
-            is_complete=lambda step: is_good[step.name],
+            now=time.time(),
+            is_complete=self._finder.is_good,
+            get_metrics=lambda step: self._read_metrics(store, step),
             protected={saved},
         )
         if deleted.other_content:
@@ -77,8 +63,6 @@ class StepRetention:
 
     def _read_metrics(self, store: Store, step: StepFolder) -> Mapping[str, float]:
         """Return the metrics of a step; those of a save never change, so each manifest is read once."""
-        if self._rules.keep_best is None or not self._finder.is_good(step):
-            return {}
         if step.save not in self._metrics:
             self._metrics[step.save] = read_metrics(store, step)
         return self._metrics[step.save]
@@ -97,7 +81,7 @@ class StepRetention:
         saved += [
             SavedStep(step.number, metrics=self._read_metrics(store, step))
             for step in read_run(store).complete
-            if step.number != number
+            if step.number != number and self._finder.is_good(step)
         ]
         try:
             require_metric(saved, self._rules.metric)
