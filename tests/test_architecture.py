@@ -88,7 +88,7 @@ LIBRARIES: dict[str, set[str]] = {
 # Function-level imports; besides these the command imports the package inside its functions, so that --help is quick.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     (
-        "shardckpt.offline.write.conversion",
+        "shardckpt.offline.consolidate",
         "shardckpt.offline.write.parallel",
     ): "ranks speak through torch; one process needs none",
     ("shardckpt.plugins", "importlib.metadata"): "0.03 s, which most commands can do without",

@@ -16,8 +16,8 @@ from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported
 from shardckpt.offline.targets.target_registry import TARGETS, choose_target
-from shardckpt.offline.write.conversion import ConversionPlan, run_conversion
-from shardckpt.offline.write.report import OnProgress, Report, Stopwatch
+from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion, write_alone
+from shardckpt.offline.write.report import OnProgress, Report
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.optim.output_keys import rekey_state
 from shardckpt.storage.publish import overlaps
@@ -165,12 +165,15 @@ def export(
         overwrite=options.overwrite,
         jobs=options.jobs,
         allow_overflow=options.allow_overflow,
-        parallel=options.parallel,
         copied={} if is_file else config.files,
         copied_from=config.store,
     )
     plan = replace(plan, report=replace(plan.report, nbytes=plan.files.nbytes))
-    return run_conversion(plan, watch, on_progress)
+    write = write_alone
+    if options.parallel and not options.dry_run:
+        from shardckpt.offline.write.parallel import write_with_ranks as write  # noqa: PLC0415  (one process needs no torch)
+
+    return run_conversion(plan, watch, on_progress, write)
 
 
 def _rekey(selection: Selection, options: Options) -> Selection:

@@ -13,8 +13,8 @@ from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.targets.base import RankOptions
 from shardckpt.offline.targets.target_registry import find_rank_target
-from shardckpt.offline.write.conversion import ConversionPlan, run_conversion
-from shardckpt.offline.write.report import OnProgress, Report, Stopwatch
+from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion
+from shardckpt.offline.write.report import OnProgress, Report
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.publish import overlaps
 

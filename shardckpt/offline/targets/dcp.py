@@ -20,10 +20,9 @@ from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import FRESH, Conversion, PlannedRanks, RankOptions, Target
 from shardckpt.offline.targets.checkpoint_content import Content, full_content
 from shardckpt.offline.targets.torch_archive import can_pickle
-from shardckpt.offline.write.conversion import PlannedFiles
+from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
-from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.plan.optim.optim_keys import STATE

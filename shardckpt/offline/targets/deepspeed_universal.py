@@ -24,10 +24,9 @@ from shardckpt.offline.select.selection import Selection, select
 from shardckpt.offline.targets.base import Conversion, Target, require_allowed
 from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.offline.targets.torchsave import state_dict, torch_file
-from shardckpt.offline.write.conversion import PlannedFiles
+from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.resolve import read_blocks
-from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.output_keys import VALUES

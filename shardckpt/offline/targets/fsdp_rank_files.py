@@ -20,10 +20,9 @@ from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.offline.targets.base import PlannedRanks, RankOptions
 from shardckpt.offline.targets.checkpoint_content import Content, full_content
 from shardckpt.offline.targets.torch_archive import archive_file
-from shardckpt.offline.write.conversion import PlannedFiles
+from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import OutputFile, TensorPart
-from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming.fqn import require_matches
 from shardckpt.storage.replaceable import FolderKind

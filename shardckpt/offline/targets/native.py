@@ -30,10 +30,9 @@ from shardckpt.manifest import UNREAD, Path, dotted, unflatten
 from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, require_allowed
-from shardckpt.offline.write.conversion import PlannedFiles
+from shardckpt.offline.write.conversion import FinalFiles, Hashes, Layout, PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
-from shardckpt.offline.write.target_writer import FinalFiles, Hashes, Layout
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save

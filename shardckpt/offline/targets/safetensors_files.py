@@ -18,9 +18,8 @@ from shardckpt.format.huggingface.index_files import (
 )
 from shardckpt.offline.select.group_settings import as_json
 from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, SHARD, Conversion, Target, encode_json
-from shardckpt.offline.write.conversion import PlannedFiles
+from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
-from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile, index, name_files
 from shardckpt.storage.replaceable import FileKind, FolderKind
 

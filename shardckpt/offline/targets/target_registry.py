@@ -9,8 +9,7 @@ from dataclasses import replace
 from shardckpt.errors import UsageError
 from shardckpt.offline.targets import dcp, deepspeed_universal, native, safetensors_files, torchsave
 from shardckpt.offline.targets.base import Conversion, Target
-from shardckpt.offline.write.conversion import PlannedFiles
-from shardckpt.offline.write.target_writer import Layout
+from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.plugins import Plugin, find_plugins, load_plugin, name_plugin
 
 TARGETS: tuple[Target, ...] = (

@@ -23,9 +23,8 @@ from shardckpt.offline.targets.base import (
 )
 from shardckpt.offline.targets.fsdp_rank_files import plan_rank_files
 from shardckpt.offline.targets.torch_archive import archive_file, can_pickle
-from shardckpt.offline.write.conversion import PlannedFiles
+from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import OutputFile, iter_parts
-from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor, name_files
 from shardckpt.plan.optim.output_keys import to_state_paths
 from shardckpt.storage.replaceable import FileKind, FolderKind

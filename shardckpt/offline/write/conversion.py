@@ -1,21 +1,90 @@
-"""Run a planned conversion: publish, copy, finish, report. `consolidate`, `convert` and `reshard` all end here."""
+"""The files of a target as planned, and the run that writes them: publish, copy, finish, report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import posixpath
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from shardckpt.errors import UsageError
 from shardckpt.format.reader import Reader
-from shardckpt.offline.write.report import Meter, OnProgress, Report, Stopwatch
-from shardckpt.offline.write.target_writer import Hashes, Layout, TargetWriter
+from shardckpt.offline.write.report import OnProgress, Report, WrittenFile
+from shardckpt.offline.write.stream import CountingWriter, MemoryBudget, Meter, OutputFile, TensorStream
 from shardckpt.storage.publication import Publication
-from shardckpt.storage.publish import begin, publish
+from shardckpt.storage.publish import publish
 from shardckpt.storage.replaceable import FolderKind, Kind
 from shardckpt.storage.resolve_url import local_path
 from shardckpt.storage.store import Store
 
 _Publication = TypeVar("_Publication")
+
+Hashes = Mapping[str, tuple[int, ...]]
+"""File to the hashes of its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinalFiles:
+    """Files with the hashes of the payload, written last.
+
+    Attributes:
+        names: In the order in which they are written.
+        made: Their content, once the payload is written.
+    """
+
+    names: tuple[str, ...]
+    made: Callable[[Hashes], Mapping[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The files of a target.
+
+    Attributes:
+        payload: With their headers made, in order.
+        small: Other files, name to content, written after the payload.
+        ending: What is written last, where the format keeps hashes.
+    """
+
+    payload: tuple[OutputFile, ...]
+    small: Mapping[str, bytes]
+    ending: FinalFiles | None = None
+
+    @property
+    def files(self) -> tuple[WrittenFile, ...]:
+        """The payload, for a report."""
+        return tuple(WrittenFile(file.name, file.nbytes, file.count) for file in self.payload)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Names of all other files."""
+        return (*self.small, *(self.ending.names if self.ending else ()))
+
+    def check_names(self, last: str) -> None:
+        """Check that no file replaces another one, and that the last file is planned.
+
+        Args:
+            last: File that makes the result loadable; empty if all files appear at once.
+
+        Raises:
+            UsageError: The target, a plugin as a rule, planned something else.
+        """
+        names = [posixpath.normpath(name) for name in (*(file.name for file in self.payload), *self.others)]
+        fix = "This is a fault of the target, not of the checkpoint."
+        if len(set(names)) < len(names):
+            name = next(name for name in names if names.count(name) > 1)
+            raise UsageError("the files of a target must have different names", found=f"{name} twice", fix=fix)
+        if last and last not in names:
+            raise UsageError("a target must plan its last file", found=", ".join(names[:5]), expected=last, fix=fix)
+
+    def write_rest(self, hashes: Hashes, publication: Publication) -> None:
+        """Write all files but the payload, whose blocks have these hashes. Raises StorageError."""
+        ending = self.ending.made(hashes) if self.ending else {}
+        for name, content in (*self.small.items(), *ending.items()):
+            with publication.create(name) as writer:
+                writer.write(content)
 
 
 def keep_nothing(target: str) -> Collection[str]:  # noqa: ARG001  (other formats look at the target)
@@ -58,7 +127,6 @@ class ConversionPlan:
         overwrite: Replace a checkpoint of the same format.
         jobs: Files written side by side.
         allow_overflow: Accept finite values that become infinite in a cast.
-        parallel: Share the files among the ranks of the job.
         copied: Name to size of files of `copied_from` that are copied unchanged.
         copied_from: Where they are.
     """
@@ -70,7 +138,6 @@ class ConversionPlan:
     overwrite: bool = False
     jobs: int = 1
     allow_overflow: bool = False
-    parallel: bool = False
     copied: Mapping[str, int] = field(default_factory=dict)
     copied_from: Store | None = None
 
@@ -94,10 +161,30 @@ class ConversionPlan:
         layout.check_names(self.files.last if local_path(self.report.target) is None else "")
         return layout
 
-    def make_writer(self, on_progress: OnProgress | None) -> TargetWriter:
-        """Return the writer of payload files."""
+    def write_payload(
+        self, files: Sequence[OutputFile], publication: Publication, on_progress: OnProgress | None
+    ) -> Hashes:
+        """Write payload files, `jobs` of them side by side, and return the hashes of their blocks.
+
+        Raises:
+            CheckpointError: The source's bytes cannot be read, or a cast overflows.
+            StorageError: Reading or writing failed.
+            UsageError: A file has another size than planned.
+        """
+        writers = max(min(self.jobs, len(files)), 1)
         meter = Meter(self.files.nbytes, on_progress)
-        return TargetWriter(self.reader, self.max_memory, meter, self.jobs, self.allow_overflow)
+        budget = MemoryBudget.share(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
+        stream = TensorStream(self.reader, budget, meter, allow_overflow=self.allow_overflow)
+        if writers == 1:
+            return {file.name: _write_file(file, stream, publication) for file in files}
+        with ThreadPoolExecutor(writers) as pool:
+            started = {pool.submit(_write_file, file, stream, publication): file.name for file in files}
+            try:
+                return {started[done]: done.result() for done in as_completed(started)}
+            except BaseException:
+                meter.stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
 
     def finish(self, layout: Layout, hashes: Hashes, publication: Publication) -> None:
         """Write the files beside the payload, the last file last. Raises StorageError."""
@@ -109,8 +196,63 @@ class ConversionPlan:
         layout.write_rest(hashes, publication)
 
 
-def run_conversion(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
+def _write_file(file: OutputFile, stream: TensorStream, publication: Publication) -> tuple[int, ...]:
+    with publication.create(file.name) as writer:
+        counting = CountingWriter(writer)
+        hashes = file.encode(stream, counting)
+        if counting.nbytes != file.nbytes:
+            raise UsageError(
+                "a target must write as many bytes as it plans",
+                where=file.name,
+                found=f"{counting.nbytes} bytes",
+                expected=f"{file.nbytes} bytes",
+                fix="This is a fault of the target, not of the checkpoint.",
+            )
+        return hashes
+
+
+class Stopwatch:
+    """Seconds spent in each phase; the phases follow one another.
+
+    Attributes:
+        seconds: Phase to seconds so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end_phase(self, phase: str) -> None:
+        """Count the time since the last phase as `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
+
+
+def write_alone(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
+    """Write all files from this process, publish them, and return them. Raises as `run_conversion` does."""
+    with plan.publish_with(publish) as publication:
+        layout = plan.plan_layout(publication.unique_suffix, plan.files.save_id)
+        hashes = plan.write_payload(layout.payload, publication, on_progress)
+        watch.end_phase("copy")
+        plan.finish(layout, hashes, publication)
+    watch.end_phase("publish")
+    return layout
+
+
+def run_conversion(
+    plan: ConversionPlan,
+    watch: Stopwatch,
+    on_progress: OnProgress | None,
+    write: Callable[[ConversionPlan, Stopwatch, OnProgress | None], Layout] = write_alone,
+) -> Report:
     """Write the target, unless the report is of a dry run, and return the completed report.
+
+    Args:
+        plan: What is written.
+        watch: Its first phase has ended.
+        on_progress: Called as bytes are written.
+        write: Writes and publishes the files: from this process, or from all ranks of a job.
 
     Raises:
         UsageError: The target exists and cannot be replaced.
@@ -118,36 +260,6 @@ def run_conversion(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgre
         StorageError: Reading or writing failed, or the target has no room.
     """
     watch.end_phase("plan")
-    if plan.report.dry_run:
-        layout = plan.plan_layout("", plan.files.save_id)
-    else:
-        layout = (_write_with_ranks if plan.parallel else _write)(plan, watch, on_progress)
+    layout = plan.plan_layout("", plan.files.save_id) if plan.report.dry_run else write(plan, watch, on_progress)
     carried = tuple(dict.fromkeys((*plan.copied, *layout.others)))
     return replace(plan.report, files=layout.files, carried=carried, seconds=watch.seconds)
-
-
-def _write(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-    with plan.publish_with(publish) as publication:
-        layout = plan.plan_layout(publication.unique_suffix, plan.files.save_id)
-        hashes = plan.make_writer(on_progress).write(layout.payload, publication)
-        watch.end_phase("copy")
-        plan.finish(layout, hashes, publication)
-    watch.end_phase("publish")
-    return layout
-
-
-def _write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-    """Write with all ranks of a job; rank 0 writes the small files."""
-    from shardckpt.offline.write.parallel import publish_together, ranks  # noqa: PLC0415  (one process needs no torch)
-
-    with ranks() as group:
-        layout = publish_together(
-            group,
-            plan.files.save_id,
-            begin=lambda: plan.publish_with(begin),
-            plan_layout=plan.plan_layout,
-            write=plan.make_writer(on_progress).write,
-            finish=plan.finish,
-        )
-    watch.end_phase("copy")
-    return layout

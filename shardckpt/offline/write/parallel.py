@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 
 from shardckpt.groups import Group, init_gloo_group
+from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch
+from shardckpt.offline.write.report import OnProgress
 from shardckpt.offline.write.stream import OutputFile
-from shardckpt.offline.write.target_writer import Hashes, Layout
 from shardckpt.storage.publication import Publication
-from shardckpt.storage.publish import JoinedPublication, require_files
+from shardckpt.storage.publish import JoinedPublication, begin, require_files
 
 _SEPARATOR = "\0"
-
-
-@contextmanager
-def ranks() -> Iterator[Group]:
-    """Yield the ranks that were started together, by `torchrun` or by the caller's own job."""
-    with init_gloo_group() as group:
-        yield group
 
 
 def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
@@ -35,51 +28,43 @@ def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]
     return mine
 
 
-def publish_together(
-    group: Group,
-    save: str,
-    begin: Callable[[], Publication],
-    plan_layout: Callable[[str, str], Layout],
-    write: Callable[[Sequence[OutputFile], Publication], Hashes],
-    finish: Callable[[Layout, Hashes, Publication], None],
-) -> Layout:
-    """Write a result with several ranks, all or nothing; a failure of one is raised on all.
+def write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
+    """Write a conversion with the ranks that were started together, by `torchrun` or by the caller's own job.
 
-    Args:
-        group: The ranks.
-        save: An id drawn at random, of which rank 0's counts.
-        begin: Opens the publication, on rank 0.
-        plan_layout: Decides the files, given the publication's `unique_suffix` and the id; the same on every rank.
-        write: Writes some of the payload, which ranks share out; returns the hashes of its blocks.
-        finish: Writes the rest, on rank 0, given the hashes of all.
-
-    Returns:
-        The result of `plan_layout`.
+    All or nothing: a failure of one rank is raised on all. Rank 0 draws the names and writes the small files.
 
     Raises:
         ShardckptError: This rank failed.
         RankError: Another one did.
     """
+    with init_gloo_group() as group:
+        layout = _publish_together(group, plan, on_progress)
+    watch.end_phase("copy")
+    return layout
+
+
+def _publish_together(group: Group, plan: ConversionPlan, on_progress: OnProgress | None) -> Layout:
     publication: Publication | None = None
     try:
         with group.collective("preparing the target"):
             if group.rank == 0:
-                publication = begin()
-        message = _SEPARATOR.join((publication.unique_suffix, save, publication.staging_url)) if publication else ""
-        received = group.broadcast(message.encode("utf-8", "surrogateescape"))  # a path on a disk is any bytes
-        unique_suffix, save, place = received.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
+                publication = plan.publish_with(begin)
+        names = (publication.unique_suffix, plan.files.save_id, publication.staging_url) if publication else ()
+        message = _SEPARATOR.join(names).encode("utf-8", "surrogateescape")  # a path on a disk is any bytes
+        received = group.broadcast(message).decode("utf-8", "surrogateescape")
+        unique_suffix, save_id, place = received.split(_SEPARATOR, 2)
         with group.collective("writing"):
             publication = publication or JoinedPublication(place)
-            layout = plan_layout(unique_suffix, save)
+            layout = plan.plan_layout(unique_suffix, save_id)
             shares = share_out(layout.payload, group.size)
-            hashes = write(shares[group.rank], publication)
+            hashes = plan.write_payload(shares[group.rank], publication, on_progress)
         messages = group.all_gather(_encode_hashes(hashes))
         all_hashes = {name: blocks for message in messages for name, blocks in _decode_hashes(message)}
         with group.collective("publishing"):
             if group.rank == 0:
                 others = [{file.name: file.nbytes for file in share} for share in shares[1:]]
                 require_files(publication.staging_url, publication.staging_url, [{}, *others])
-                finish(layout, all_hashes, publication)
+                plan.finish(layout, all_hashes, publication)
                 publication.commit()
     except BaseException:
         if publication is not None:

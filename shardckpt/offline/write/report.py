@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import NamedTuple
 
 from shardckpt.boxes import Shape
@@ -236,56 +234,3 @@ class Comparison:
     def same(self) -> bool:
         """Whether all that was asked for was compared, and nothing differs."""
         return not self.differences and not self.value_differences and not self.not_compared
-
-
-class Stopwatch:
-    """Seconds spent in each phase; the phases follow one another.
-
-    Attributes:
-        seconds: Phase to seconds so far.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since = time.perf_counter()
-
-    def end_phase(self, phase: str) -> None:
-        """Count the time since the last phase as `phase`."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
-        self._since = now
-
-
-class Stopped(Exception):  # noqa: N818  (no error: it only unwinds a thread whose work nobody wants any more)
-    """Unwinds a writing thread after another one failed."""
-
-
-class Meter:
-    """Counts written bytes, from several threads, and reports them to the caller.
-
-    Args:
-        total_bytes: Bytes that will be written.
-        on_progress: Called after every step, under a lock; may raise to stop the work.
-    """
-
-    def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
-        self._total, self._on_progress = total_bytes, on_progress
-        self._done, self._start, self._lock = 0, time.perf_counter(), Lock()
-        self._stopped = False
-
-    def stop(self) -> None:
-        """Make every thread that counts on raise `Stopped`: another one failed, or the user interrupted."""
-        self._stopped = True
-
-    def add(self, nbytes: int) -> None:
-        """Count `nbytes` more.
-
-        Raises:
-            Stopped: The work was stopped meanwhile.
-        """
-        if self._stopped:
-            raise Stopped
-        with self._lock:
-            self._done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(Progress(self._done, self._total, time.perf_counter() - self._start))

@@ -1,10 +1,12 @@
-"""Stream tensors into output files, as copies and batches under a byte budget."""
+"""Stream tensors into output files, as copies and batches under a byte budget, and count the bytes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box
@@ -12,10 +14,10 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.numpy_casts import cast_into
-from shardckpt.offline.write.report import Meter
+from shardckpt.offline.write.report import OnProgress, Progress
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.storage.store import Store
+from shardckpt.storage.store import Store, Writer
 
 _RESERVED_BYTES = 20 * 2**20
 """What the modules of a conversion add to those of `inspect`, measured as resident memory (numpy: 16 MiB)."""
@@ -78,6 +80,63 @@ class FileSink(Sink, Protocol):
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
         """Append a range of a file of `source`. Raises StorageError."""
+
+
+class CountingWriter:
+    """A writer that counts bytes, for the encoder of a file, which must not close it.
+
+    Args:
+        writer: The open file.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.nbytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append data. Raises StorageError."""
+        self._writer.write(data)
+        self.nbytes += memoryview(data).nbytes
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`. Raises as `Writer.copy_from` does."""
+        self._writer.copy_from(source, name, offset, nbytes)
+        self.nbytes += nbytes
+
+
+class Stopped(Exception):  # noqa: N818  (no error: it only unwinds a thread whose work nobody wants any more)
+    """Unwinds a writing thread after another one failed."""
+
+
+class Meter:
+    """Counts written bytes, from several threads, and reports them to the caller.
+
+    Args:
+        total_bytes: Bytes that will be written.
+        on_progress: Called after every step, under a lock; may raise to stop the work.
+    """
+
+    def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
+        self._total, self._on_progress = total_bytes, on_progress
+        self._done, self._start, self._lock = 0, time.perf_counter(), Lock()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Make every thread that counts on raise `Stopped`: another one failed, or the user interrupted."""
+        self._stopped = True
+
+    def add(self, nbytes: int) -> None:
+        """Count `nbytes` more.
+
+        Raises:
+            Stopped: The work was stopped meanwhile.
+        """
+        if self._stopped:
+            raise Stopped
+        with self._lock:
+            self._done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(Progress(self._done, self._total, time.perf_counter() - self._start))
 
 
 class TensorPart(NamedTuple):

@@ -82,12 +82,12 @@ def test_a_path_may_be_as_long_as_paths_are(tmp_path: Path) -> None:
 
 def _fail(rank: int, _world: int, folder: Path, where: str) -> None:
     if rank == 1 and where == "write":
-        from shardckpt.offline.write.target_writer import TargetWriter
+        from shardckpt.offline.write.conversion import ConversionPlan
 
         def broken(*_args: object) -> None:
             raise OSError("no such luck")
 
-        TargetWriter.write = broken  # type: ignore[method-assign]
+        ConversionPlan.write_payload = broken  # type: ignore[method-assign]
     shardckpt.consolidate(folder / "src.pt", folder / "out", max_shard_size=4000, parallel=True)
 
 
