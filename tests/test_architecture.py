@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,12 +30,13 @@ ARROWS: dict[str, set[str]] = {
     "deprecation": {"errors"},
     "plugins": {"errors"},
     "groups": {"errors"},
-    "core": {"boxes", "dtypes", "layout", "groups", "errors"},
+    "devices": set(),
+    "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors"},
     "state": {"core", "plan", "groups", "deprecation"} | LEAVES,
     "plan": set(LEAVES),
     "storage": {"errors"},
     "format": {"plan", "storage", "plugins"} | LEAVES,
-    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation"} | LEAVES,
+    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation", "devices"} | LEAVES,
     "offline": {"plan", "format", "storage", "plugins", "deprecation"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
@@ -74,7 +76,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
 
 # Third-party libraries and the packages that may know of them.
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"rendezvous", "groups", "core", "state", "checkpoint"},
+    "torch": {"rendezvous", "groups", "devices", "core", "state", "checkpoint"},
     "fsspec": {"storage", "testing"},
     "typer": {"cli"},
     "pytest": {"testing"},
@@ -379,3 +381,24 @@ class TestImportsStayLight:
 
     def test_help_does_without_the_library(self) -> None:
         assert "shardckpt" not in loaded_by("import shardckpt_cli.app")
+
+
+STREAM_CALLS = re.compile(
+    r"\btorch\.(cuda|accelerator\.current_stream|Stream|Event)\b\(?|\.record_stream\(|\.(Stream|Event)\(device"
+    r"|\"cpu\", \"meta\""
+)
+"""What only `devices` asks torch for, and the predicate for devices with streams."""
+OTHER_CALLS = {
+    ("shardckpt.checkpoint.stateful.rng_state", "torch.cuda"): "generators of random numbers",
+    ("shardckpt.core.fsdp2.fully_shard", "torch.Event"): "the type of an argument",
+}
+
+
+def test_one_module_asks_torch_for_streams():
+    found = {
+        (name, match.group().rstrip("("))
+        for name, text in SOURCES.items()
+        for match in STREAM_CALLS.finditer(text)
+        if name != "shardckpt.devices" and not name.startswith("shardckpt.format")
+    }
+    assert found == set(OTHER_CALLS)

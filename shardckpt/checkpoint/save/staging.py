@@ -19,6 +19,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import (
     view_as_bytes,
     view_box,
 )
+from shardckpt.devices import get_current_stream, has_streams, is_gpu_used
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import PayloadFile
 from shardckpt.manifest import Path
@@ -156,14 +157,10 @@ class StagingBuffer(NamedTuple):
     view: memoryview
 
 
-def _is_gpu_used() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 def make_buffer(nbytes: int) -> StagingBuffer:
     """Return a buffer of so many bytes in this machine's memory."""
     with torch.inference_mode(False):  # a buffer outlives the mode of whoever needed it first
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=_is_gpu_used())
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_gpu_used())
     return StagingBuffer(tensor, memoryview(tensor.numpy()))  # type: ignore[arg-type]
 
 
@@ -225,7 +222,7 @@ class StagingArea:
         self._queue.put(error)
 
     def _put(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
+        if has_streams(tensor.device):
             self._devices.add(tensor.device)
         if not tensor.numel():
             return
@@ -277,7 +274,7 @@ class StagingArea:
 
     def _hand_over(self) -> None:
         for device in self._devices:
-            torch.accelerator.current_stream(device).synchronize()
+            get_current_stream(device).synchronize()
         self._devices.clear()
         self.rounds += 1
         for each in self._filled:

@@ -1,13 +1,23 @@
-"""What devices differ in: storage given and taken back and counted, the stream that gathers, pinned memory."""
+"""The stream that gathers, what waits for it and for what it waits; storage that is freed and allocated again."""
 
 from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
 
 import torch
+
+from shardckpt.devices import (
+    Event,
+    Stream,
+    get_current_stream,
+    has_streams,
+    make_stream,
+    record_event,
+    record_stream,
+    use_stream,
+)
 
 
 class StorageCounter:
@@ -51,7 +61,6 @@ class ResizableStorage:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = numel * dtype.itemsize
         self.alive = True
-        self._has_streams = device.type not in ("cpu", "meta")
         self._counter = FULL_BYTES if device.type != "meta" else StorageCounter()
         self._counter.add(self._nbytes)
 
@@ -78,62 +87,42 @@ class ResizableStorage:
     def free(self) -> None:
         """Free the storage; do nothing if it is freed."""
         if self.alive:
-            if self._has_streams:
-                in_use(self.tensor)
+            record_stream(self.tensor)
             self.tensor.untyped_storage().resize_(0)
             self.alive = False
             self._counter.add(-self._nbytes)
 
 
-def in_use(tensor: torch.Tensor) -> None:
-    """Record, before it is freed, that the current stream uses a tensor of the all-gather stream."""
-    if tensor.device.type not in ("cpu", "meta"):
-        tensor.record_stream(_module(tensor.device).current_stream(tensor.device))
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
-
-
 @cache
-def _gathering_stream(device: torch.device) -> Any:
-    return _module(device).Stream(device, priority=-1)
+def _get_gather_stream(device: torch.device) -> Stream:
+    return make_stream(device, priority=-1)
 
 
-def gathering(device: torch.device) -> AbstractContextManager[object]:
+def use_gather_stream(device: torch.device) -> AbstractContextManager[object]:
     """Return a context of the stream that all gathers of a device share, which runs beside the computation."""
-    if device.type in ("cpu", "meta"):
-        return nullcontext()
-    context: AbstractContextManager[object] = _module(device).stream(_gathering_stream(device))
-    return context
+    return use_stream(_get_gather_stream(device), device) if has_streams(device) else nullcontext()
 
 
-def await_gather(device: torch.device) -> None:
+def wait_for_gathers(device: torch.device) -> None:
     """Make computation that is queued from now on wait for the gathers that are queued."""
-    if device.type not in ("cpu", "meta"):
-        _module(device).current_stream(device).wait_stream(_gathering_stream(device))
+    if has_streams(device):
+        get_current_stream(device).wait_stream(_get_gather_stream(device))
 
 
-def gathers_await(device: torch.device, event: Any = None) -> None:
+def make_gathers_wait(device: torch.device, event: Event | None = None) -> None:
     """Make gathers from now on wait for the computation that is queued: the optimizer's.
 
     Args:
         device: Where.
         event: Wait for this instead.
     """
-    if device.type not in ("cpu", "meta"):
-        stream = _gathering_stream(device)
-        if event is not None:
-            stream.wait_event(event)
-        else:
-            stream.wait_stream(_module(device).current_stream(device))
-
-
-def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    """Return a CPU tensor in pinned memory; the same tensor without CUDA."""
-    if not wanted or not torch.cuda.is_available() or tensor.is_pinned():
-        return tensor
-    return tensor.pin_memory()
+    if not has_streams(device):
+        return
+    stream = _get_gather_stream(device)
+    if event is not None:
+        stream.wait_event(event)
+    else:
+        stream.wait_stream(get_current_stream(device))
 
 
 class RateLimiter:
@@ -145,15 +134,11 @@ class RateLimiter:
 
     def __init__(self) -> None:
         self.waits = 0
-        self._freed: deque[Any] = deque()
+        self._freed: deque[Event | None] = deque()
 
     def record_free_event(self, device: torch.device) -> None:
         """Note that a unit's memory is free once what is queued now has run."""
-        event = None
-        if device.type not in ("cpu", "meta"):
-            event = _module(device).Event()
-            event.record()
-        self._freed.append(event)
+        self._freed.append(record_event(device))
 
     def wait(self) -> None:
         """Wait until another all-gather may begin."""

@@ -30,6 +30,7 @@ from shardckpt.core.params.mesh_placement import (
 from shardckpt.core.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, UnshardHandle
 from shardckpt.core.runtime.traversal import ShardedModule
+from shardckpt.devices import Stream, get_current_stream, use_stream
 from shardckpt.errors import ShardckptError
 
 
@@ -505,9 +506,7 @@ class FSDPModule:
         """
         self._one_group("set_custom_reduce_scatter").set_custom_collectives(reduce_scatter=comm)
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None) -> None:
         """Call a function on averaged gradients before the optimizer sees them.
 
         Args:
@@ -607,13 +606,13 @@ class FSDPModule:
 ShardedModule.register(FSDPModule)
 
 
-def _run_on_stream(stream: torch.cuda.Stream, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+def _run_on_stream(stream: Stream, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
     """Return a hook that runs on a stream."""
 
     def run(gradient: torch.Tensor) -> None:
-        here = torch.cuda.current_stream(gradient.device)
+        here = get_current_stream(gradient.device)
         stream.wait_stream(here)
-        with torch.cuda.stream(stream):
+        with use_stream(stream, gradient.device):
             hook(gradient)
         here.wait_stream(stream)
 

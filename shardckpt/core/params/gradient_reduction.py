@@ -12,6 +12,7 @@ import torch
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.buffer_layout import Packing
+from shardckpt.devices import has_streams
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class GradientReducer:
             return _Reduction(how, source, source, used, Pending(None, ""))
         out = torch.empty(row, dtype=how.dtype, device=device)
         pending = self._group.reduce_scatter(out, source, f"reduce {self._name}", own)
-        return _Reduction(how, out, None if source.is_cpu and own is None else source, used, pending)
+        return _Reduction(how, out, source if own is not None or has_streams(device) else None, used, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; flags of who had a gradient are reduced separately."""

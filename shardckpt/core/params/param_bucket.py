@@ -13,12 +13,14 @@ from torch import nn
 
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup
 from shardckpt.core.comm.rank_checks import InitialChecksums
-from shardckpt.core.comm.streams import ResizableStorage, await_gather, gathering, gathers_await, in_use, pinned
+from shardckpt.core.comm.streams import ResizableStorage, make_gathers_wait, use_gather_stream, wait_for_gathers
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.autograd_hooks import GradientWatch
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
+from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.params.buffer_layout import DimPacking, FlatPacking, Packing
 from shardckpt.core.params.gradient_reduction import GradientReducer, ReducedGrad, ReduceOptions
+from shardckpt.devices import pinned, record_stream
 from shardckpt.layout import ALIGNMENT, Layout
 
 
@@ -374,7 +376,7 @@ class Bucket:
             )
             for index, on in enumerate(trains):
                 self._full_precision.set_requires_grad(index, on)
-        with gathering(self.compute_device):
+        with profile_range("all_gather", self.name.text), use_gather_stream(self.compute_device):
             self._pending_all_gather = self._launch_all_gather((self._full_precision or self._full).buffer)
         return True
 
@@ -386,7 +388,7 @@ class Bucket:
         else:
             incoming = self._gather_output = self._allocate_gather_output(dtype)
         if self._partial_shard is not None and self._post_forward_group is not None:
-            gathers_await(self.compute_device)
+            make_gathers_wait(self.compute_device)
             return self._post_forward_group.all_gather(incoming, self._partial_shard, what)
         own = self.shard.detach()
         if own.dtype != dtype or own.device != incoming.device:
@@ -410,7 +412,7 @@ class Bucket:
             return
         pending, self._pending_all_gather = self._pending_all_gather, None
         pending.wait()
-        await_gather(self.compute_device)
+        wait_for_gathers(self.compute_device)
         full = self._full_precision or self._full
         incoming = full.buffer.tensor if self._gather_output is None else self._gather_output
         if (
@@ -424,9 +426,10 @@ class Bucket:
                 self._post_forward_group.rank * part : (self._post_forward_group.rank + 1) * part
             ].clone()
         if self._gather_output is not None:
-            full.buffer.allocate()
-            self.packing.unpack(self._gather_output, full.buffer.tensor)
-            in_use(self._gather_output)
+            with profile_range("all_gather_copy_out", self.name.text):
+                full.buffer.allocate()
+                self.packing.unpack(self._gather_output, full.buffer.tensor)
+            record_stream(self._gather_output)
             self._gather_output = None
         self.is_unsharded = True
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.boxes import chunk_range
 from shardckpt.core.comm.collectives import Pending
-from shardckpt.core.comm.streams import ResizableStorage, await_gather, gathering
+from shardckpt.core.comm.streams import ResizableStorage, use_gather_stream, wait_for_gathers
+from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
@@ -230,7 +231,7 @@ class ExtensionBucket(Bucket):
         del full_precision
         if self.is_unsharded or self._pending_all_gather is not None:
             return False
-        with gathering(self.compute_device):
+        with profile_range("all_gather", self.name.text), use_gather_stream(self.compute_device):
             self._inputs, self._metadata = self._call_pre_all_gather()
             if self._outputs is None:
                 made = [
@@ -273,12 +274,12 @@ class ExtensionBucket(Bucket):
             return
         pending, self._pending_all_gather = self._pending_all_gather, None
         pending.wait()
-        await_gather(self.compute_device)
+        wait_for_gathers(self.compute_device)
         assert self._outputs is not None, "a gather has been begun"
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
         gathered = tuple(out.tensor.view(-1, *each.shape[1:]) for out, each in pairs)
         behind = getattr(self._extended_tensor, _POST)
-        with torch.no_grad():
+        with profile_range("all_gather_copy_out", self.name.text), torch.no_grad():
             if self._shown is None:
                 made, inner = behind(gathered, self._metadata, self.compute_dtype)
                 self._outputs.add(inner)

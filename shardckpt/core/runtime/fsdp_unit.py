@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -36,12 +36,14 @@ from shardckpt.core.config import UnitConfig
 from shardckpt.core.modules.autograd_hooks import BufferOwners
 from shardckpt.core.modules.compile_guard import apply_compiler_disable
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
+from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionError
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, ForwardCall
 from shardckpt.core.runtime.mixed_precision import Buffers
+from shardckpt.devices import has_streams
 
 
 class Phase(Enum):
@@ -342,6 +344,10 @@ class FSDPUnit:
         """The buckets, in their fixed order."""
         return [each.bucket for each in self.params.registrations]
 
+    def profile_range(self, label: str) -> AbstractContextManager[object]:
+        """Return a range of a profile for this unit; an empty one if it has no parameters."""
+        return profile_range(label, self.name) if self.params.registrations else nullcontext()
+
     def attach(self, root: RootHooks | None, name: str = "") -> None:
         """Set the root of the unit, and its name below it; None for no root."""
         self.root = root
@@ -445,12 +451,14 @@ class FSDPUnit:
                 self.buffers.cast(precision.buffer_dtype)
         if is_root:
             device = active[0].bucket.compute_device if active else self._device
-            if device is not None and device.type not in ("cpu", "meta"):
-                inputs = mixed_precision.move_tensors(inputs, device)
+            if device is not None and has_streams(device):
+                with profile_range("inputs_to_device"):
+                    inputs = mixed_precision.move_tensors(inputs, device)
         casts = precision.cast_inputs or (precision.cast_root_inputs and is_root)
         if not casts or precision.param_dtype is None or self.params.is_checked_out or self.runs_in_full_precision:
             return inputs
-        return mixed_precision.cast_tensors(inputs, precision.param_dtype)
+        with profile_range("cast_forward_inputs"):
+            return mixed_precision.cast_tensors(inputs, precision.param_dtype)
 
     def pre_forward(self, forward_id: int) -> None:
         """Unshard before a call, which belongs to a forward, computes. Collective."""
@@ -520,7 +528,8 @@ class FSDPUnit:
         self.phase = Phase.PRE_BACKWARD
         self.pending_forward_ids.add(RECOMPUTED)
         if needs_params:
-            self.unshard(full_precision=self.full_precision)
+            with self.profile_range("pre_backward"):
+                self.unshard(full_precision=self.full_precision)
         return True
 
     def post_backward(self, forward_ids: Set[int] | None = None) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardckpt.core.modules.pytree import mapped
+from shardckpt.devices import has_streams
 
 FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """Set to 1, this environment variable lets units that are in eval mode compute in the stored types."""
@@ -32,8 +33,8 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """Move the tensors anywhere in a value to a device; do nothing if that is the CPU."""
-    if device.type in ("cpu", "meta"):
+    """Move the tensors anywhere in a value to a device with streams; do nothing if it has none."""
+    if not has_streams(device):
         return value
     return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
 

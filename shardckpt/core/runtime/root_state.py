@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from shardckpt.core.comm import rank_checks
-from shardckpt.core.comm.streams import RateLimiter, gathers_await
+from shardckpt.core.comm.streams import RateLimiter, make_gathers_wait
 from shardckpt.core.config import BackwardPrefetch
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
@@ -113,7 +114,8 @@ class RootState:
         inputs = find_grad_tensors((args, kwargs)) if has_backward else []
         finished_before, forward_id = (0, RECOMPUTED) if recomputes else (len(self._calls), self._forward_id)
         call = ForwardCall(unit, finished_before, bool(inputs), forward_id)
-        unit.pre_forward(forward_id)
+        with unit.profile_range("pre_forward"):
+            unit.pre_forward(forward_id)
         if not recomputes:
             self._prefetch_forward(unit)
             (self.owners.saved.discard if has_backward else self.owners.saved.add)(unit)
@@ -129,7 +131,8 @@ class RootState:
         """Begin a forward: the outermost one gets a forward id, that of the root begins an iteration."""
         self._forward_depth += 1
         if unit is self.root:
-            self._begin_iteration()
+            with profile_range("root_pre_forward"):
+                self._begin_iteration()
         if self._forward_depth == 1:
             if self._order is not None:
                 self.recover()
@@ -156,7 +159,7 @@ class RootState:
             for each in unit.params.registrations:
                 devices.add(each.bucket.compute_device)
         for device in devices:
-            gathers_await(device, event)  # for the values that the optimizer wrote
+            make_gathers_wait(device, event)  # for the values that the optimizer wrote
         self._first_pre_forward_order = self._first_pre_forward_order or self._pre_forward_order
         self._pre_forward_order, self._calls = [], []
 
@@ -169,7 +172,8 @@ class RootState:
             expected = self._first_pre_forward_order[position : position + 2]
             chosen = expected[1:] if expected[:1] == [unit] else []
         for each in chosen or ():
-            each.prefetch_unshard()
+            with profile_range(f"forward_prefetch for {each.name}"):
+                each.prefetch_unshard()
 
     @compiler_disabled
     def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:
@@ -177,14 +181,16 @@ class RootState:
         unit, recomputes = call.unit, call.forward_id == RECOMPUTED
         has_backward = torch.is_grad_enabled()
         if unit.config.precision.output_dtype is not None:
-            output = mixed_precision.cast_tensors(output, unit.config.precision.output_dtype)
+            with profile_range("cast_forward_outputs"):
+                output = mixed_precision.cast_tensors(output, unit.config.precision.output_dtype)
         outputs = find_grad_tensors(output) if has_backward else []
         for each in outputs:
             each.register_hook(lambda _: self.pre_backward(call))  # type: ignore[no-untyped-call]
         is_recorded = bool(outputs) and not recomputes and bool(unit.params.active)
         if is_recorded:
             self._calls.append(call)
-        unit.post_forward(call, is_root=unit is self.root, is_recorded=is_recorded)
+        with unit.profile_range("post_forward"):
+            unit.post_forward(call, is_root=unit is self.root, is_recorded=is_recorded)
         if recomputes:
             return output
         if unit is self.root and unit.phase is Phase.IDLE:
@@ -267,13 +273,15 @@ class RootState:
 
     def _reduce(self, unit: FSDPUnit, forward_ids: set[int] | None = None) -> None:
         """Reshard a unit and start the reduction of its gradients, unless gradient sync is off. Collective."""
-        unit.post_backward(forward_ids)
+        with unit.profile_range("post_backward_reshard"):
+            unit.post_backward(forward_ids)
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
         if not (unit.config.sync_gradients and unit.params.requires_grad):
             return
         if self._rank_checks is not None:
             self._rank_checks.order.reduces(self.units.index(unit))
-        unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
+        with unit.profile_range("post_backward_reduce"):
+            unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
         self._reducing_units = [*(each for each in self._reducing_units if each is not unit), unit]
         self._finish_reductions(unit.config.reduce_scatter_max_input_buffers)
 
@@ -282,19 +290,28 @@ class RootState:
         chosen = unit.units_to_prefetch.get(Phase.PRE_BACKWARD)
         if chosen:
             for each in chosen if when is BackwardPrefetch.BACKWARD_PRE else ():
-                each.prefetch_unshard()
+                self._prefetch_for_backward(each)
         elif unit.config.backward_prefetch is when:
             call = self._running_order.find_next()
             if call is not None and call.unit.config.unshard_in_backward:
-                call.unit.prefetch_unshard()
+                self._prefetch_for_backward(call.unit)
+
+    def _prefetch_for_backward(self, unit: FSDPUnit) -> None:
+        with profile_range(f"backward_prefetch for {unit.name}"):
+            unit.prefetch_unshard()
 
     def _finish_reductions(self, left: int) -> None:
         """Finish the oldest reductions, to free their buffers, until a number is left."""
         while len(self._reducing_units) > left:
             unit = self._reducing_units.pop(0)
-            unit.params.finish_reduction(unit.config)
+            with unit.profile_range("post_backward_rs_wait"):
+                unit.params.finish_reduction(unit.config)
 
     def _finalize_backward(self) -> None:
+        with profile_range("root_post_backward_callback"):
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         """End a backward: reduce the remaining gradients in the fixed order of units, reshard all."""
         order = self._running_order
         for unit in reversed(self.units):
