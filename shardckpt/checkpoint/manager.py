@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels, require_bools, resolve_process_group
 from shardckpt.checkpoint.load.load import EARLIER_PARAMS, MIXED, load
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import async_save
-from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle
+from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle, require_on_event
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, RunNotes, read_notes, save
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import (
@@ -64,10 +64,10 @@ class Checkpointer:
         save_every: `should_save` is true for multiples of this.
         dedup: Write only tensors that changed since the newest complete step, and refer to older steps for the others.
             Removing a step keeps the files that other steps refer to.
-        process_group: The ranks; all if None.
+        process_group: The ranks of all methods; all if None.
 
     Raises:
-        UsageError: A rule has an invalid value, or the root is not a folder's path or URL.
+        UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
 
     Attributes:
         root: The folder of the run, without a slash at its end.
@@ -96,6 +96,7 @@ class Checkpointer:
         dedup: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        require_bools(dedup=dedup)
         rules = Retention(keep_last, keep_every, keep_best, mode, parse_seconds(keep_for), metric)
         self._schedule = SaveSchedule(save_every)
         self._finder = StepFinder(root, process_group)
@@ -143,7 +144,7 @@ class Checkpointer:
             state: As for `shardckpt.save`.
             metrics: Numbers by name that are stored with the step; rank 0's count.
             overwrite: Replace a complete step.
-            **options: As for `shardckpt.save`.
+            **options: As for `shardckpt.save`; a `process_group` must be that of the Checkpointer.
 
         Raises:
             TargetExistsError: The step is complete, and `overwrite` is false; or a newer version wrote it.
@@ -214,7 +215,7 @@ class Checkpointer:
         notes, names = RunNotes(), list[str]()
         message: bytes | Exception
         try:
-            _require_options(verb, options)
+            options = _check_options(verb, options, self._group)
             numbers = _read_metrics(metrics)
             notes.update(read_notes(options.get("custom_metadata")))
             notes.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
@@ -260,7 +261,7 @@ class Checkpointer:
         Args:
             state: As for `shardckpt.load`; filled in place.
             step: Load this step and no other.
-            **options: As for `shardckpt.load`.
+            **options: As for `shardckpt.load`; a `process_group` must be that of the Checkpointer.
 
         Returns:
             The number of the step that was loaded; None if the folder is empty or missing, or holds no checkpoint.
@@ -277,7 +278,7 @@ class Checkpointer:
         """
         wanted, fault = None, None
         try:
-            _require_options(load, options)
+            options = _check_options(load, options, self._group)
             wanted = None if step is None else require_step_number(step)
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             fault = error
@@ -361,12 +362,27 @@ class _StepSave(NamedTuple):
     options: dict[str, Any]
 
 
-def _require_options(verb: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise UsageError for options that a function does not take."""
-    known = inspect.signature(verb).parameters
+def _check_options(
+    verb: Callable[..., Any], options: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Return the options of a function without the process group.
+
+    Raises:
+        UsageError: The function does not take one of them, or the process group is not that of the Checkpointer.
+    """
+    known = inspect.signature(verb).parameters.keys() - {"state", "path"}
     unknown = [name for name in options if name not in known]
     if unknown:
         raise UsageError(f"`{verb.__name__}` does not take this option", found=", ".join(unknown))
+    require_on_event(options.get("on_event"))
+    given = options.get("process_group")
+    if given is not None and resolve_process_group(given) is not resolve_process_group(group):
+        raise UsageError(
+            "`process_group` must be that of the Checkpointer",
+            found=repr(given),
+            fix="Pass it to Checkpointer(..., process_group=...).",
+        )
+    return {name: value for name, value in options.items() if name != "process_group"}
 
 
 def _read_metrics(metrics: Any) -> dict[str, float]:

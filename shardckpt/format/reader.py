@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import TruncatedError
+from shardckpt.errors import TruncatedError, UsageError
 from shardckpt.manifest import Manifest, ObjectEntry, Piece
 from shardckpt.storage.store import Listed, Store, read_bytes
 
@@ -19,6 +19,17 @@ PathText = str | os.PathLike[str]
 NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
 """Folders of base steps that the caller names: the place of the one that is not beside the step. Or, for
 several, the step's name of each to its place; `NAME=PATH` says that too, and `NAME` alone means that place."""
+
+
+def require_bases(bases: object) -> None:
+    """Check what a caller names as `base`. Raises UsageError if it is neither a place nor several."""
+    path = (str, os.PathLike)
+    places = bases.values() if isinstance(bases, Mapping) else [bases] if isinstance(bases, path) else bases
+    if not isinstance(places, Collection) or not all(isinstance(place, path) for place in places):
+        raise UsageError(
+            "`base` must be a path or a URL, or a dict from what the checkpoint calls its bases to theirs",
+            found=repr(bases),
+        )
 
 
 class Source:

@@ -27,7 +27,7 @@ from shardckpt.format.huggingface import reader as hf
 from shardckpt.format.native import reader as native
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX
 from shardckpt.format.native.run_directory import is_step_name
-from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source
+from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source, require_bases
 from shardckpt.plugins import Plugin, find_plugins, load_plugin, name_plugin, warn_of_plugin
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import kind, open_store, split
@@ -156,8 +156,9 @@ def open_source(url: str, bases: NamedBases = "") -> Source:
 
     Raises:
         SourceNotFoundError: There is nothing.
-        UsageError: No filesystem for the URL's protocol.
+        UsageError: No filesystem for the URL's protocol; the bases are neither a place nor several.
     """
+    require_bases(bases)
     found = kind(url)
     if found == "missing":
         raise SourceNotFoundError("there is nothing here", where=url, fix="Check the path or URL.")

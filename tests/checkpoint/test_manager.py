@@ -20,6 +20,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from bucket import Bucket
 from command import run_here
 from disk import watched
@@ -710,21 +711,42 @@ class TestArgumentsThatAreWrong:
             saved(ck, 1, metrics=metrics)
         assert saved(ck, 1, metrics={"loss": 1}).steps() == (1,)
 
+    def test_the_process_group_is_that_of_the_checkpointer(self, tmp_path):
+        ck = Checkpointer(tmp_path)
+
+        def body(rank: int, world: int) -> list[str]:
+            alone, every = [dist.new_group([each]) for each in range(world)][rank], dist.group.WORLD
+            ck.save(1, state(1.0), process_group=every)
+            ck.async_save(2, state(2.0), process_group=every).result()
+            told = [str(restored(ck, process_group=every))]
+            for call in (ck.save, ck.async_save, lambda _, into, **given: ck.restore(into, **given)):
+                with pytest.raises(UsageError, match="`process_group` must be that of the Checkpointer"):
+                    call(3, state(), process_group=alone)
+            return [*told, str(ck.steps())]
+
+        assert run(2, body, group_timeout=20) == [["(2, 2)", "(1, 2)"]] * 2
+
+    def test_dedup_is_true_or_false(self, tmp_path):
+        with pytest.raises(UsageError, match="`dedup` is neither True nor False; found 'no'"):
+            Checkpointer(tmp_path, dedup="no")
+
     def test_one_rank_alone_has_them_and_all_raise_before_the_timeout(self, tmp_path):
         """Rank 1 gives a wrong argument; every rank hears of it in the first message, and the next call works."""
         ck = Checkpointer(tmp_path / "run", save_every=1)
         one, other = tmp_path / "run" / step_name(1), tmp_path / "other"
         savings = [{"base": 5}, {"base_key_map": 3}, {"trainable_only": True}, {"custom_metadata": 5}]
-        backgrounds = [{"custom_metadata": 5}, {"max_staging_bytes": "much"}, {"on_busy": "never"}]
-        loads = [{"include": 5}, {"verify": "x"}, {"rules": 3}, {"strict": "x"}, {"unequal_steps": 3}]
-        metered = [{"metrics": {"a": 10**400}}, {"metrics": {"a": Unreadable()}}, {"bogus": 1}]
+        backgrounds = [{"custom_metadata": 5}, {"max_staging_bytes": "much"}, {"on_busy": "never"}, {"on_event": 5}]
+        loads = [{"include": 5}, {"include": []}, {"base": 5}, {"verify": "x"}, {"rules": 3}, {"strict": "x"}]
+        loads.append({"unequal_steps": 3})
+        others = [{"process_group": 5}, {"path": "x"}, {"bogus": 1}]
+        metered = [{"metrics": {"a": 10**400}}, {"metrics": {"a": Unreadable()}}, *others]
         calls = {
             shardckpt.save: [((state(), other), each) for each in savings],
             shardckpt.async_save: [((state(), other), each) for each in backgrounds],
             shardckpt.load: [((state(), one), each) for each in loads],
             ck.save: [((2, state()), each) for each in [*metered, {"base": 5}, {"custom_metadata": 5}]],
             ck.async_save: [((2, state()), each) for each in [*backgrounds, *metered]],
-            ck.restore: [((state(),), each) for each in [*loads[:2], {"bogus": 1}, {"step": Unreadable()}]],
+            ck.restore: [((state(),), each) for each in [*loads[:4], *others, {"step": Unreadable()}]],
         }
 
         def body(rank: int, world: int) -> list[str]:

@@ -588,6 +588,19 @@ class TestRefusals:
         for odd in (3, [1], {"a": 1}.items()):
             with pytest.raises(UsageError, match="include"):
                 shardckpt.load(state, tmp_path / "c", include=odd)
+        for none in ([], (), iter(())):
+            with pytest.raises(UsageError, match="`include` must name at least one pattern"):
+                shardckpt.load(state, tmp_path / "c", include=none)
+
+    @pytest.mark.parametrize("wrong", [5, [5], {"base": 5}, True])
+    def test_a_base_that_is_no_place_is_refused(self, tmp_path: Path, wrong) -> None:
+        path = self.saved(tmp_path)
+        calls = [lambda **given: shardckpt.open(path, **given), lambda **given: shardckpt.verify(str(path), **given)]
+        if wrong is not True:
+            calls += [lambda **given: shardckpt.load(path, **given), lambda **given: shardckpt.load({}, path, **given)]
+        for call in calls:
+            with pytest.raises(UsageError, match="`base` must be a path or a URL"):
+                call(base=wrong)
 
     def test_a_subtree_that_is_unexpected_as_a_whole_is_one_line(self, tmp_path: Path) -> None:
         shardckpt.save({"a": {f"k{n}": n for n in range(39)}, "b": {"c": 1, "d": 2}}, tmp_path / "c")

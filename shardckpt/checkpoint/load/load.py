@@ -389,12 +389,14 @@ def _add_note(error: Exception, note: str) -> None:
 
 
 def _read_globs(include: Any) -> tuple[str, ...] | None:
-    """Return globs as a tuple; None for None. Raises UsageError if they are not text."""
+    """Return globs as a tuple; None for None. Raises UsageError if they are not text, or if there is none."""
     if include is None:
         return None
     globs = (include,) if isinstance(include, str) else tuple(include) if isinstance(include, Iterable) else (include,)
     if not all(isinstance(glob, str) for glob in globs):
         raise UsageError("`include` must be globs of dotted names", found=include)
+    if not globs:
+        raise UsageError("`include` must name at least one pattern", found=repr(include), fix="Pass None to load all.")
     return globs
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle
+from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle, require_on_event
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, GetBase, check_save_options, saver_for
 from shardckpt.checkpoint.save.session import PlannedSave, SaveSession, StagedSave, WrittenSave, capture_error
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, buffer_size, make_buffer
@@ -88,9 +88,10 @@ def async_save(
     try:
         most = _parse_max_staging_bytes(max_staging_bytes)
         _require_way_when_busy(on_busy)
+        require_on_event(on_event)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         fault = fault or error
-    task = AsyncSaveTask(options.path, on_event)
+    task = AsyncSaveTask(options.path, on_event if callable(on_event) else None)
     with PENDING_SAVE.entry, gc_paused():
         with task.phase("waiting"):
             refusal = fault or _refusal(on_busy)

@@ -59,6 +59,12 @@ class SaveEvent(NamedTuple):
 OnEvent = Callable[[SaveEvent], object]
 
 
+def require_on_event(on_event: object) -> None:
+    """Raise UsageError unless this is a function to call with events, or None."""
+    if on_event is not None and not callable(on_event):
+        raise UsageError("`on_event` must be a function of a SaveEvent", found=repr(on_event))
+
+
 class AsyncSaveTask:
     """A save in the background: its thread, its phases, and its error.
 

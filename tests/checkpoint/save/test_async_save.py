@@ -241,8 +241,13 @@ class TestOutcome:
             shardckpt.async_save({"t": torch.rand(3)}, tmp_path / "c")
         with pytest.raises(shardckpt.UnsupportedError, match=r"a\.b"):
             shardckpt.async_save({"a": {"b": object()}}, tmp_path / "d")
-        for wrong in ({"max_staging_bytes": "12 parsecs"}, {"max_staging_bytes": 5}, {"on_busy": "hope"}):
-            with pytest.raises(shardckpt.UsageError):
+        for wrong in (
+            {"max_staging_bytes": "12 parsecs"},
+            {"max_staging_bytes": 5},
+            {"on_busy": "hope"},
+            {"on_event": 5},
+        ):
+            with pytest.raises(shardckpt.UsageError, match=next(iter(wrong)) if "on_event" in wrong else None):
                 shardckpt.async_save({"t": torch.rand(3)}, tmp_path / "d", **wrong)
         assert os.listdir(tmp_path) == ["c"]
 
