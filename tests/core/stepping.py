@@ -18,6 +18,8 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardckpt.core.modules.dtensors import wrap_local
+
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD)
 _ATEN = torch.ops.aten
 KEEPING = {_ATEN.detach.default, _ATEN.add_.Tensor, _ATEN.mul_.Tensor, _ATEN.copy_.default}
@@ -103,11 +105,4 @@ def _like(parameter: DTensor, name: str, value: Any) -> Any:
     """Return state of a parameter's shape as a DTensor that is placed like the parameter."""
     if name == "step" or not isinstance(value, torch.Tensor) or value.shape != parameter.to_local().shape:
         return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return wrap_local(value, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())

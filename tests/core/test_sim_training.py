@@ -91,3 +91,23 @@ def on_both(world: int, body: Callable[..., Any], *args: Any) -> tuple[list[Any]
 def test_training_gives_the_bits_of_the_cpu(world, front_end):
     found, expected = on_both(world, train, front_end)
     assert found == expected
+
+
+def offload_of(front_end: str) -> dict[str, Any]:
+    """Return the settings that keep shards on the CPU."""
+    return (
+        {"offload_policy": core.CPUOffloadPolicy()}
+        if front_end == "in place"
+        else {"cpu_offload": core.CPUOffload(True)}
+    )
+
+
+def train_offloaded(rank: int, world: int, front_end: str, device: str) -> Any:
+    return train(rank, world, front_end, device, **offload_of(front_end))
+
+
+@WORLDS
+@FRONTS
+def test_offloaded_shards_stay_on_the_cpu_and_train_to_the_same_bits(world, front_end):
+    found, expected = on_both(world, train_offloaded, front_end)
+    assert found == expected

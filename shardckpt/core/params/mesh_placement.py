@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.errors import ArgumentError
+from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.errors import ShardckptError
 
@@ -284,9 +285,7 @@ class _Inner:
     data_parallel: frozenset[int] = frozenset()
 
     def around(self, local: torch.Tensor) -> DTensor:
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
+        return wrap_local(local, self.mesh, self.placements, self.shape, self.stride)
 
     def local(self, grad: DTensor) -> torch.Tensor:
         """Return the local tensor of a gradient, redistributed like the parameter except over data-parallel ranks."""
@@ -338,14 +337,7 @@ class MeshPlacement:
     def sharded(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor of which `local`, this rank's box, is a part; it is aliased."""
         with torch.no_grad():
-            return DTensor.from_local(
-                isolate_storage(local),
-                self.mesh,
-                self.placements,
-                run_check=False,
-                shape=self.shape,
-                stride=self.stride,
-            )
+            return wrap_local(isolate_storage(local), self.mesh, self.placements, self.shape, self.stride)
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
         """Return what the module computes with, around the full local tensor; it is aliased."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.core.errors import ArgumentError
+from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.params.param_bucket import Bucket
 
@@ -70,9 +71,7 @@ class TPShardedParam(LocalParam):
     def full(self, local: torch.Tensor) -> torch.Tensor:
         """Return the DTensor that the module computes with, around a part; it is aliased."""
         with torch.no_grad():
-            return DTensor.from_local(
-                local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-            )
+            return wrap_local(local, self.mesh, self.placements, self.shape, self.stride)
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a gradient. Collective if its placements differ from the parameter's."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import DimLayout, ParamSpec
 from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, get_mesh_placements, local
@@ -94,9 +95,7 @@ class DTensorAdapter(ParameterAdapter):
 
     def _around(self, packed: torch.Tensor) -> DTensor:
         kept = self._kept
-        return DTensor.from_local(
-            packed, kept.device_mesh, kept.placements, run_check=False, shape=kept.shape, stride=kept.stride()
-        )
+        return wrap_local(packed, kept.device_mesh, kept.placements, kept.shape, kept.stride())
 
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:  # noqa: ARG002
         """Return the local part."""

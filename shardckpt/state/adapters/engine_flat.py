@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.core.params.full_params import Staging, gather_full
 from shardckpt.core.params.mesh_placement import join_placements
@@ -182,18 +183,9 @@ class EngineFlatAdapter(EngineBucketAdapter):
             both = self._both[index] if self._both is not None else None
             assert both is not None, "or it is gathered"
             leaf = self.bucket.unsharded_params[index]
-            return DTensor.from_local(
-                isolate_storage(part), *both, run_check=False, shape=leaf.shape, stride=leaf.stride()
-            )
+            return wrap_local(isolate_storage(part), *both, leaf.shape, leaf.stride())
         stride = strides(spec.shape, spec.order)
-        return DTensor.from_local(
-            isolate_storage(part),
-            self._mesh,
-            self._placements(spec),
-            run_check=False,
-            shape=torch.Size(spec.shape),
-            stride=stride,
-        )
+        return wrap_local(isolate_storage(part), self._mesh, self._placements(spec), spec.shape, stride)
 
     def _placements(self, spec: ParamSpec) -> tuple[Placement, ...]:
         copies = 0 if self._mesh is None else self._mesh.ndim - 1

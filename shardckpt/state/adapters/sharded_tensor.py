@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import chunk_box
+from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.errors import ShardckptError
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, get_mesh
@@ -113,9 +114,7 @@ def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
     for mesh, placements in [*([best] if best else []), (everyone, (Shard(0),))]:
         if rows == _rows(mesh, placements, value.shape):
             stride = torch.empty(value.shape, device="meta").stride()
-            return DTensor.from_local(
-                own, mesh, placements, run_check=False, shape=torch.Size(value.shape), stride=stride
-            )
+            return wrap_local(own, mesh, placements, value.shape, stride)
     raise ShardedTensorError(
         "a ShardedTensor must be split into rows as a DTensor over these ranks",
         where=name,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
@@ -612,14 +613,8 @@ def _to_local(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) 
     if isinstance(parameter, DTensor):
         if tuple(value.shape) != tuple(local(parameter).shape):
             return value.detach().clone()
-        return DTensor.from_local(
-            value.detach().clone(),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        made = value.detach().clone()
+        return wrap_local(made, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
     if tuple(value.shape) == (owned,):
         made = value.new_zeros(parameter.shape)
         made[: value.numel()] = value

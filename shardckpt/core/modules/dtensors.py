@@ -1,0 +1,38 @@
+"""DTensors around local tensors, wherever those are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+
+def wrap_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """Return a DTensor around a local tensor, which is aliased and stays where it is.
+
+    `DTensor.from_local` would copy an offloaded tensor, on the CPU, to the device of the mesh.
+
+    Args:
+        local: This rank's part.
+        mesh: The ranks.
+        placements: How it is sharded over them; dimensions count from 0.
+        shape: Shape of the full tensor.
+        stride: And its strides.
+    """
+    if local.device.type == mesh.device_type or local.is_meta:
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
+    with torch.no_grad():
+        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
