@@ -1,4 +1,4 @@
-"""Any box of a tensor, put together from its pieces in a caller's buffer, in bounded memory."""
+"""Any box of a tensor, put together from its pieces in a caller's buffer; full tensors, block by block."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardckpt.boxes import Box, Shape, flat_index, intersect, is_contiguous, shift, strides
-from shardckpt.dtypes import bits
+from shardckpt.boxes import (
+    Box,
+    Shape,
+    contiguous_blocks,
+    flat_index,
+    full_box,
+    intersect,
+    is_contiguous,
+    shift,
+    strides,
+)
+from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.codecs import DecodedStream
-from shardckpt.manifest import Encoded, Piece, Span, Strided
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import Encoded, Manifest, Piece, Span, Strided, TensorEntry
+from shardckpt.plan.layout.copy_plan import as_bytes
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.storage.store import Read, Store
 
 _NEAR_BYTES = 4096
@@ -235,3 +248,30 @@ def _scatter(part: _StagedRead) -> None:
     source = np.ndarray(size, kind, part.staged.data, 0, steps)
     target = np.ndarray([part.want.box.size[d] for d in dims], kind, part.want.buffer)
     target[tuple(slice(part.box.offset[d], part.box.offset[d] + part.box.size[d]) for d in dims)] = source
+
+
+def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:
+    """Return True if two arrays of one checkpoint hold the same bits, block by block."""
+    from_a, from_b = locate(reader, manifest, [a, b])
+    return all(x == y for x, y in zip(read_blocks(reader, from_a), read_blocks(reader, from_b), strict=True))
+
+
+def read_blocks(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) -> Iterator[bytearray]:
+    """Yield the bytes of a resolved array in row-major order, block by block.
+
+    Args:
+        reader: The open checkpoint.
+        entry: With resolved pieces.
+        block_bytes: Most bytes of a block.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+    """
+    if bits(entry.stored) % 8:
+        entry = as_bytes(entry)
+    pieces = PieceReader(reader.store)
+    most = max(block_bytes * 8 // bits(entry.stored), 1)
+    for box in contiguous_blocks(full_box(entry.shape), most) if prod(entry.shape) else ():
+        buffer = bytearray(nbytes(entry.stored, box.volume))
+        pieces.fill([ReadItem(entry.pieces, box, entry.stored, memoryview(buffer))])
+        yield buffer

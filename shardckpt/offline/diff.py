@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from shardckpt.dtypes import bits
 from shardckpt.errors import UsageError
+from shardckpt.format.chunk_reader import read_blocks
 from shardckpt.format.native.base_store import select_bases
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import detect, open_checkpoint, open_source
+from shardckpt.format.remap import read_rules
 from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, dotted
 from shardckpt.offline.compare.canonical import Canonical, read_canonical
 from shardckpt.offline.compare.group_alignment import NO_GROUPS, align
@@ -35,10 +37,8 @@ from shardckpt.offline.compare.leaves import (
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import PARTS, Part
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.select.remap import read_rules
 from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
 from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
-from shardckpt.offline.write.resolve import read_blocks
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule

@@ -23,6 +23,7 @@ from safetensors.torch import save
 from samples import SAMPLES
 
 from shardckpt.errors import ShardckptError
+from shardckpt.format.chunk_reader import read_blocks
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.format.encodings.pickle_reader import load
 from shardckpt.format.encodings.safetensors import parse_header, parse_json, read_headers
@@ -42,7 +43,6 @@ from shardckpt.manifest import Encoded, Span
 from shardckpt.manifest import Path as Key
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import select
-from shardckpt.offline.write.resolve import read_blocks
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.store import Store
 

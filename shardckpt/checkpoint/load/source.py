@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from shardckpt.boxes import full_box
-from shardckpt.checkpoint.load.remapped_reader import remap_reader
 from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, ReadRequest
 from shardckpt.checkpoint.load.unflatten import ForeignValue, fill_tree, find, iter_refs
 from shardckpt.checkpoint.stateful.flatten import TensorRef
@@ -24,6 +23,7 @@ from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, ParamShapes, Reader
 from shardckpt.format.registry import open_checkpoint
+from shardckpt.format.remap import remap_reader
 from shardckpt.manifest import UNREAD, Path, TensorEntry, dotted, unflatten
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names

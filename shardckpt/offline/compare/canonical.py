@@ -9,10 +9,10 @@ from typing import Literal
 
 from shardckpt.errors import AmbiguousError, CheckpointError, UsageError
 from shardckpt.format.reader import Reader
+from shardckpt.format.remap import locate_model, locate_state, plan_rules
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Span, TensorEntry, dotted
 from shardckpt.offline.compare.group_alignment import Groups, index_groups
 from shardckpt.offline.select.options import Part
-from shardckpt.offline.select.remap import locate_model, locate_state, plan_rules
 from shardckpt.offline.select.selection import SMALL_ELEMENTS, load_values
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.naming.sections import Sections, find_sections, split_flat_names

@@ -18,18 +18,17 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
+from shardckpt.format import remap
+from shardckpt.format.chunk_reader import read_blocks, same_bits
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
-from shardckpt.offline.select import remap as ruling
 from shardckpt.offline.select.group_settings import read_content
 from shardckpt.offline.select.options import Options, parse_dtype
-from shardckpt.offline.select.remap import read_rules
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.report import NO_SHAPES
-from shardckpt.offline.write.resolve import read_blocks, same_bits
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming import fqn as names
@@ -92,7 +91,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     if not model.tensors and options.part != "optim":
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
     _check_shapes(model.tensors, options.shapes_from)
-    rules = read_rules(options.rules, options.rename, config) if options.rules or options.rename else ()
+    rules = remap.read_rules(options.rules, options.rename, config) if options.rules or options.rename else ()
     chosen = _choose_remapped(reader, manifest, found, model, options, config, rules) if rules else None
     chosen = chosen or _choose_stored(reader, manifest, found, model, options, config)
     names.require_matches(options.keep_fp32, chosen.names)
@@ -181,15 +180,15 @@ def _choose_remapped(
     """Return what rules make; globs are about the names that they give."""
     ties_before, warnings = _ties(reader, manifest, model, list(model.tensors), config)
     state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
-    remapped = ruling.plan_rules(rules, model.tensors, state, ties_before)
+    remapped = remap.plan_rules(rules, model.tensors, state, ties_before)
     chosen = names.select_names(remapped.model, options.include, options.exclude)
     dropped = {name: kept for name, kept in remapped.ties.items() if name in chosen and kept in chosen}
     kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []
-    tensors, used = ruling.locate_model(reader, manifest, remapped, kept, model.tensors)
+    tensors, used = remap.locate_model(reader, manifest, remapped, kept, model.tensors)
     if state is not None:
         wanted = [name for name in remapped.plan.made if name not in remapped.model or name in set(chosen)]
         used += state.tensors.values()
-        state = ruling.locate_state(reader, manifest, ruling.restrict_plan(remapped.plan, wanted), state)
+        state = remap.locate_state(reader, manifest, remap.restrict_plan(remapped.plan, wanted), state)
     casts = {name: remapped.model[name].cast for name in kept if remapped.model[name].cast}
     gone = tuple(f"{name} (by a rule)" for name in remapped.plan.dropped)
     return _ChosenTensors(chosen, tensors, dropped, state, warnings, casts, used, gone)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardckpt.boxes import Box, full_box
+from shardckpt.boxes import Box, chunk_box, full_box
 from shardckpt.errors import NameCollisionError
 from shardckpt.format.dcp.writer import METADATA, SliceFile, encode_metadata, make_object, slice_files
 from shardckpt.format.encodings.pickle_stubs import Ordered
@@ -21,7 +21,6 @@ from shardckpt.offline.targets.base import FRESH, Conversion, PlannedRanks, Rank
 from shardckpt.offline.targets.checkpoint_content import Content, full_content
 from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
-from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
@@ -249,7 +248,7 @@ def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
     shape = tensor.shape
     if not shape or 0 in shape or tensor.members:
         return (full_box(shape),)
-    rows = row_shard(shape, world_size, rank)
+    rows = chunk_box(shape, 0, world_size, rank)
     return (rows,) if rows.volume else ()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardckpt.errors import UsageError
+from shardckpt.format.chunk_reader import read_blocks
 from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TYPES, TensorValue, encode_archive
@@ -26,7 +27,6 @@ from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.offline.targets.torchsave import state_dict, torch_file
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.numpy_casts import numpy_dtype
-from shardckpt.offline.write.resolve import read_blocks
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.output_keys import VALUES

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 
-from shardckpt.boxes import Shape, full_box, strides
+from shardckpt.boxes import Shape, chunk_box, full_box, strides
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import Storage, TensorValue, plan_archive
@@ -21,7 +21,6 @@ from shardckpt.offline.targets.base import PlannedRanks, RankOptions
 from shardckpt.offline.targets.checkpoint_content import Content, full_content
 from shardckpt.offline.targets.torch_archive import archive_file
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
-from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import OutputFile, TensorPart
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming.fqn import require_matches
@@ -89,7 +88,7 @@ def _rank_file(content: Content, split: Collection[Path], rank: int, world: int)
     mesh = _mesh(rank, world)
     made: dict[Path, object] = {}
     for path, tensor in content.arrays.items():
-        box = row_shard(tensor.shape, world, rank) if path in split else None
+        box = chunk_box(tensor.shape, 0, world, rank) if path in split else None
         local = TensorValue(len(storages), tensor.dtype, tensor.shape if box is None else box.size)
         storages.append(Storage(tensor.dtype, prod(local.shape)))
         parts.append(TensorPart(tensor, full_box(tensor.shape) if box is None else box))

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardckpt.boxes import Box, Shape, full_box
+from shardckpt.boxes import Box, Shape, chunk_box, full_box
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.tagged_json import ArrayRef, encode
@@ -31,7 +31,6 @@ from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, require_allowed
 from shardckpt.offline.write.conversion import FinalFiles, Hashes, Layout, PlannedFiles
-from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
@@ -258,7 +257,7 @@ def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:
     if not shape or 0 in shape or bits(tensor.dtype) % 8 or bits(tensor.entry.stored) % 8:
         yield full_box(shape)
         return
-    rows = row_shard(shape, writers, writer)
+    rows = chunk_box(shape, 0, writers, writer)
     if rows.volume:
         yield rows
 

@@ -1,20 +1,33 @@
-"""Rules applied to an open checkpoint: read, planned on names and shapes, then located; still no tensor is read."""
+"""Rules applied to an open checkpoint: read, planned on names and shapes, then located; still no tensor is read.
+
+`remap_reader` returns the checkpoint as rules have it; a conversion chooses among the results first.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardckpt.errors import UsageError
+from shardckpt.format.chunk_reader import read_blocks
+from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
-from shardckpt.manifest import Manifest, TensorEntry
-from shardckpt.offline.write.resolve import read_blocks
+from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import locate
-from shardckpt.plan.optim.optimizer_state import OptimizerState
+from shardckpt.plan.naming.fqn import NamedModel, name_model
+from shardckpt.plan.naming.sections import find_sections, split_flat_names
+from shardckpt.plan.optim.match_ids import BY_ORDER
+from shardckpt.plan.optim.optim_keys import GROUPS, STATE, to_paths
+from shardckpt.plan.optim.optimizer_state import OptimizerState, key_by_name, read_raw
 from shardckpt.plan.rules import rules as planning
 from shardckpt.plan.rules.optimizer_rules import infer_shapes, remap_state
 from shardckpt.plan.rules.rule_files import parse_rename, parse_rules, rules_text
 from shardckpt.plan.rules.rules import RemappedTensor, RemapPlan, Rule
+from shardckpt.storage.store import Store
 from shardckpt.storage.text_files import read_text
+
+_CONFIG = "config.json"
 
 
 def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
@@ -133,3 +146,100 @@ def restrict_plan(plan: RemapPlan, names: Iterable[str]) -> RemapPlan:
     """Restrict a plan to some of its results."""
     wanted = set(names)
     return replace(plan, made={name: made for name, made in plan.made.items() if name in wanted})
+
+
+class RemappedReader(Reader):
+    """A reader whose manifest is as rules have it.
+
+    Args:
+        inner: The reader of the files.
+        manifest: What rules made of its manifest; what is new in it is located.
+    """
+
+    def __init__(self, inner: Reader, manifest: Manifest) -> None:
+        super().__init__(inner.store, manifest)
+        self._inner = inner
+
+    @property
+    def raw_store(self) -> Store:
+        """The files as they are stored."""
+        return self._inner.raw_store
+
+    @property
+    def unverified_store(self) -> Store:
+        """The files for those who want no checks."""
+        return self._inner.unverified_store
+
+    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces, located."""
+        return self._inner.resolve(pieces)
+
+    def load_object(self, entry: ObjectEntry) -> object:
+        """Return an object's value."""
+        return self._inner.load_object(entry)
+
+
+def remap_reader(reader: Reader, place: str) -> RemappedReader:
+    """Return a checkpoint as the rules of a file have it, its optimizers too.
+
+    Args:
+        reader: The open checkpoint.
+        place: TOML file, or the name of a set that comes with the package.
+
+    Raises:
+        UsageError: A rule does not fit; nothing was read but names.
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+    """
+    rules = read_rules(place, config=_config(reader.store))
+    manifest = split_flat_names(reader.manifest)
+    found = find_sections(manifest)
+    model = name_model(manifest, found)
+    remapped = plan_rules(rules, model.tensors, None, {})
+    if any(each.cast for each in remapped.model.values()):
+        raise UsageError(
+            "a load takes the types of what it loads into", where=place, fix="Pass cast=True, and no cast."
+        )
+    made, _ = locate_model(reader, manifest, remapped, list(remapped.model), model.tensors)
+    tensors = {(*found.model, name): entry._replace(path=(*found.model, name)) for name, entry in made.items()}
+    gone = {entry.path for entry in model.tensors.values()}
+    objects: dict[Path, ObjectEntry] = {}
+    for root in found.optimizers:
+        state = _read_state(reader, manifest, root, model)
+        gone |= {path for path in manifest.tensors if path[: len(root)] == root}
+        state = locate_state(reader, manifest, plan_rules(rules, model.tensors, state, {}).plan, state)
+        for key, entry in state.tensors.items():
+            name, _, slot = key.rpartition("/")
+            path = (*root, "state", name, slot)
+            tensors[path] = entry._replace(path=path)
+        objects |= _build_values(root, state)
+    roots = found.optimizers
+    objects |= {path: entry for path, entry in manifest.objects.items() if not any(path[: len(r)] == r for r in roots)}
+    rest = {path: entry for path, entry in manifest.tensors.items() if path not in gone}
+    return RemappedReader(reader, replace(manifest, tensors={**tensors, **rest}, objects=objects, aliases={}))
+
+
+def _read_state(reader: Reader, manifest: Manifest, root: Path, model: NamedModel) -> OptimizerState:
+    n = len(root)
+    if any(path[: n + 1] == (*root, "param_groups") for path in manifest.tensors):
+        raise UsageError("rules cannot load settings that are tensors", where=dotted(root), fix="Convert it first.")
+    values = {
+        path: reader.load_object(entry) if entry.value is UNREAD else entry.value
+        for path, entry in manifest.objects.items()
+        if path[:n] == root
+    }
+    shapes = {name: entry.shape for name, entry in model.tensors.items()}
+    state = key_by_name(read_raw(manifest, root, values), shapes, clean=model.clean)
+    if state.is_by_order:
+        warnings.warn(f"{dotted(root)}: {BY_ORDER} to `shardckpt convert`, and load that", stacklevel=2)
+    return state
+
+
+def _build_values(root: Path, state: OptimizerState) -> dict[Path, ObjectEntry]:
+    values = to_paths({STATE: state.scalars, GROUPS: [dict(group) for group in state.groups]})
+    if state.tensors:
+        values.pop((STATE,), None)
+    return {(*root, *path): ObjectEntry((*root, *path), value) for path, value in values.items()}
+
+
+def _config(store: Store) -> dict[str, object]:
+    return read_json(store, _CONFIG) if any(entry.name == _CONFIG for entry in store.list()) else {}
