@@ -258,8 +258,9 @@ class DimPacking(Packing):
         rows = zip(names, values, aliases, strict=True)
         self._layout = DimLayout(tuple(build_param_spec(*row) for row in rows), world, tuple(dims))
         self._orders = tuple(memory_order(value) for value in values)
-        self._sizes = [self._layout.box(i, 0).volume for i in range(len(values))]
         self._boxes = [[self._layout.box(i, rank) for rank in range(world)] for i in range(len(values))]
+        self._volumes = [[box.volume for box in boxes] for boxes in self._boxes]
+        self._sizes = [volumes[0] for volumes in self._volumes]
         plain = zip(dims, self._orders, strict=True)
         self._rowwise = [dim == 0 and not order for dim, order in plain]
         self.is_direct = world == 1 and all(self._rowwise)
@@ -284,11 +285,10 @@ class DimPacking(Packing):
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return each parameter's part of a rank's shard, in its shape; with a size of 0 if it is empty."""
-        found = []
-        for boxes, place in zip(self._boxes, self._layout.places, strict=True):
-            size = boxes[rank].size
-            found.append(shard[place : place + boxes[rank].volume].view(size))
-        return found
+        parts = []
+        for boxes, volumes, place in zip(self._boxes, self._volumes, self._layout.places, strict=True):
+            parts.append(shard[place : place + volumes[rank]].view(boxes[rank].size))
+        return parts
 
     def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of full values, as views of them."""

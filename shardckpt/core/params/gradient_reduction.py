@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.buffer_layout import Packing
+from shardckpt.core.params.stored_shard import StoredShard
+from shardckpt.core.params.unsharded_params import UnshardedParams
 from shardckpt.devices import has_streams
 
 
@@ -78,13 +80,26 @@ class GradientReducer:
     zeros, and a flag for each, behind every rank's part, marks the ranks that had one.
 
     Args:
+        stored: The shard that the gradient is of.
+        unsharded: The full parameters, which have the gradients to reduce.
         packing: Layout of the parameters.
         group: The ranks.
         name: What messages call the bucket.
         keeps_full: Every rank keeps everything.
     """
 
-    def __init__(self, packing: Packing, group: ShardGroup, name: Name, *, keeps_full: bool) -> None:
+    def __init__(
+        self,
+        stored: StoredShard,
+        unsharded: UnshardedParams,
+        packing: Packing,
+        group: ShardGroup,
+        name: Name,
+        *,
+        keeps_full: bool,
+    ) -> None:
+        self._stored = stored
+        self._unsharded = unsharded
         self._packing = packing
         self._group = group
         self._name = name
@@ -97,10 +112,11 @@ class GradientReducer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         """Return one for a copy of the bucket, without the gradients of this one."""
-        made = GradientReducer(self._packing, self._group, copy.deepcopy(self._name, memo), keeps_full=self._keeps_full)
-        memo[id(self)] = made
-        made.set_collectives(hook=self._hook, comms=self._comms)
-        return made
+        stored, unsharded, name = copy.deepcopy((self._stored, self._unsharded, self._name), memo)
+        copied = GradientReducer(stored, unsharded, self._packing, self._group, name, keeps_full=self._keeps_full)
+        memo[id(self)] = copied
+        copied.set_collectives(hook=self._hook, comms=self._comms)
+        return copied
 
     @property
     def hook(self) -> CommHook | None:
@@ -113,9 +129,16 @@ class GradientReducer:
         return self._group
 
     @property
+    def comms(self) -> CustomCollectives:
+        """Custom collectives of a user."""
+        return self._comms
+
+    @property
     def has_unreduced_grads(self) -> bool:
         """Return True if a reduction is pending, or gradients wait for the next one."""
-        return self._reduction is not None or self._partial is not None or bool(self._unsynced_grads)
+        if self._reduction is not None or self._partial is not None or self._unsynced_grads:
+            return True
+        return any(grad is not None for grad in self._unsharded.gradients)
 
     def set_collectives(
         self, *, hook: CommHook | None = None, comms: CustomCollectives | None = None, group: ShardGroup | None = None
@@ -131,15 +154,14 @@ class GradientReducer:
         self._comms = comms or self._comms
         self._group = group or self._group
 
-    def stash_grads(self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> None:
-        """Add gradients to those that are kept for the next reduction (no_sync).
+    def stash_grads(self) -> None:
+        """Move the gradients of the full parameters here, to add them to the next reduction (no_sync)."""
+        self._unsynced_grads = self._add_unsynced(self._unsharded.take_gradients(), self._stored.dtypes.reduce)
 
-        Args:
-            gradients: For each parameter its full gradient, or None.
-            dtype: Type to add them in.
-        """
-        before = self._unsynced_grads or [None] * len(gradients)
-        self._unsynced_grads = [_sum(kept, new, dtype) for kept, new in zip(before, gradients, strict=True)]
+    def _add_unsynced(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """Return gradients added to those that were kept, which are given up."""
+        kept, self._unsynced_grads = self._unsynced_grads or [None] * len(gradients), []
+        return [_sum(before, new, dtype) for before, new in zip(kept, gradients, strict=True)]
 
     @property
     def is_done(self) -> bool:
@@ -148,17 +170,23 @@ class GradientReducer:
         alone = self._group.replicas == 1 and self._comms.all_reduce_hook is None
         return reduction is None or (alone and reduction.pending.done)
 
-    def start_reduce_scatter(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> None:
-        """Start the reduce-scatter. Collective.
+    def start_reduce_scatter(
+        self, *, factor: float | None = None, split: bool = False, all_reduce: bool = True, full_precision: bool = False
+    ) -> None:
+        """Start the reduce-scatter of the gradients, and drop them at the full parameters. Collective.
 
         Args:
-            gradients: For each parameter its full gradient on this rank, or None; the list is emptied, so that those
-                held by nobody else make room on the way.
-            how: How to.
+            factor: What sums are divided by; the number of ranks where None.
+            split: Divide in two steps, before and after the sum.
+            all_reduce: Sum over replicas as well.
+            full_precision: In the stored type, whatever the type to reduce in.
         """
+        dtypes = self._stored.dtypes
+        dtype = dtypes.stored if full_precision else dtypes.reduce
+        how = ReduceOptions(dtype, self._unsharded.device, factor, split, all_reduce)
+        gradients = self._unsharded.take_gradients()
         if self._unsynced_grads:
-            self.stash_grads(gradients, how.dtype)
-            gradients, self._unsynced_grads = self._unsynced_grads, []
+            gradients = self._add_unsynced(gradients, dtype)
         self._reduction = (
             self._run_comm_hook(gradients, how)
             if self._hook is not None
@@ -210,6 +238,14 @@ class GradientReducer:
         if reduction is None:
             return None
         reduction.pending.wait()
+        reduced = self._finish(reduction)
+        if reduced is None:
+            return None
+        dtype, device = self._stored.dtypes.gradient, self._stored.data.device
+        return ReducedGrad(reduced.gradient.to(dtype=dtype, device=device), reduced.used)
+
+    def _finish(self, reduction: _Reduction) -> ReducedGrad | None:
+        """Sum over replicas and divide; None if the sum over this rank's group waits for a later reduction."""
         chunk = self._packing.layout.chunk
         if self._hook is not None and reduction.used is not None:
             return ReducedGrad(reduction.out[:chunk], reduction.used)

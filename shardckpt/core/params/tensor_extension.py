@@ -6,6 +6,7 @@ tensors to gather, of any dtype; after it, the gathered tensors become the param
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from types import MethodType
@@ -16,12 +17,16 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.boxes import chunk_range
-from shardckpt.core.comm.collectives import Pending
+from shardckpt.core.comm.collectives import Pending, ShardGroup
 from shardckpt.core.comm.streams import ResizableStorage, use_gather_stream, wait_for_gathers
+from shardckpt.core.config import Precision
+from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
+from shardckpt.core.params.stored_shard import StoredShard
+from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.errors import ShardckptError
 
@@ -115,20 +120,95 @@ class _Outputs:
 
 
 class ExtensionBucket(Bucket):
-    """One parameter that is gathered by its all-gather extensions.
+    """One parameter that is gathered by its all-gather extensions."""
 
-    Its full form exists from the first gather on; until then something without memory stands for it.
-    """
-
-    _outputs: _Outputs | None = None
-    _shown: nn.Parameter | None = None
-    _is_watched = False
-    _inputs: tuple[torch.Tensor, ...] = ()
-    _metadata: Any = None
-    _local: torch.Tensor | None = None
+    unsharded: ExtendedParams
 
     def set_extended_tensor(self, local: torch.Tensor) -> None:
         """Gather by the functions of a tensor around this rank's shard: its class's, or its own.
+
+        Args:
+            local: The tensor.
+        """
+        self.unsharded.set_extended_tensor(local)
+
+    def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec, precision: Precision) -> Packing:
+        if [place.dim for place in spec.placements] != [0]:
+            raise ExtensionError(
+                "a tensor subclass with all-gather extensions can be sharded along dimension 0 only",
+                where=self.members[0].fqn,
+                found=spec.placements[0].dim,
+            )
+        return super()._build_packing(values, spec, precision)
+
+    def _allocate_shard(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        return like.new_zeros(numel)
+
+    def _build_unsharded(self, device: torch.device, spec: ShardSpec) -> UnshardedParams:
+        return ExtendedParams(
+            self.stored, self.packing, self.group, self.name, self.members[0], spec.placements[0], device
+        )
+
+
+class ExtendedParams(UnshardedParams):
+    """The full form of one parameter with all-gather extensions.
+
+    It exists from the first gather on; until then something without memory stands for it.
+
+    Args:
+        stored: The shard.
+        packing: Layout of the parameter.
+        group: The ranks that share it.
+        name: What messages call the bucket.
+        member: The parameter.
+        placement: Its placement on a mesh.
+        device: Where the unit computes.
+    """
+
+    def __init__(
+        self,
+        stored: StoredShard,
+        packing: Packing,
+        group: ShardGroup,
+        name: Name,
+        member: ParamInfo,
+        placement: ParamPlacement,
+        device: torch.device,
+    ) -> None:
+        assert isinstance(placement, MeshPlacement), "fully_shard places parameters"
+        self._member = member
+        self._placement = placement
+        self._forget()
+        super().__init__(
+            stored,
+            packing,
+            group,
+            name,
+            keeps_full=False,
+            placements=(placement,),
+            device=device,
+            trains=[member.parameter.requires_grad],
+        )
+
+    def _forget(self) -> None:
+        """Be as before the first gather."""
+        self._outputs: _Outputs | None = None
+        self._shown: nn.Parameter | None = None
+        self._is_watched = False
+        self._inputs: tuple[torch.Tensor, ...] = ()
+        self._metadata: Any = None
+        self._local: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnshardedParams:
+        """Return the full form of the copied parameter, which has not been gathered yet."""
+        copied = super().__deepcopy__(memo)
+        assert isinstance(copied, ExtendedParams), "a copy is of the same class"
+        copied._member, copied._placement = copy.deepcopy((self._member, self._placement), memo)
+        copied._forget()
+        return copied
+
+    def set_extended_tensor(self, local: torch.Tensor) -> None:
+        """Gather by the functions of a tensor around this rank's shard.
 
         Args:
             local: The tensor.
@@ -137,33 +217,18 @@ class ExtensionBucket(Bucket):
 
     @property
     def _extended_tensor(self) -> Any:
-        local = self.local_shards[0] if self._local is None else self._local
+        local = self._local
+        if local is None:
+            local = self._packing.split_shard(self._stored.data.data, self._group.rank)[0]
         if not is_extended(local):
             raise ExtensionError(
                 f"the local tensor of a parameter has no {_PRE} and {_POST}, by which it was to be gathered",
-                where=f"{self.name}, {self.members[0].fqn}",
+                where=f"{self._name}, {self._member.fqn}",
                 found=type(local).__name__,
                 fix="Put them on the new local tensor after whatever replaced it: to, to_empty, load_state_dict with "
                 "assign, a copy of the model.",
             )
         return local
-
-    def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec) -> Packing:
-        if [place.dim for place in spec.placements] != [0]:
-            raise ExtensionError(
-                "a tensor subclass with all-gather extensions can be sharded along dimension 0 only",
-                where=self.members[0].fqn,
-                found=spec.placements[0].dim,
-            )
-        return super()._build_packing(values, spec)
-
-    def _allocate_shard(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        return like.new_zeros(numel)
-
-    @property
-    def aliased(self) -> bool:
-        """The full parameter is something else than the shard, always."""
-        return False
 
     @property
     def is_full_precision(self) -> bool:
@@ -171,19 +236,19 @@ class ExtensionBucket(Bucket):
         return True
 
     @property
-    def unsharded_params(self) -> tuple[nn.Parameter, ...]:
+    def params(self) -> tuple[nn.Parameter, ...]:
         """The full parameter; readable while the bucket is unsharded."""
-        return (self._shown,) if self._shown is not None else self._full.params
+        return (self._shown,) if self._shown is not None else self._leaves.params
 
     @property
-    def unsharded_tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """The full parameter."""
-        return [leaf.detach() for leaf in self.unsharded_params]
+        return [leaf.detach() for leaf in self.params]
 
     @property
-    def has_unsharded_storage(self) -> bool:
+    def has_storage(self) -> bool:
         """Return True if there is memory for the full parameter."""
-        return self._pending_all_gather is not None or self.is_unsharded
+        return self._pending is not None or self.is_unsharded
 
     @property
     def address(self) -> int:
@@ -196,16 +261,16 @@ class ExtensionBucket(Bucket):
     @property
     def gradients(self) -> list[torch.Tensor | None]:
         """The leaf's gradient as a plain tensor."""
-        return [None if leaf.grad is None else self._placement.gradient(leaf.grad) for leaf in self.unsharded_params]
+        return [None if leaf.grad is None else self._placement.gradient(leaf.grad) for leaf in self.params]
 
     @property
     def requires_grad(self) -> bool:
         """Return True if the full parameter requires gradients."""
-        return self.unsharded_params[0].requires_grad
+        return self.params[0].requires_grad
 
     def drop_gradients(self) -> None:
         """Forget the leaf's gradient."""
-        self.unsharded_params[0].grad = None
+        self.params[0].grad = None
 
     def set_requires_grad(self, index: int, on: bool) -> None:
         """Set whether the full parameter requires gradients."""
@@ -220,30 +285,24 @@ class ExtensionBucket(Bucket):
             self._is_watched = True
             self.watch.watch(self._shown)
 
-    @property
-    def _placement(self) -> MeshPlacement:
-        placement = self._placements[0]
-        assert isinstance(placement, MeshPlacement), "fully_shard places parameters"
-        return placement
-
     def start_all_gather(self, *, full_precision: bool = False) -> bool:
         """Start the all-gather of what `fsdp_pre_all_gather` returns. Collective."""
         del full_precision
-        if self.is_unsharded or self._pending_all_gather is not None:
+        size = self._group.size
+        if self.is_unsharded or self._pending is not None:
             return False
-        with profile_range("all_gather", self.name.text), use_gather_stream(self.compute_device):
+        with profile_range("all_gather", self._name.text), use_gather_stream(self.device):
             self._inputs, self._metadata = self._call_pre_all_gather()
             if self._outputs is None:
-                made = [
-                    ResizableStorage(each.numel() * self.group.size, each.dtype, each.device) for each in self._inputs
-                ]
-                self._outputs = _Outputs(made)
+                self._outputs = _Outputs(
+                    [ResizableStorage(part.numel() * size, part.dtype, part.device) for part in self._inputs]
+                )
             self._outputs.allocate()
             pairs = zip(self._outputs.gathered, self._inputs, strict=True)
-            what = f"gather {self.name}"
-            own = self._comms.all_gather
-            works = [self.group.all_gather(out.tensor, each.reshape(-1), what, own) for out, each in pairs]
-            self._pending_all_gather = _All(works, what)
+            what = f"gather {self._name}"
+            own = self.custom_all_gather
+            works = [self._group.all_gather(out.tensor, part.reshape(-1), what, own) for out, part in pairs]
+            self._pending = _All(works, what)
         return True
 
     def _call_pre_all_gather(self) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -253,48 +312,48 @@ class ExtensionBucket(Bucket):
         if len(inspect.signature(before).parameters) == 1:
             inputs, metadata = before(self._placement.ring)
         else:
-            known = self._precision
+            known = self._stored.precision
             policy = MixedPrecisionPolicy(known.param_dtype, known.reduce_dtype, known.output_dtype, known.cast_inputs)
-            shape = torch.Size(self.layout.specs[0].shape)
-            module = self.members[0].places[0].module
+            shape = torch.Size(self._packing.layout.specs[0].shape)
+            module = self._member.places[0].module
             inputs, metadata = before(self._placement.ring, shape, _steps(shape), module, policy)
         rows = self._rows
-        return tuple(_padded(each.to(self.compute_device), part.shape, rows) for each in inputs), metadata
+        return tuple(_padded(each.to(self.device), part.shape, rows) for each in inputs), metadata
 
     @property
     def _rows(self) -> int:
         """Rows that every rank sends: those of the first."""
-        shape = self.layout.specs[0].shape
-        return chunk_range(shape[0], self.group.size, 0)[1]
+        shape = self._packing.layout.specs[0].shape
+        return chunk_range(shape[0], self._group.size, 0)[1]
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
         """Wait for the all-gather and make the full parameter by `fsdp_post_all_gather`."""
         del keep_partial_shard
-        if self._pending_all_gather is None:
+        if self._pending is None:
             return
-        pending, self._pending_all_gather = self._pending_all_gather, None
+        pending, self._pending = self._pending, None
         pending.wait()
-        wait_for_gathers(self.compute_device)
+        wait_for_gathers(self.device)
         assert self._outputs is not None, "a gather has been begun"
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
         gathered = tuple(out.tensor.view(-1, *each.shape[1:]) for out, each in pairs)
         behind = getattr(self._extended_tensor, _POST)
-        with profile_range("all_gather_copy_out", self.name.text), torch.no_grad():
+        with profile_range("all_gather_copy_out", self._name.text), torch.no_grad():
             if self._shown is None:
-                made, inner = behind(gathered, self._metadata, self.compute_dtype)
+                made, inner = behind(gathered, self._metadata, self._stored.dtypes.compute)
                 self._outputs.add(inner)
                 self._shown = self._leaf(made)
                 self._is_watched = False
                 self._watch_shown()
             else:
                 # by way of `data`, which does not count as a change of what autograd has saved
-                behind(gathered, self._metadata, self.compute_dtype, out=self._shown.data)
+                behind(gathered, self._metadata, self._stored.dtypes.compute, out=self._shown.data)
         self._inputs, self._metadata = (), None
         self.is_unsharded = True
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
-        stood = self._full.params[0]
-        shape = self.layout.specs[0].shape
+        stood = self._leaves.params[0]
+        shape = self._packing.layout.specs[0].shape
         full = torch.as_strided(made, shape, _steps(shape), storage_offset=0)
         leaf = nn.Parameter(self._placement.full(full), requires_grad=stood.requires_grad)
         # a user's attributes, not what a subclass keeps its content in
@@ -308,16 +367,6 @@ class ExtensionBucket(Bucket):
         if self._outputs is not None:
             self._outputs.free()
         self.is_unsharded = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
-        """Return a bucket of the copied parameter, which has not been gathered yet."""
-        self.reshard()
-        aside = self._outputs, self._shown, self._local
-        self._outputs, self._shown, self._local = None, None, None
-        try:
-            return super().__deepcopy__(memo)
-        finally:
-            self._outputs, self._shown, self._local = aside
 
 
 class _All(Pending):

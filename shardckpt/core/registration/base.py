@@ -47,7 +47,7 @@ class ParamRegistration(ABC):
     def _record_versions(self, shown: Sequence[torch.Tensor]) -> None:
         """Record the versions of full parameters that are kept between forward and backward."""
         self._recorded.clear()
-        if not self.bucket.aliased:
+        if not self.bucket.unsharded.is_aliased:
             for each in shown:
                 self._recorded.append((each, each._version, each.data_ptr()))
 
@@ -72,8 +72,8 @@ class ParamRegistration(ABC):
 
     def _write_back_changes(self) -> None:
         """Write parameters that a user changed after forward to the shard, before they are freed."""
-        if self._is_modified and self.bucket.is_unsharded:
-            if self.bucket.is_full_precision:
+        if self._is_modified and self.bucket.unsharded.is_unsharded:
+            if self.bucket.unsharded.is_full_precision:
                 self.bucket.write_back()
             else:  # taking over a rounded copy would round what nobody changed
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
@@ -108,12 +108,12 @@ class ParamRegistration(ABC):
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
         self.pull_user_changes()
-        self.bucket.reshard()
-        self.bucket.start_all_gather(full_precision=True)
-        self.bucket.wait_all_gather()
-        for member, leaf in zip(self.bucket.members, self.bucket.unsharded_params, strict=True):
+        self.bucket.unsharded.reshard()
+        self.bucket.unsharded.start_all_gather(full_precision=True)
+        self.bucket.unsharded.wait_all_gather()
+        for member, leaf in zip(self.bucket.members, self.bucket.unsharded.params, strict=True):
             member.restore(leaf.detach().clone().requires_grad_(leaf.requires_grad))
-        self.bucket.reshard()
+        self.bucket.unsharded.reshard()
 
     def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
         """Set what unshards the unit in backward, when a module is recomputed outside the unit's forward."""
@@ -133,7 +133,7 @@ class ParamRegistration(ABC):
 
     def has_user_changes(self) -> bool:
         """Return False if `pull_user_changes` is known to have nothing to do before the next unshard."""
-        return self.bucket.aliased or not self.bucket.has_unsharded_storage
+        return self.bucket.unsharded.is_aliased or not self.bucket.unsharded.has_storage
 
     @abstractmethod
     def pull_user_changes(self) -> None:
@@ -326,12 +326,12 @@ class PerParamRegistration(ParamRegistration):
         """Register the leaves."""
         if self._recorded:
             self._check_unmodified()
-        self._register(self.bucket.unsharded_params)
+        self._register(self.bucket.unsharded.params)
         self._allow_forward()
 
     def register_post_forward(self) -> None:
         """Leave the leaves registered."""
-        self._record_versions(self.bucket.unsharded_params)
+        self._record_versions(self.bucket.unsharded.params)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters."""
@@ -351,9 +351,9 @@ class PerParamRegistration(ParamRegistration):
     def has_user_changes(self) -> bool:
         """Return True if some parameter is not as it was registered: a cheap check before each unshard."""
         bucket = self.bucket
-        if bucket.has_unsharded_storage and not bucket.aliased:
+        if bucket.unsharded.has_storage and not bucket.unsharded.is_aliased:
             return False
-        rows = zip(bucket.members, self._parameters, bucket.unsharded_params, self._views, strict=True)
+        rows = zip(bucket.members, self._parameters, bucket.unsharded.params, self._views, strict=True)
         for member, parameter, leaf, view in rows:
             data = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
             if type(data) is not torch.Tensor or data.__dict__:  # all-gather extensions, perhaps
@@ -391,10 +391,10 @@ class PerParamRegistration(ParamRegistration):
                 )
         if moved:
             self._copy_moved(current, moved)
-        both = zip(self.parameters, self.bucket.unsharded_params, strict=True)
+        both = zip(self.parameters, self.bucket.unsharded.params, strict=True)
         for index, (parameter, leaf) in enumerate(both):
             if parameter.requires_grad != leaf.requires_grad:
-                self.bucket.set_requires_grad(index, parameter.requires_grad)
+                self.bucket.unsharded.set_requires_grad(index, parameter.requires_grad)
 
     def _is_moved(self, data: torch.Tensor, view: torch.Tensor) -> bool:
         """Return True if a user replaced the memory of a view."""

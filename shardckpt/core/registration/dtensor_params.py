@@ -13,8 +13,9 @@ from shardckpt.core.modules.fqn_and_params import Name, find_user_param
 from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.gradient_reduction import ReducedGrad
-from shardckpt.core.params.param_bucket import Bucket, ParamPlacement
+from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionBucket, is_extended, is_possibly_extended, move_functions
+from shardckpt.core.params.unsharded_params import ParamPlacement
 from shardckpt.core.registration.base import ParamRegistration, PerParamRegistration
 
 
@@ -40,7 +41,7 @@ class DTensorRegistration(PerParamRegistration):
         made = nn.Parameter(
             self._placements[index].sharded(self._views[index]), requires_grad=member.parameter.requires_grad
         )
-        for each in (made, self.bucket.unsharded_params[index]):
+        for each in (made, self.bucket.unsharded.params[index]):
             each.__dict__.update(_user_attributes(member.parameter))
         return made
 
@@ -74,14 +75,14 @@ class DTensorRegistration(PerParamRegistration):
 
     def _pull_user_params(self) -> None:
         for index, member in enumerate(self.bucket.members):
-            given = find_user_param(member, self._parameters[index], self.bucket.unsharded_params[index])
+            given = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
             if given is not None:
                 self._parameters[index] = given
 
     @property
     def has_unbound_extensions(self) -> bool:
         """Return True if a local tensor has all-gather extensions and the bucket is not unsharded."""
-        if self.bucket.has_unsharded_storage and not self.bucket.aliased:
+        if self.bucket.unsharded.has_storage and not self.bucket.unsharded.is_aliased:
             return False
         self._pull_user_params()
         return bool(self._find_extended())
@@ -148,7 +149,7 @@ class DTensorRegistration(PerParamRegistration):
 
     def stash_unsharded_grads(self) -> None:
         """Keep the unsharded gradients in the bucket."""
-        self.bucket.stash_unsharded_grads()
+        self.bucket.reducer.stash_grads()
 
     def restore_unsharded_grads(self) -> None:
         """Do nothing: the reduction adds them."""

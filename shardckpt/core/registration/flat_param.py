@@ -56,7 +56,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
         return self._home
 
     def _build_placeholders(self) -> list[ShardedPlaceholder]:
-        pairs = zip(self.bucket.unsharded_params, self.bucket.layout.specs, strict=True)
+        pairs = zip(self.bucket.unsharded.params, self.bucket.layout.specs, strict=True)
         return [ShardedPlaceholder(leaf, self._unit, spec.name) for leaf, spec in pairs]
 
     @property
@@ -67,17 +67,17 @@ class FlatParamRegistration(UnshardedGradRegistration):
     def register_unsharded(self) -> None:
         """Set the leaves as attributes of the modules."""
         self._check_unmodified()
-        for member, leaf in zip(self.bucket.members, self.bucket.unsharded_params, strict=True):
+        for member, leaf in zip(self.bucket.members, self.bucket.unsharded.params, strict=True):
             for place in member.places:
                 put(place, leaf)
 
     def register_post_forward(self) -> None:
         """Leave the leaves where they are."""
-        self._record_versions(self.bucket.unsharded_params)
+        self._record_versions(self.bucket.unsharded.params)
 
     def register_sharded(self) -> None:
         """Set placeholders on the modules, since reading freed memory would end the process."""
-        if self.bucket.aliased:
+        if self.bucket.unsharded.is_aliased:
             self.register_unsharded()
             return
         self._write_back_changes()
@@ -131,9 +131,9 @@ class FlatParamRegistration(UnshardedGradRegistration):
             bucket.replace_shard(data.reshape(-1))
             self.flat.data = bucket.shard.data
             self._placeholders = self._build_placeholders()
-        for index, leaf in enumerate(bucket.unsharded_params):
+        for index, leaf in enumerate(bucket.unsharded.params):
             if leaf.requires_grad != self.flat.requires_grad:
-                bucket.set_requires_grad(index, self.flat.requires_grad)
+                bucket.unsharded.set_requires_grad(index, self.flat.requires_grad)
 
     def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add it to the flat parameter's gradient; nothing when no rank used any of its parameters."""
@@ -165,7 +165,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
         """Register full parameters on their own modules; the flat one is not registered meanwhile."""
         module, attribute = self._home.module, self._home.attribute
         module._parameters[attribute] = None  # it comes back to its position
-        pairs = zip(values, self.bucket.unsharded_params, strict=True)
+        pairs = zip(values, self.bucket.unsharded.params, strict=True)
         made = [
             nn.Parameter(self.wrap_unsharded(index, value), requires_grad=leaf.requires_grad)
             for index, (value, leaf) in enumerate(pairs)
@@ -189,17 +189,19 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         bucket = self.bucket
-        if all(leaf.grad is None for leaf in bucket.unsharded_params):
+        if all(leaf.grad is None for leaf in bucket.unsharded.params):
             return []
-        full = torch.zeros(bucket.packing.all_gather_numel, dtype=bucket.compute_dtype, device=bucket.compute_device)
-        for index, (view, grad) in enumerate(zip(bucket.packing.views(full), bucket.gradients, strict=True)):
+        full = torch.zeros(
+            bucket.packing.all_gather_numel, dtype=bucket.stored.dtypes.compute, device=bucket.compute_device
+        )
+        for index, (view, grad) in enumerate(zip(bucket.packing.views(full), bucket.unsharded.gradients, strict=True)):
             if grad is not None:
                 view.copy_(grad)
-                bucket.unsharded_params[index].grad = bucket.wrap_unsharded(index, view)
+                bucket.unsharded.params[index].grad = bucket.wrap_unsharded(index, view)
         return [(self.flat, full)]
 
     def _reset_data(self) -> None:
         self.flat.data = self.bucket.shard.data
 
     def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:  # noqa: ARG002  (there is one only)
-        self.bucket.drop_gradients()
+        self.bucket.unsharded.drop_gradients()

@@ -31,7 +31,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
 
     def register_post_forward(self) -> None:
         """Register the user's parameters with full shapes."""
-        for original, full in zip(self._parameters, self.bucket.unsharded_tensors, strict=True):
+        for original, full in zip(self._parameters, self.bucket.unsharded.tensors, strict=True):
             original.data = full
         self._record_versions(self._parameters)
         self._register(self._parameters)
@@ -51,7 +51,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
     def pull_user_changes(self) -> None:
         """Pull parameters that a user registered, and their data."""
         for index, member in enumerate(self.bucket.members):
-            given = find_user_param(member, self._parameters[index], self.bucket.unsharded_params[index])
+            given = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
             if given is not None and not isinstance(given, DTensor):
                 self._parameters[index] = given
         super().pull_user_changes()
@@ -135,10 +135,10 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self._refuse_forward()
 
     def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        pairs = zip(self._parameters, self.bucket.unsharded_gradients(), strict=True)
+        pairs = zip(self._parameters, self.bucket.unsharded.own_gradients(), strict=True)
         return [(original, grad) for original, grad in pairs if grad is not None]
 
     def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:
-        for original, leaf in zip(self._parameters, self.bucket.unsharded_params, strict=True):
+        for original, leaf in zip(self._parameters, self.bucket.unsharded.params, strict=True):
             if original is parameter:
                 leaf.grad = None

@@ -106,17 +106,17 @@ class UnitParams:
     @property
     def is_unsharded(self) -> bool:
         """Return True if all full parameters can be read."""
-        return all(each.bucket.is_unsharded for each in self.active)
+        return all(each.bucket.unsharded.is_unsharded for each in self.active)
 
     @property
     def has_unsharded_storage(self) -> bool:
         """Return True if some full buffer has storage, unsharded or with an all-gather pending."""
-        return any(each.bucket.has_unsharded_storage for each in self.active)
+        return any(each.bucket.unsharded.has_storage for each in self.active)
 
     @property
     def requires_grad(self) -> bool:
         """Return True if some parameter requires gradients."""
-        return any(each.bucket.requires_grad for each in self.active)
+        return any(each.bucket.unsharded.requires_grad for each in self.active)
 
     @contextmanager
     def check_out(self) -> Iterator[tuple[ParamRegistration, ...]]:
@@ -130,13 +130,13 @@ class UnitParams:
     def set_callbacks(self, on_gradient: Callable[[], None], unshard: Callable[[], None]) -> None:
         """Set the methods to call when a leaf gets a gradient, and when a module is recomputed by itself."""
         for each in self.registrations:
-            each.bucket.watch.set_callback(on_gradient)
+            each.bucket.unsharded.watch.set_callback(on_gradient)
             each.set_backward_unshard(unshard)
 
     def rearm_watches(self) -> None:
         """Report the next gradient of each bucket again."""
         for each in self.registrations:
-            each.bucket.watch.rearm()
+            each.bucket.unsharded.watch.rearm()
 
     def bind_extensions(self, unit: str, *, has_pending_grads: bool) -> bool:
         """Gather from now on by the all-gather extensions that a user has put on local tensors.
@@ -154,7 +154,7 @@ class UnitParams:
         late = [each for each in self.active if each.has_unbound_extensions]
         if not late:
             return False
-        if has_pending_grads or any(each.bucket.has_unreduced_grads for each in late):
+        if has_pending_grads or any(each.bucket.reducer.has_unreduced_grads for each in late):
             raise ExtensionError(
                 "all-gather extensions were put on local tensors while gradients are still to come",
                 where=unit,
@@ -175,7 +175,7 @@ class UnitParams:
         """Return the buckets that an unshard has to gather."""
         sharded = []
         for each in self.active:
-            if not each.bucket.has_unsharded_storage:
+            if not each.bucket.unsharded.has_storage:
                 sharded.append(each.bucket)
         return sharded
 
@@ -188,10 +188,10 @@ class UnitParams:
     def wait_all_gather(self, *, keep_partial_shard: bool) -> None:
         """Wait for the all-gathers, and register the full parameters on the modules."""
         for each in self.active:
-            if not each.bucket.is_unsharded:
-                each.bucket.wait_all_gather(keep_partial_shard=keep_partial_shard)
-                if each.bucket.address:
-                    self.addresses.append(each.bucket.address)
+            if not each.bucket.unsharded.is_unsharded:
+                each.bucket.unsharded.wait_all_gather(keep_partial_shard=keep_partial_shard)
+                if each.bucket.unsharded.address:
+                    self.addresses.append(each.bucket.unsharded.address)
             each.register_unsharded()
         self.is_registered = True
 
@@ -210,20 +210,20 @@ class UnitParams:
         self.addresses.clear()
         for each in self.active:
             each.register_sharded()
-            each.bucket.reshard(keep_partial_shard=keep_partial_shard)
+            each.bucket.unsharded.reshard(keep_partial_shard=keep_partial_shard)
         self.is_registered = False
 
     def drop_partial_shards(self) -> None:
         """Free the larger shards that were kept for the unshard in backward."""
         for each in self.active:
-            each.bucket.reshard()
+            each.bucket.unsharded.reshard()
 
     def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
         """Start the reduce-scatters of the gradients. Collective."""
         for each in self.active:
-            if each.bucket.requires_grad:
+            if each.bucket.unsharded.requires_grad:
                 self.finish_reduction(config)
-                each.bucket.start_reduce_scatter(
+                each.bucket.reducer.start_reduce_scatter(
                     factor=config.gradient_divide_factor,
                     split=config.force_sum_reduction,
                     all_reduce=config.all_reduce,
@@ -233,12 +233,12 @@ class UnitParams:
     @property
     def is_reduced(self) -> bool:
         """Return True if `finish_reduction` would return at once."""
-        return all(each.bucket.is_reduce_done for each in self.registrations)
+        return all(each.bucket.reducer.is_done for each in self.registrations)
 
     def finish_reduction(self, config: UnitConfig) -> None:
         """Wait for the averaged gradients, and accumulate them."""
         for each in self.active:
-            reduced = each.bucket.wait_reduce_scatter()
+            reduced = each.bucket.reducer.wait_reduce_scatter()
             if reduced is not None:
                 every = replace(reduced, used=(True,) * len(reduced.used))
                 each.add_gradient(every if config.reduce_scatter_unused_params else reduced)
@@ -398,7 +398,7 @@ class FSDPUnit:
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
         for bucket in sharded:
-            bucket.start_all_gather(full_precision=full_precision)
+            bucket.unsharded.start_all_gather(full_precision=full_precision)
 
     def unshard(self, *, full_precision: bool = False) -> None:
         """All-gather the parameters and register them on the modules. Collective."""
@@ -432,7 +432,7 @@ class FSDPUnit:
                 root.owners.by_address.pop(address, None)
         params.reshard(keep_partial_shard=keep_partial_shard)
         if root is not None and self.config.limit_all_gathers and params.registrations and not unconditionally:
-            root.limiter.record_free_event(params.registrations[0].bucket.compute_device)
+            root.limiter.record_free_event(params.registrations[0].bucket.unsharded.device)
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -450,7 +450,7 @@ class FSDPUnit:
             else:
                 self.buffers.cast(precision.buffer_dtype)
         if is_root:
-            device = active[0].bucket.compute_device if active else self._device
+            device = active[0].bucket.unsharded.device if active else self._device
             if device is not None and has_streams(device):
                 with profile_range("inputs_to_device"):
                     inputs = mixed_precision.move_tensors(inputs, device)
@@ -467,7 +467,9 @@ class FSDPUnit:
             self.full_precision = self.runs_in_full_precision
             self.phase = Phase.FORWARD
         for each in self.params.active:
-            if each.bucket.has_unsharded_storage and each.bucket.has_wrong_dtype(full_precision=self.full_precision):
+            if each.bucket.unsharded.has_storage and each.bucket.unsharded.has_wrong_dtype(
+                full_precision=self.full_precision
+            ):
                 self.reshard()  # kept by a forward in the other mode, or gathered ahead for one
                 break
         self.unshard(full_precision=self.full_precision)

@@ -157,7 +157,7 @@ class RootState:
         devices: set[torch.device] = set()
         for unit in self.units:
             for each in unit.params.registrations:
-                devices.add(each.bucket.compute_device)
+                devices.add(each.bucket.unsharded.device)
         for device in devices:
             make_gathers_wait(device, event)  # for the values that the optimizer wrote
         self._first_pre_forward_order = self._first_pre_forward_order or self._pre_forward_order
@@ -237,7 +237,7 @@ class RootState:
     def pre_backward(self, call: ForwardCall[FSDPUnit]) -> None:
         """Prepare for the backward of a call when a gradient of its outputs arrives. Collective."""
         unit = call.unit
-        if torch.is_grad_enabled() and not all(bucket.aliased for bucket in unit.buckets):
+        if torch.is_grad_enabled() and not all(bucket.unsharded.is_aliased for bucket in unit.buckets):
             raise _double_backward_error(unit)
         self.start_backward()
         self._run_steps(self._running_order.enter(call))

@@ -143,7 +143,7 @@ class _SummonedBucket:
     def open(self) -> None:
         """Gather and register. Collective."""
         options, bucket = self._options, self._bucket
-        bucket.reshard()
+        bucket.unsharded.reshard()
         full = gather_full(bucket, bucket.shard.data)
         gradients = self._gradients() if options.with_grads else None
         if options.rank0_only and not bucket.group.is_first:
@@ -176,8 +176,8 @@ class _SummonedBucket:
         registration = self._registration
         own = registration.gradients()
         if not registration.has_unsharded_grads:
-            return gather_some(self._bucket, own, self._bucket.gradient_dtype)
-        gather_some(self._bucket, [None] * len(own), self._bucket.gradient_dtype)
+            return gather_some(self._bucket, own, self._bucket.stored.dtypes.gradient)
+        gather_some(self._bucket, [None] * len(own), self._bucket.stored.dtypes.gradient)
         return [None if grad is None else grad.clone() for grad in own]
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class _SummonedBucket:
 
     def _write_gradients(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
         bucket, registration = self._bucket, self._registration
-        out = torch.zeros(bucket.shard.shape, dtype=bucket.gradient_dtype, device=bucket.shard.device)
+        out = torch.zeros(bucket.shard.shape, dtype=bucket.stored.dtypes.gradient, device=bucket.shard.device)
         if self._options.rank0_only:
             there = scatter_full(bucket, gradients, out)
         elif gradients is not None:
@@ -293,7 +293,7 @@ def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _unmanaged_params(module: nn.Module, units: Sequence[FSDPUnit]) -> Iterator[tuple[str, torch.Tensor]]:
     ours = {parameter for unit in units for registration in unit.registrations for parameter in registration.parameters}
-    members = {id(leaf) for unit in units for bucket in unit.buckets for leaf in bucket.unsharded_params}
+    members = {id(leaf) for unit in units for bucket in unit.buckets for leaf in bucket.unsharded.params}
     for name, parameter in module.named_parameters():
         if parameter in ours or id(parameter) in members:
             continue
@@ -320,7 +320,7 @@ def _gather_params(
     registration: ParamRegistration, names: Mapping[nn.Module, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     bucket = registration.bucket
-    bucket.reshard()
+    bucket.unsharded.reshard()
     full = gather_full(bucket, bucket.shard.data)
     try:
         for index, member in enumerate(bucket.members):

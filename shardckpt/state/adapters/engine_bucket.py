@@ -29,7 +29,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def __init__(self, registration: ParamRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
         bucket = registration.bucket
-        rows = zip(names, bucket.unsharded_params, strict=True)
+        rows = zip(names, bucket.unsharded.params, strict=True)
         super().__init__(
             [
                 Entry(first, tuple(others), tuple(leaf.shape), bucket.dtype, leaf.requires_grad)
@@ -72,7 +72,7 @@ class EngineBucketAdapter(ShardingAdapter):
     @property
     def is_parallel(self) -> bool:
         """Return True if tensor parallelism sharded parameters before the engine did."""
-        return any(isinstance(leaf, DTensor) for leaf in self.bucket.unsharded_params)
+        return any(isinstance(leaf, DTensor) for leaf in self.bucket.unsharded.params)
 
     def layout_metadata(self) -> dict[str, Any]:
         """Return the layout, and which of its ranks this one is."""
@@ -86,7 +86,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def mark_written(self) -> None:
         """Free unsharded parameters: they are stale."""
-        self.bucket.reshard()
+        self.bucket.unsharded.reshard()
         self._registration.register_sharded()
 
     def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def _take_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return the part of a full parameter that the bucket has."""
-        leaf = self.bucket.unsharded_params[index]
+        leaf = self.bucket.unsharded.params[index]
         if not isinstance(leaf, DTensor):
             return value
         value = value.to(self.bucket.compute_device)

@@ -161,9 +161,9 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
         A shard of tensor parallelism is split into rows again. Its other parameters are replicated over its ranks.
         """
-        inner = next(leaf.device_mesh for leaf in self.bucket.unsharded_params if isinstance(leaf, DTensor))
+        inner = next(leaf.device_mesh for leaf in self.bucket.unsharded.params if isinstance(leaf, DTensor))
         both: list[MeshPlacements | None] = []
-        for spec, leaf in zip(self.layout.specs, self.bucket.unsharded_params, strict=True):
+        for spec, leaf in zip(self.layout.specs, self.bucket.unsharded.params, strict=True):
             if not spec.shape:
                 both.append(get_mesh_placements(leaf))
                 continue
@@ -182,7 +182,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         if self.is_parallel:
             both = self._both[index] if self._both is not None else None
             assert both is not None, "or it is gathered"
-            leaf = self.bucket.unsharded_params[index]
+            leaf = self.bucket.unsharded.params[index]
             return wrap_local(isolate_storage(part), *both, leaf.shape, leaf.stride())
         stride = strides(spec.shape, spec.order)
         return wrap_local(isolate_storage(part), self._mesh, self._placements(spec), spec.shape, stride)
@@ -196,7 +196,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         if self.is_parallel:
             if self._both is not None and not self.bucket.keeps_full:
                 return self._both
-            return [get_mesh_placements(leaf) for leaf in self.bucket.unsharded_params]
+            return [get_mesh_placements(leaf) for leaf in self.bucket.unsharded.params]
         mesh = None if self.bucket.keeps_full else self._mesh
         return [
             (mesh, self._placements(spec)) if mesh is not None and spec.shape else None for spec in self.layout.specs

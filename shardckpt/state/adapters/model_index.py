@@ -162,7 +162,7 @@ class _Walk:
 
     def _note(self, registration: ParamRegistration) -> None:
         self._exposed |= {
-            id(parameter) for parameter in (*registration.parameters, *registration.bucket.unsharded_params)
+            id(parameter) for parameter in (*registration.parameters, *registration.bucket.unsharded.params)
         }
         for index, member in enumerate(registration.bucket.members):
             for place in member.places:
@@ -249,7 +249,7 @@ def get_process_groups(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
     found: list[dist.ProcessGroup | None] = []
     for registration in unit.registrations:
         found += [registration.bucket.group.shard, registration.bucket.group.replicate]
-        found += [group for leaf in registration.bucket.unsharded_params for group in _mesh_groups(leaf)]
+        found += [group for leaf in registration.bucket.unsharded.params for group in _mesh_groups(leaf)]
     return found
 
 

@@ -168,7 +168,7 @@ def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tens
         index: Which parameter.
         part: This rank's part of it, as the bucket's `split_shard` gives it.
     """
-    leaf = adapter.bucket.unsharded_params[index]
+    leaf = adapter.bucket.unsharded.params[index]
     found = _iter_bucket_shards(adapter, index, part)
     if not isinstance(leaf, DTensor):
         return tuple(found)

@@ -31,19 +31,19 @@ def made(group, **settings) -> tuple[Bucket, list[torch.Tensor]]:
 
 
 def gathered(bucket: Bucket) -> None:
-    bucket.start_all_gather()
-    bucket.wait_all_gather()
+    bucket.unsharded.start_all_gather()
+    bucket.unsharded.wait_all_gather()
 
 
 def test_full_parameters_come_back_with_values_and_strides():
     bucket, values = made(ShardGroup(None))
-    assert not bucket.is_unsharded
-    assert bucket.unsharded_params[1].untyped_storage().nbytes() == 0
+    assert not bucket.unsharded.is_unsharded
+    assert bucket.unsharded.params[1].untyped_storage().nbytes() == 0
     gathered(bucket)
-    for leaf, value in zip(bucket.unsharded_params, values, strict=True):
+    for leaf, value in zip(bucket.unsharded.params, values, strict=True):
         assert torch.equal(leaf, value)
-    assert bucket.unsharded_params[1].stride() == (1, 4)
-    assert all(leaf.is_leaf and leaf._version == 0 for leaf in bucket.unsharded_params)
+    assert bucket.unsharded.params[1].stride() == (1, 4)
+    assert all(leaf.is_leaf and leaf._version == 0 for leaf in bucket.unsharded.params)
 
 
 def test_full_bytes_are_counted_and_freed():
@@ -52,41 +52,41 @@ def test_full_bytes_are_counted_and_freed():
     assert FULL_BYTES.held == before
     gathered(bucket)
     assert FULL_BYTES.held == before + 4 * bucket.layout.chunk
-    bucket.reshard()
+    bucket.unsharded.reshard()
     assert FULL_BYTES.held == before
 
 
 def test_what_keeps_everything_is_never_freed():
     bucket, values = made(ShardGroup(None), keeps_full=True)
-    bucket.reshard()
-    assert bucket.is_unsharded
-    assert torch.equal(bucket.unsharded_params[3], values[3])
-    assert bucket.shard.data_ptr() == bucket.unsharded_params[0].data_ptr()
+    bucket.unsharded.reshard()
+    assert bucket.unsharded.is_unsharded
+    assert torch.equal(bucket.unsharded.params[3], values[3])
+    assert bucket.shard.data_ptr() == bucket.unsharded.params[0].data_ptr()
 
 
 def test_gathering_again_sees_the_shard_and_not_the_edit_of_the_full_parameter():
     bucket, values = made(ShardGroup(None))
     gathered(bucket)
-    bucket.unsharded_params[3].data.fill_(9)
-    bucket.reshard()
+    bucket.unsharded.params[3].data.fill_(9)
+    bucket.unsharded.reshard()
     gathered(bucket)
-    assert torch.equal(bucket.unsharded_params[3], values[3])
-    bucket.unsharded_params[3].data.fill_(9)
+    assert torch.equal(bucket.unsharded.params[3], values[3])
+    bucket.unsharded.params[3].data.fill_(9)
     bucket.write_back()
-    bucket.reshard()
+    bucket.unsharded.reshard()
     gathered(bucket)
-    assert bucket.unsharded_params[3].tolist() == [9.0] * 5
+    assert bucket.unsharded.params[3].tolist() == [9.0] * 5
 
 
 def test_a_reduction_averages_and_tells_who_used_what():
     def body(rank, world):
         bucket, _ = made(ShardGroup(torch.distributed.group.WORLD))
-        bucket.unsharded_params[1].grad = torch.full((4, 3), float(rank))
+        bucket.unsharded.params[1].grad = torch.full((4, 3), float(rank))
         if rank == 1:
-            bucket.unsharded_params[0].grad = torch.tensor(6.0)
-        bucket.start_reduce_scatter()
-        reduced = bucket.wait_reduce_scatter()
-        return reduced.used, reduced.gradient.tolist(), all(leaf.grad is None for leaf in bucket.unsharded_params)
+            bucket.unsharded.params[0].grad = torch.tensor(6.0)
+        bucket.reducer.start_reduce_scatter()
+        reduced = bucket.reducer.wait_reduce_scatter()
+        return reduced.used, reduced.gradient.tolist(), all(leaf.grad is None for leaf in bucket.unsharded.params)
 
     results = run(3, body)
     assert [used for used, _, _ in results] == [(True, True, False, False)] * 3
@@ -102,7 +102,7 @@ def test_integers_of_sixteen_bits_are_gathered():
         group = ShardGroup(torch.distributed.group.WORLD)
         bucket = Bucket(managed, group, Name("u"), ShardSpec(aligned=True), Precision(), Offload())
         gathered(bucket)
-        return bucket.unsharded_params[0].tolist(), bucket.requires_grad
+        return bucket.unsharded.params[0].tolist(), bucket.unsharded.requires_grad
 
     assert run(2, body) == [(list(range(7)), False)] * 2
 

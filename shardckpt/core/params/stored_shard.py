@@ -1,0 +1,76 @@
+"""The shard of a bucket: what this rank stores of its parameters, and the types that follow from its type."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardckpt.core.config import Offload, Precision
+from shardckpt.devices import pinned
+
+
+@dataclass(frozen=True)
+class BucketDtypes:
+    """Types of one bucket.
+
+    Attributes:
+        stored: Type of the shard.
+        compute: Type of the full parameters.
+        reduce: Type that gradients are averaged in.
+        gradient: Type of the gradients that an optimizer sees.
+    """
+
+    stored: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    gradient: torch.dtype
+
+    @classmethod
+    def resolve(cls, stored: torch.dtype, precision: Precision) -> BucketDtypes:
+        """Return the types for a shard of a type.
+
+        Args:
+            stored: Type of the shard.
+            precision: Settings of the unit.
+        """
+        reduced = precision.reduced(stored)
+        gradient = reduced if precision.keep_low_precision_grads else stored
+        return cls(stored, precision.computed(stored), reduced, gradient)
+
+
+class StoredShard:
+    """The shard of a bucket, 1-D, which the optimizer trains.
+
+    Args:
+        data: The shard; moved to the CPU where `offload` says so, unless it is on meta.
+        precision: Dtypes to compute and to reduce in.
+        offload: Where the shard is stored.
+
+    Attributes:
+        data: The shard.
+        dtypes: Its type, and those that follow from it.
+    """
+
+    def __init__(self, data: torch.Tensor, precision: Precision, offload: Offload) -> None:
+        self.precision = precision
+        self.offload = offload
+        self.data = pinned(data.cpu(), offload.pin) if offload.enabled and not data.is_meta else data
+        self.dtypes = BucketDtypes.resolve(data.dtype, precision)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredShard:
+        """Return a copy of the values, in memory of its own."""
+        copied = memo[id(self)] = copy.copy(self)
+        copied.data = self.data.detach().clone()
+        return copied
+
+    def replace(self, data: torch.Tensor) -> None:
+        """Take another tensor, which may be of another type or on another device.
+
+        Args:
+            data: The new shard; it is aliased unless it has to move to the CPU.
+        """
+        self.data = pinned(data.cpu(), self.offload.pin) if self.offload.enabled else data
+        self.dtypes = BucketDtypes.resolve(data.dtype, self.precision)

@@ -1,0 +1,362 @@
+"""The full parameters of a bucket: gathered into a buffer to compute, freed after it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup
+from shardckpt.core.comm.streams import ResizableStorage, make_gathers_wait, use_gather_stream, wait_for_gathers
+from shardckpt.core.modules.autograd_hooks import GradientWatch
+from shardckpt.core.modules.fqn_and_params import Name
+from shardckpt.core.modules.profiler_ranges import profile_range
+from shardckpt.core.params.buffer_layout import Packing
+from shardckpt.core.params.stored_shard import StoredShard
+from shardckpt.devices import record_stream
+
+
+class ParamPlacement(Protocol):
+    """Placement of one parameter on a mesh; a bucket sees plain local tensors only."""
+
+    @property
+    def dim(self) -> int | None:
+        """The sharded dimension; None if every rank has the full parameter."""
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to shard: the parameter, or this rank's TP shard of it."""
+
+    def sharded(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor around this rank's part."""
+
+    def full(self, local: torch.Tensor) -> torch.Tensor:
+        """Return what the module computes with, around the full local tensor."""
+
+    def gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the plain gradient of the full local tensor."""
+
+
+class _Leaves:
+    """Full parameters of one dtype: leaves over one resizable buffer.
+
+    They are made once, so that what autograd saved of them is valid again after the next unshard.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        placements: Sequence[ParamPlacement],
+        buffer: ResizableStorage,
+        trains: Sequence[bool],
+        watch: GradientWatch,
+    ) -> None:
+        self.buffer = buffer
+        self.views = packing.views(buffer.tensor.data)
+        shown = [p.full(v) for p, v in zip(placements, self.views, strict=True)] if placements else self.views
+        self.params = tuple(nn.Parameter(v, requires_grad=False) for v in shown)
+        self._watch = watch
+        self._watched: set[int] = set()
+        for index, on in enumerate(trains):
+            self.set_requires_grad(index, on)
+
+    def set_requires_grad(self, index: int, on: bool) -> None:
+        """Set whether a leaf requires gradients, and watch it if so."""
+        self.params[index].requires_grad_(on)
+        if on and index not in self._watched:
+            self._watched.add(index)
+            self._watch.watch(self.params[index])
+
+    def swap_params(self, others: Sequence[nn.Parameter | None]) -> None:
+        """Replace leaves by given objects: copies that modules hold already."""
+        for other, leaf in zip(others, self.params, strict=True):
+            if other is not None:
+                torch.utils.swap_tensors(other, leaf)  # type: ignore[no-untyped-call]
+        self.params = tuple(leaf if other is None else other for other, leaf in zip(others, self.params, strict=True))
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    return one if other is None else one + other.to(one.dtype)
+
+
+class UnshardedParams:
+    """The full parameters of a bucket and their gradients (torch: `unsharded_param` of FSDP2).
+
+    They compute in `compute` of the shard's types, or in its own type where a forward asks for full precision.
+
+    Args:
+        stored: The shard to gather.
+        packing: Layout of the parameters.
+        group: The ranks that share them.
+        name: What messages call the bucket.
+        keeps_full: Every rank keeps everything.
+        placements: Placement of each parameter on a mesh; empty if all are plain.
+        device: Where the unit computes.
+        trains: Whether each parameter requires gradients.
+        post_forward_group: Ranks to reshard to after forward; None for none.
+
+    Attributes:
+        watch: Reports the first gradient of a leaf.
+        device: Where the unit computes.
+        is_aliased: Whether the full parameters are the shard itself, which is never freed.
+        is_unsharded: Whether the full parameters can be read.
+        custom_all_gather: Custom all-gather of a user; None for torch's.
+    """
+
+    def __init__(
+        self,
+        stored: StoredShard,
+        packing: Packing,
+        group: ShardGroup,
+        name: Name,
+        *,
+        keeps_full: bool,
+        placements: Sequence[ParamPlacement],
+        device: torch.device,
+        trains: Sequence[bool],
+        post_forward_group: ShardGroup | None = None,
+    ) -> None:
+        self._stored = stored
+        self._packing = packing
+        self._group = group
+        self._name = name
+        self._keeps_full = keeps_full
+        self._placements = tuple(placements)
+        self.post_forward_group = post_forward_group
+        self.custom_all_gather: AllGatherOp | None = None
+        self.watch = GradientWatch()
+        self._gather_output: torch.Tensor | None = None
+        self._partial_shard: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._build(device, trains)
+
+    def _build(self, device: torch.device, trains: Sequence[bool]) -> None:
+        """Make the full parameters, without their values unless they are the shard."""
+        data, dtypes = self._stored.data, self._stored.dtypes
+        self.device = device
+        self.is_aliased = self._keeps_full and dtypes.compute == dtypes.stored and data.device == device
+        self.is_unsharded = self.is_aliased
+        if self.is_aliased:
+            buffer = ResizableStorage.from_tensor(data)
+            self._leaves = _Leaves(self._packing, self._placements, buffer, trains, self.watch)
+        else:
+            self._leaves = self._build_freed(dtypes.compute, trains)
+        self._stored_dtype_leaves: _Leaves | None = None  # kept: unsharded again, valid for what autograd saved
+        self._current = self._leaves
+
+    def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Leaves:
+        buffer = ResizableStorage(self._packing.unsharded_numel, dtype, self.device)
+        leaves = _Leaves(self._packing, self._placements, buffer, trains, self.watch)
+        leaves.buffer.free()
+        return leaves
+
+    def rebuild(self, device: torch.device) -> None:
+        """Make the full parameters again, for a shard of another type or device; they must be resharded.
+
+        Args:
+            device: Where the unit computes from now on.
+        """
+        self._build(device, self.trains)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnshardedParams:
+        """Return the full parameters of a copied bucket, sharded and without gradients."""
+        self.reshard()
+        copied = memo[id(self)] = copy.copy(self)
+        copied._stored = copy.deepcopy(self._stored, memo)
+        copied._name = copy.deepcopy(self._name, memo)
+        copied._placements = copy.deepcopy(self._placements, memo)
+        copied.watch = GradientWatch()
+        copied.rebuild(self.device)
+        copied._leaves.swap_params([memo.get(id(leaf)) for leaf in self._leaves.params])
+        memo.update(zip(map(id, self._leaves.params), copied._leaves.params, strict=True))
+        return copied
+
+    # ------------------------------------------------------------------------------------------------ parameters
+
+    @property
+    def params(self) -> tuple[nn.Parameter, ...]:
+        """The full parameters; readable while they are unsharded."""
+        return self._current.params
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The full parameters as plain tensors; with tensor parallelism this rank's TP shard."""
+        return self._current.views
+
+    def has_wrong_dtype(self, *, full_precision: bool) -> bool:
+        """Return True if the full parameters do not have the wanted dtype: the shard's or that of computation."""
+        same = self._stored.dtypes.compute == self._stored.dtypes.stored
+        return self.is_full_precision != (full_precision or same)
+
+    @property
+    def is_full_precision(self) -> bool:
+        """Return True if the full parameters have the dtype of the shard."""
+        return self._current is not self._leaves or self._stored.dtypes.compute == self._stored.dtypes.stored
+
+    @property
+    def has_storage(self) -> bool:
+        """Return True if the full buffer has its storage, unsharded or with an all-gather pending."""
+        return self._current.buffer.alive or self._gather_output is not None
+
+    @property
+    def address(self) -> int:
+        """Address of the full buffer; 0 while it has no storage."""
+        buffer = self._current.buffer
+        return buffer.tensor.untyped_storage().data_ptr() if buffer.alive else 0
+
+    @property
+    def trains(self) -> list[bool]:
+        """Whether each full parameter requires gradients."""
+        return [leaf.requires_grad for leaf in self._leaves.params]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return True if any full parameter requires gradients."""
+        return any(leaf.requires_grad for leaf in self._leaves.params)
+
+    def set_requires_grad(self, index: int, on: bool) -> None:
+        """Set whether a full parameter requires gradients.
+
+        Args:
+            index: Which of the members.
+            on: Whether it does.
+        """
+        self._current.set_requires_grad(index, on)
+
+    # ------------------------------------------------------------------------------------------------ all-gather
+
+    def start_all_gather(self, *, full_precision: bool = False) -> bool:
+        """Start the all-gather of the full parameters. Collective.
+
+        Args:
+            full_precision: In the stored type, whatever the type to compute in.
+
+        Returns:
+            Whether there was something to start.
+        """
+        if self.is_unsharded or self._pending is not None:
+            return False
+        if full_precision and not self.is_full_precision:
+            self._use_stored_dtype()
+        with profile_range("all_gather", self._name.text), use_gather_stream(self.device):
+            self._pending = self._launch_all_gather(self._current.buffer)
+        return True
+
+    def _use_stored_dtype(self) -> None:
+        """Compute with leaves of the shard's type until the next reshard."""
+        trains = self.trains
+        self._stored_dtype_leaves = self._stored_dtype_leaves or self._build_freed(self._stored.dtypes.stored, trains)
+        self._current = self._stored_dtype_leaves
+        for index, on in enumerate(trains):
+            self._current.set_requires_grad(index, on)
+
+    def _launch_all_gather(self, buffer: ResizableStorage) -> Pending:
+        what, dtype = f"gather {self._name.text}", buffer.tensor.dtype
+        if self._packing.is_direct:
+            buffer.allocate()
+            incoming = buffer.tensor
+        else:
+            incoming = self._gather_output = self._allocate_gather_output(dtype)
+        if self._partial_shard is not None and self.post_forward_group is not None:
+            make_gathers_wait(self.device)
+            return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
+        own = self._stored.data.detach()
+        if own.dtype != dtype or own.device != incoming.device:
+            chunk = own.numel()  # cast to where it goes: a gather may read from its own place
+            rank = self._group.rank
+            own = incoming[rank * chunk : (rank + 1) * chunk].copy_(own, non_blocking=True)
+        return self._group.all_gather(incoming, own, what, self.custom_all_gather)
+
+    def _allocate_gather_output(self, dtype: torch.dtype) -> torch.Tensor:
+        numel = self._packing.all_gather_numel
+        if self.custom_all_gather is not None:
+            return self.custom_all_gather.allocate((numel,), dtype=dtype, device=self.device)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
+        """Wait for the all-gather: then the full parameters can be read.
+
+        Args:
+            keep_partial_shard: Keep this rank's shard among `post_forward_group` for the unshard in backward.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.wait()
+        wait_for_gathers(self.device)
+        buffer = self._current.buffer
+        if keep_partial_shard:
+            self._keep_partial_shard(buffer.tensor if self._gather_output is None else self._gather_output)
+        if self._gather_output is not None:
+            with profile_range("all_gather_copy_out", self._name.text):
+                buffer.allocate()
+                self._packing.unpack(self._gather_output, buffer.tensor)
+            record_stream(self._gather_output)
+            self._gather_output = None
+        self.is_unsharded = True
+
+    def _keep_partial_shard(self, gathered: torch.Tensor) -> None:
+        """Keep this rank's shard among `post_forward_group`, in the type that backward computes in."""
+        group = self.post_forward_group
+        if group is not None and self._partial_shard is None and self._current is self._leaves:
+            numel = gathered.numel() // group.size
+            self._partial_shard = gathered[group.rank * numel : (group.rank + 1) * numel].clone()
+
+    def reshard(self, *, keep_partial_shard: bool = False) -> None:
+        """Free the full parameters, unless they are the shard.
+
+        Args:
+            keep_partial_shard: Keep the shard that `wait_all_gather` kept.
+        """
+        self.wait_all_gather(keep_partial_shard=keep_partial_shard)
+        if not keep_partial_shard:
+            self._partial_shard = None
+        if self.is_aliased:
+            return
+        self._current.buffer.free()
+        self._leaves.buffer.free()
+        self._current = self._leaves
+        self.is_unsharded = False
+
+    def discard(self) -> None:
+        """Drop the full parameters, their gradients and a pending all-gather, after an error."""
+        self._pending = self._gather_output = None
+        self.drop_gradients()
+        self.reshard()
+
+    # ------------------------------------------------------------------------------------------------- gradients
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The leaves' gradients as plain tensors."""
+        grads = [leaf.grad for leaf in self._leaves.params]
+        if self._stored_dtype_leaves is not None:
+            others = [leaf.grad for leaf in self._stored_dtype_leaves.params]
+            grads = [grad if other is None else _sum(other, grad) for grad, other in zip(grads, others, strict=True)]
+        if not self._placements:
+            return grads
+        pairs = zip(self._placements, grads, strict=True)
+        return [None if grad is None else placement.gradient(grad) for placement, grad in pairs]
+
+    def own_gradients(self) -> list[torch.Tensor | None]:
+        """Return the leaves' gradients as plain tensors, which are what the leaves have from now on."""
+        grads = self.gradients
+        for placement, leaf, grad in zip(self._placements, self._leaves.params, grads, strict=False):
+            leaf.grad = None if grad is None else placement.full(grad)
+        return grads
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Return the leaves' gradients as plain tensors, and drop them there."""
+        grads = self.gradients
+        self.drop_gradients()
+        return grads
+
+    def drop_gradients(self) -> None:
+        """Forget the leaves' gradients."""
+        for leaf in self._leaves.params:
+            leaf.grad = None
+        if self._stored_dtype_leaves is not None:
+            for leaf in self._stored_dtype_leaves.params:
+                leaf.grad = None
