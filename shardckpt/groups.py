@@ -20,6 +20,7 @@ _MESSAGE_BYTES = 512
 
 
 _PIGGYBACK_BYTES = _MESSAGE_BYTES - 1
+_CPU = torch.device("cpu")
 
 
 class Piggyback:
@@ -148,7 +149,7 @@ class LocalGroup(Group):
 
 
 class TorchGroup(Group):
-    """A torch process group whose backend moves CPU tensors, such as gloo.
+    """A torch process group; what it moves travels where its backend takes it, under NCCL through the accelerator.
 
     Args:
         group: The process group; the default one where None.
@@ -174,32 +175,35 @@ class TorchGroup(Group):
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gather lengths, then the bytes, padded to the longest."""
         with self._named("all-gather"):
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(data)]), group=self._group)
-            longest = max(int(length) for length in lengths)
-            if longest == 0:
+            lengths = self._gather_rows(torch.tensor([len(data)]))[:, 0].tolist()
+            if not any(lengths):
                 return [b""] * self.size
-            rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(rows, _pad_to_tensor(data, longest), group=self._group)
-        return [row[: int(n)].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+            rows = self._gather_rows(_pad_to_tensor(data, max(lengths)))
+        return [row[:n].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
         """Gather the bytes, whose number is known."""
         with self._named("all-gather"):
-            rows = [torch.empty(len(data), dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(rows, _pad_to_tensor(data, len(data)), group=self._group)
+            rows = self._gather_rows(_pad_to_tensor(data, len(data)))
         return [row.numpy().tobytes() for row in rows]
+
+    def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return every rank's row, `(rank, element)`, on the CPU."""
+        rows = torch.empty(self.size, row.numel(), dtype=row.dtype, device=get_group_device(self._group))
+        dist.all_gather(list(rows.unbind()), row.to(rows.device), group=self._group)
+        return rows.cpu()
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
         """Broadcast the length, then the bytes."""
+        device = get_group_device(self._group)
         with self._named("broadcast"):
-            length = torch.tensor([len(data or b"")])
+            length = torch.tensor([len(data or b"")], device=device)
             dist.broadcast(length, group=self._group, group_src=source)
             if int(length) == 0:
                 return b""
-            row = _pad_to_tensor(data if data is not None and self.rank == source else b"", int(length))
+            row = _pad_to_tensor(data if data is not None and self.rank == source else b"", int(length)).to(device)
             dist.broadcast(row, group=self._group, group_src=source)
-        return row.numpy().tobytes()
+        return row.cpu().numpy().tobytes()
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -212,6 +216,26 @@ class TorchGroup(Group):
                 rank=self.rank,
                 fix="Another rank died or left; its own log says why.",
             ) from error
+
+
+def get_group_device(group: dist.ProcessGroup | None = None, preferred: torch.device = _CPU) -> torch.device:
+    """Return a device whose tensors the backends of a group move; NCCL moves none of the CPU.
+
+    Args:
+        group: The process group; the default one where None.
+        preferred: The device to return if they do.
+    """
+    kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
+    return preferred if preferred.type in kinds else current_device(kinds[0])
+
+
+def current_device(kind: str) -> torch.device:
+    """Return the device of a kind, "cuda" say, that this process uses.
+
+    Args:
+        kind: Type of device.
+    """
+    return torch.empty(0, device=kind).device
 
 
 def _pad_to_tensor(data: bytes, nbytes: int) -> torch.Tensor:

@@ -51,8 +51,8 @@ class DTensorAdapter(ParameterAdapter):
 
     @property
     def device(self) -> torch.device:
-        """Where its local part is."""
-        return self.packed.device
+        """Where the ranks of its mesh exchange parts."""
+        return dtensor_rows.get_mesh_device(self._kept)
 
     def placements(self) -> list[MeshPlacements | None]:
         """As it is."""
@@ -109,7 +109,8 @@ class DTensorAdapter(ParameterAdapter):
         """Gather to the ranks that get it, if one mesh dimension shards it; else to all."""
         kept = self._kept
         at = dtensor_rows.direction(kept) if first_only else None
-        full = self._around(packed).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, packed)
+        own = packed.to(self.device)
+        full = self._around(own).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, own)
         return None if full is None or (first_only and not self.ranks.is_first) else [full]
 
     def from_full(self, values: Tensors, into: Tensors) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
-from shardckpt.groups import Group, TorchGroup
+from shardckpt.groups import Group, TorchGroup, get_group_device
 from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, local
@@ -363,7 +363,7 @@ def gather_uneven(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.Proc
     """
     encoded = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
     shapes = [None if each == b"-" else torch.Size(int(n) for n in each.decode().split(",") if n) for each in encoded]
-    device = torch.device("cpu") if own is None else own.device
+    device = get_group_device(ranks, torch.device("cpu") if own is None else own.device)
     padded = torch.zeros(max(shape.numel() for shape in shapes if shape is not None), dtype=dtype, device=device)
     if own is not None:
         padded[: own.numel()] = own.detach().reshape(-1)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt.boxes import chunk_range
 from shardckpt.core.params.full_params import Staging
+from shardckpt.groups import current_device
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 
@@ -29,7 +30,7 @@ def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | No
     Args:
         kept: A DTensor with the placements.
         at: The mesh dimension that shards it.
-        part: This rank's rows.
+        part: This rank's rows, where the ranks of the mesh exchange parts.
 
     Returns:
         The full tensor on rank 0; None elsewhere. Ranks that have copies of rows do nothing.
@@ -64,12 +65,19 @@ def scatter_rows(
     dim, counts = _rows(kept, at)
     rows = None if value is None else [[part] for part in torch.split(value, list(counts), dim)]
     copies = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if axis != at))
-    scatter_from_rank0(rows, [place], mesh.get_group(at), copies, dtype=dtype, device=place.device, staging=staging)
+    device = get_mesh_device(kept)
+    scatter_from_rank0(rows, [place], mesh.get_group(at), copies, dtype=dtype, device=device, staging=staging)
 
 
 def has_rows_everywhere(rows: int, ranks: int) -> bool:
     """Return True if every rank gets some of a parameter's rows; the last ones may get none."""
     return chunk_range(rows, ranks, ranks - 1)[1] > 0
+
+
+def get_mesh_device(kept: DTensor) -> torch.device:
+    """Return the device on which a DTensor's ranks exchange parts; its own local tensor may be offloaded to the CPU."""
+    kind = kept.device_mesh.device_type
+    return kept.device if kept.device.type == kind else current_device(kind)
 
 
 def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:

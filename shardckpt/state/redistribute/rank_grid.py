@@ -9,7 +9,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from shardckpt.groups import Group, LocalGroup, TorchGroup
+from shardckpt.groups import Group, LocalGroup, TorchGroup, get_group_device
 
 _LENGTH_BYTES = 8
 
@@ -70,7 +70,10 @@ class Ranks:
         """Broadcast a tensor from rank 0. Collective."""
         for at, axis in enumerate(self.axes):
             if axis.size() > 1 and all(later.rank() == 0 for later in self.axes[at + 1 :]):
-                dist.broadcast(tensor.view(-1).view(torch.uint8), group=axis, group_src=0)
+                moved = tensor.to(get_group_device(axis, tensor.device))
+                dist.broadcast(moved.view(-1).view(torch.uint8), group=axis, group_src=0)
+                if moved is not tensor:
+                    tensor.copy_(moved)
 
 
 class _Grid(Group):
