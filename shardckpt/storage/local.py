@@ -72,6 +72,7 @@ class LocalStore:
     def __init__(self, root: str) -> None:
         self._root = root
         self._real = os.path.realpath(root)
+        self._root_id = _get_folder_id(root)
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -254,6 +255,8 @@ class LocalStore:
         """
         check_name(name, self._root)
         path = self._shown(name)
+        if self._is_free_of_links(name if follow else os.path.dirname(name)):
+            return path
         real = os.path.realpath(path if follow else os.path.dirname(path))
         if not (_is_below(real, self._real) or _is_cached_blob(real, self._real)):
             raise UnsafeError(
@@ -268,6 +271,33 @@ class LocalStore:
                 "this link leads nowhere", where=path, found=os.readlink(path), fix="Copy the file it stood for again."
             )
         return path
+
+    def _is_free_of_links(self, name: str) -> bool:
+        """Return True if the root is the folder that it was, and no part of a name is a link: it is below the root.
+
+        False if that is not certain. It takes a call for each part of the name, `os.path.realpath` one for each folder
+        above the root too.
+        """
+        if self._root_id is None or _get_folder_id(self._root) != self._root_id:
+            return False
+        path = self._root
+        try:
+            for part in filter(None, name.split("/")):
+                path = f"{path}/{part}"
+                if stat.S_ISLNK(os.lstat(path).st_mode):
+                    return False
+        except OSError:
+            return False
+        return True
+
+
+def _get_folder_id(path: str) -> tuple[int, int] | None:
+    """Return the device and the inode of a folder; None if it does not exist."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:

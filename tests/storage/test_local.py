@@ -49,9 +49,11 @@ class TestLinks:
         assert (tmp_path / "precious" / "b.bin").read_bytes() == b"1"
         assert [entry.name for entry in store.list()] == ["linked"]
 
-    def test_a_link_out_of_the_folder_is_refused(self, store, tmp_path):
+    @pytest.mark.parametrize("is_new", [True, False])
+    def test_a_link_out_of_the_folder_is_refused(self, is_new, store, tmp_path):
         (tmp_path / "secret").write_bytes(b"1")
         put(store, "a.bin")
+        store = store if is_new else LocalStore(str(tmp_path / "root"))
         os.symlink("../secret", tmp_path / "root" / "b.bin")
         os.symlink("..", tmp_path / "root" / "up")
         for name in ("b.bin", "up/secret"):
@@ -62,6 +64,37 @@ class TestLinks:
         for ask in (lambda: store.create("up/new"), lambda: store.delete("up/secret"), lambda: store.list("up")):
             with pytest.raises(UnsafeError):
                 ask()
+
+    @pytest.mark.parametrize("name", ["a.bin", "sub/deep/a.bin"])
+    def test_a_link_that_is_swapped_in_later_is_refused(self, name, tmp_path):
+        put(LocalStore(str(tmp_path / "root")), name, b"1")
+        store = LocalStore(str(tmp_path / "root"))
+        first = tmp_path / "root" / name.split("/")[0]
+        assert read_bytes(store, name, 0, 1) == b"1"
+        store.close()
+        os.rename(first, tmp_path / "moved")
+        os.symlink(tmp_path / "moved", first)
+        for ask in (lambda: read_bytes(store, name, 0, 1), lambda: store.size(name)):
+            with pytest.raises(UnsafeError, match="link out of"):
+                ask()
+
+    def test_a_root_that_becomes_a_link_to_another_folder_is_refused(self, tmp_path):
+        put(LocalStore(str(tmp_path / "root")), "a.bin", b"1")
+        put(LocalStore(str(tmp_path / "other")), "a.bin", b"2")
+        store = LocalStore(str(tmp_path / "root"))
+        os.rename(tmp_path / "root", tmp_path / "moved")
+        os.symlink("other", tmp_path / "root")
+        with pytest.raises(UnsafeError, match="link out of"):
+            read_bytes(store, "a.bin", 0, 1)
+        os.unlink(tmp_path / "root")
+        os.rename(tmp_path / "other", tmp_path / "root")
+        assert read_bytes(store, "a.bin", 0, 1) == b"2", "a folder that replaces it is read"
+
+    def test_a_path_without_links_is_not_resolved(self, tmp_path, monkeypatch):
+        put(LocalStore(str(tmp_path / "root")), "sub/a.bin", b"1")
+        store = LocalStore(str(tmp_path / "root"))
+        monkeypatch.setattr(os.path, "realpath", None)
+        assert read_bytes(store, "sub/a.bin", 0, 1) == b"1"
 
     def test_the_root_itself_may_be_a_link(self, store, tmp_path):
         put(store, "a.bin", b"1")
