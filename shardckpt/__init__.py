@@ -1,6 +1,7 @@
 """Checkpoints of sharded PyTorch training: read any format, merge in constant memory, write safetensors.
 
-Names are loaded when they are first used, so that `import shardckpt` costs nothing and never imports torch.
+Names are loaded when they are first used, so that `import shardckpt` costs nothing and never imports torch. Names of
+`checkpoint` and `state` need torch; without it they raise MissingTorchError, and all others work.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         FormatError,
         IncompleteError,
         MissingFileError,
+        MissingTorchError,
         NameCollisionError,
         NoCompleteCheckpoint,
         NoMemoryError,
@@ -111,6 +113,7 @@ _HOMES = {
         "FormatError",
         "IncompleteError",
         "MissingFileError",
+        "MissingTorchError",
         "NameCollisionError",
         "NoCompleteCheckpoint",
         "NoMemoryError",
@@ -137,6 +140,7 @@ _HOMES = {
     "shardckpt.state.optim.optim_state_dict": ("optim_state_dict",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_NEEDS_TORCH = ("shardckpt.checkpoint.", "shardckpt.state.")
 
 __version__ = "0.1.0"
 
@@ -151,6 +155,7 @@ __all__ = [
     "Inspection",
     "MismatchError",
     "MissingFileError",
+    "MissingTorchError",
     "NameCollisionError",
     "NoCompleteCheckpoint",
     "NoMemoryError",
@@ -214,10 +219,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module it lives in."""
+    """Load a public name from the module it lives in. Raises MissingTorchError where that needs torch, and none is."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    home = _HOME_OF[name]
+    if home.startswith(_NEEDS_TORCH):
+        import_module("shardckpt.require_torch").require_torch(f"shardckpt.{name}")
+    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

@@ -17,6 +17,7 @@ ShardckptError
 │   ├── TargetExistsError (FileExistsError)
 │   ├── NameCollisionError                    two tensors would get one name
 │   ├── UnknownNameError (KeyError)           nothing of that name in the checkpoint
+│   ├── MissingTorchError (ModuleNotFoundError)  the call needs torch, which is not installed
 │   └── AmbiguousError (LookupError)          more than one answer; the message says which option decides
 ├── StateDictError (RuntimeError)             an object's own method failed            exit code 1
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
@@ -175,6 +176,12 @@ class NameCollisionError(UsageError):
 
 class UnknownNameError(UsageError, KeyError):
     """The checkpoint holds nothing of this name."""
+
+
+class MissingTorchError(UsageError, ModuleNotFoundError):
+    """The call needs torch, which is not installed."""
+
+    name = "torch"
 
 
 class AmbiguousError(UsageError, LookupError):

@@ -13,6 +13,11 @@ from pathlib import Path
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"shardckpt": ROOT / "shardckpt", "shardckpt_cli": ROOT / "cli" / "shardckpt_cli"}
 
@@ -29,15 +34,17 @@ ARROWS: dict[str, set[str]] = {
     "rendezvous": {"errors"},
     "deprecation": {"errors"},
     "plugins": {"errors"},
+    "require_torch": {"errors"},
     "groups": {"errors"},
     "devices": set(),
-    "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors"},
-    "state": {"core", "plan", "groups", "deprecation"} | LEAVES,
+    "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors", "require_torch"},
+    "state": {"core", "plan", "groups", "deprecation", "require_torch"} | LEAVES,
     "plan": set(LEAVES),
     "storage": {"errors"},
     "format": {"plan", "storage", "plugins"} | LEAVES,
-    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation", "devices"} | LEAVES,
-    "offline": {"plan", "format", "storage", "plugins", "deprecation"} | LEAVES,
+    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation", "devices", "require_torch"}
+    | LEAVES,
+    "offline": {"plan", "format", "storage", "plugins", "deprecation", "require_torch"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
     # The package itself names everything for type checkers and resolves each name on first use.
@@ -246,6 +253,28 @@ def unlisted_late_imports(found: list[Import]) -> list[str]:
     return [str(each) for each in late if (each.by, each.target) not in LATE_IMPORTS]
 
 
+def torch_free_modules(found: list[Import]) -> set[str]:
+    """Return the modules that the command and the offline verbs reach, late imports included."""
+    graph: dict[str, set[str]] = {}
+    for each in found:
+        if is_ours(each.target) and not each.for_types and WITH_RANKS not in (each.by, each.target):
+            graph.setdefault(each.by, set()).add(each.target)
+    roots = {name for name in graph if get_package(name) in {"offline", "cli"}}
+    return roots.union(*(_reachable(graph, name) for name in roots))
+
+
+def third_party(found: list[Import], modules: set[str]) -> set[str]:
+    """Return the distributions that modules import; each is called like its module."""
+    tops = {each.target.partition(".")[0] for each in found if each.by in modules}
+    return {top.replace("_", "-") for top in tops - set(PACKAGES) - sys.stdlib_module_names}
+
+
+def base_dependencies() -> set[str]:
+    """Return the names of what `pip install shardckpt` always brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {re.match(r"[\w-]+", line)[0].replace("_", "-") for line in project["dependencies"]}  # type: ignore[index]
+
+
 def loaded_by(statement: str) -> set[str]:
     """Return the top-level modules that a statement leaves in `sys.modules` of a fresh interpreter."""
     code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
@@ -367,6 +396,28 @@ class TestTheChecksCanFail:
 
     def test_what_an_import_leaves_in_memory_is_seen(self) -> None:
         assert "fsspec" in loaded_by("import fsspec")
+
+
+class TestDependencies:
+    def test_the_base_install_is_exactly_what_torch_free_modules_import(self) -> None:
+        modules = torch_free_modules(all_imports())
+        assert {get_package(name) for name in modules}.isdisjoint(LIBRARIES["torch"])
+        assert third_party(all_imports(), modules) == base_dependencies()
+
+    def test_training_imports_torch_and_else_only_the_base(self) -> None:
+        modules = {name for name in SOURCES if get_package(name) in LIBRARIES["torch"]}
+        assert third_party(all_imports(), modules) - base_dependencies() == {"torch"}
+
+    @pytest.mark.parametrize(
+        ("text", "wanted"), [("import rich.table", {"rich"}), ("def f():\n    import torch", {"torch"})]
+    )
+    def test_an_import_that_the_base_install_lacks_is_found(self, text: str, wanted: set[str]) -> None:
+        found = imports({**SOURCES, "shardckpt.format.dcp.reader": text})
+        assert third_party(found, torch_free_modules(found)) - base_dependencies() == wanted
+
+    def test_an_offline_verb_that_reaches_training_is_found(self) -> None:
+        found = imports({**SOURCES, "shardckpt.offline.diff": "def f():\n    from shardckpt.groups import LocalGroup"})
+        assert "shardckpt.groups" in torch_free_modules(found)
 
 
 class TestImportsStayLight:

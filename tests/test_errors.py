@@ -32,6 +32,7 @@ BUILTINS = {
     errors.SourceNotFoundError: FileNotFoundError,
     errors.TargetExistsError: FileExistsError,
     errors.UnknownNameError: KeyError,
+    errors.MissingTorchError: ModuleNotFoundError,
     errors.AmbiguousError: LookupError,
     errors.MissingFileError: FileNotFoundError,
     errors.StorageError: OSError,

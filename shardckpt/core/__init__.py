@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shardckpt.require_torch import require_torch
+
+require_torch("shardckpt.core")
+
 from shardckpt.core.config import (
     BackwardPrefetch,
     CPUOffload,

@@ -20,6 +20,7 @@ from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_co
 from shardckpt.offline.write.report import OnProgress, Report
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.optim.output_keys import rekey_state
+from shardckpt.require_torch import require_torch
 from shardckpt.storage.publish import overlaps
 from shardckpt.storage.resolve_url import kind
 
@@ -143,8 +144,11 @@ def export(
     target = choose_target(options.to, dst)
     target.check(options)
     is_file = dst.endswith(target.suffixes)
-    if options.parallel and is_file:
-        raise UsageError("ranks share files, and there is but one", found=dst, fix="Name a folder; or run one process.")
+    if options.parallel:
+        require_torch("parallel=True")  # ranks speak through torch
+        if is_file:
+            fix = "Name a folder; or run one process."
+            raise UsageError("ranks share files, and there is but one", found=dst, fix=fix)
     source = open_source(src, options.base)
     ids = read_param_names(options.param_names) if options.param_names else None
     reader = detect(source).open(source)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shardckpt.require_torch import require_torch
+
+require_torch("shardckpt.state")
+
 from shardckpt.plan.optim.flat_params import FlatUnit
 from shardckpt.plan.optim.optim_keys import flatten, nest, to_ids, to_names
 from shardckpt.plan.optim.param_groups import ConflictError
