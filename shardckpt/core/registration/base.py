@@ -29,6 +29,56 @@ class ChangedError(ShardckptError, RuntimeError, AssertionError):
     """A full parameter was changed where its old value is still needed."""
 
 
+class KeptParams:
+    """Full parameters that stay on the modules between forward and backward; a user may have changed them since.
+
+    Args:
+        bucket: The bucket.
+        unit: Name of the unit, for messages.
+
+    Attributes:
+        versions: The parameters, each with its version and its data pointer after forward.
+    """
+
+    def __init__(self, bucket: Bucket, unit: Name) -> None:
+        self._bucket = bucket
+        self._unit = unit
+        self.versions: list[tuple[torch.Tensor, int, int]] = []
+
+    def record(self, params: Sequence[torch.Tensor]) -> None:
+        """Record the versions of full parameters, unless they are the shard, which a user may change at any time."""
+        self.versions.clear()
+        if not self._bucket.unsharded.is_aliased:
+            for param in params:
+                self.versions.append((param, param._version, param.data_ptr()))
+
+    def check_unmodified(self) -> None:
+        """Raise if a user changed parameters after forward: gradients would be those of neither value."""
+        for param, version, memory in self.versions:
+            if param._version != version or param.data_ptr() != memory:
+                raise self.changed_error()
+        self.versions = []
+
+    def changed_error(self) -> ChangedError:
+        """Return the error about a parameter that was changed or replaced."""
+        return ChangedError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation, or "
+            "replaced: FSDP does not support changing the parameters between forward and backward",
+            where=self._unit,
+            fix="Change parameters after backward, or after a forward under no_grad.",
+        )
+
+    def write_back(self) -> None:
+        """Write parameters that a user changed after forward to the shard, before they are freed."""
+        unsharded = self._bucket.unsharded
+        if unsharded.is_unsharded and any(param._version != version for param, version, _ in self.versions):
+            if unsharded.is_full_precision:
+                self._bucket.write_back()
+            else:  # taking over a rounded copy would round what nobody changed
+                warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
+        self.versions = []
+
+
 class ParamRegistration(ABC):
     """Register the parameters of one bucket on its modules, as the user and the optimizer see them.
 
@@ -40,44 +90,9 @@ class ParamRegistration(ABC):
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         self.bucket = bucket
         self._unit = unit
-        self._recorded: list[tuple[torch.Tensor, int, int]] = []  # (tensor, version, data pointer)
+        self._kept = KeptParams(bucket, unit)
         for member in bucket.members:
             member.identity.hold(self)
-
-    def _record_versions(self, shown: Sequence[torch.Tensor]) -> None:
-        """Record the versions of full parameters that are kept between forward and backward."""
-        self._recorded.clear()
-        if not self.bucket.unsharded.is_aliased:
-            for each in shown:
-                self._recorded.append((each, each._version, each.data_ptr()))
-
-    @property
-    def _is_modified(self) -> bool:
-        return any(each._version != version for each, version, _ in self._recorded)
-
-    @property
-    def _is_replaced(self) -> bool:
-        return any(each.data_ptr() != memory for each, _, memory in self._recorded)
-
-    def _check_unmodified(self) -> None:
-        """Raise if a user changed parameters after forward: gradients would be those of neither value."""
-        if self._is_modified or self._is_replaced:
-            raise ChangedError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation, or "
-                "replaced: FSDP does not support changing the parameters between forward and backward",
-                where=self._unit,
-                fix="Change parameters after backward, or after a forward under no_grad.",
-            )
-        self._recorded = []
-
-    def _write_back_changes(self) -> None:
-        """Write parameters that a user changed after forward to the shard, before they are freed."""
-        if self._is_modified and self.bucket.unsharded.is_unsharded:
-            if self.bucket.unsharded.is_full_precision:
-                self.bucket.write_back()
-            else:  # taking over a rounded copy would round what nobody changed
-                warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
-        self._recorded = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
         """Return the registration of a copy of the bucket on a copy of the model, without gradients."""
@@ -151,10 +166,6 @@ class ParamRegistration(ABC):
     @abstractmethod
     def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add a reduced gradient to the registered parameters' gradients."""
-
-    def wrap_unsharded(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Wrap a full value as the module's parameter: a DTensor with tensor parallelism."""
-        return self.bucket.wrap_unsharded(index, value)
 
     @property
     def has_unsharded_grads(self) -> bool:
@@ -324,19 +335,19 @@ class PerParamRegistration(ParamRegistration):
 
     def register_unsharded(self) -> None:
         """Register the leaves."""
-        if self._recorded:
-            self._check_unmodified()
+        if self._kept.versions:
+            self._kept.check_unmodified()
         self._register(self.bucket.unsharded.params)
         self._allow_forward()
 
     def register_post_forward(self) -> None:
         """Leave the leaves registered."""
-        self._record_versions(self.bucket.unsharded.params)
+        self._kept.record(self.bucket.unsharded.params)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters."""
-        if self._recorded:
-            self._write_back_changes()
+        if self._kept.versions:
+            self._kept.write_back()
         self._register(self._parameters)
         self._refuse_forward()
 

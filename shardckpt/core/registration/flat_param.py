@@ -66,21 +66,21 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     def register_unsharded(self) -> None:
         """Set the leaves as attributes of the modules."""
-        self._check_unmodified()
+        self._kept.check_unmodified()
         for member, leaf in zip(self.bucket.members, self.bucket.unsharded.params, strict=True):
             for place in member.places:
                 put(place, leaf)
 
     def register_post_forward(self) -> None:
         """Leave the leaves where they are."""
-        self._record_versions(self.bucket.unsharded.params)
+        self._kept.record(self.bucket.unsharded.params)
 
     def register_sharded(self) -> None:
         """Set placeholders on the modules, since reading freed memory would end the process."""
         if self.bucket.unsharded.is_aliased:
             self.register_unsharded()
             return
-        self._write_back_changes()
+        self._kept.write_back()
         for member, placeholder in zip(self.bucket.members, self._placeholders, strict=True):
             for place in member.places:
                 put(place, placeholder)
@@ -167,12 +167,12 @@ class FlatParamRegistration(UnshardedGradRegistration):
         module._parameters[attribute] = None  # it comes back to its position
         pairs = zip(values, self.bucket.unsharded.params, strict=True)
         made = [
-            nn.Parameter(self.wrap_unsharded(index, value), requires_grad=leaf.requires_grad)
+            nn.Parameter(self.bucket.wrap_unsharded(index, value), requires_grad=leaf.requires_grad)
             for index, (value, leaf) in enumerate(pairs)
         ]
         for index, (member, parameter) in enumerate(zip(self.bucket.members, made, strict=True)):
             grad = gradients[index] if gradients is not None else None
-            assign_gradient(parameter, None if grad is None else self.wrap_unsharded(index, grad))
+            assign_gradient(parameter, None if grad is None else self.bucket.wrap_unsharded(index, grad))
             for place in member.places:
                 place.module.__dict__.pop(place.attribute, None)
                 register(place, parameter)

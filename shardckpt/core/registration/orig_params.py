@@ -29,18 +29,24 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self._grads_before: list[torch.Tensor | None] | None = None
         self.register_sharded()
 
+    def register_unsharded(self) -> None:
+        """Register the leaves."""
+        if self._kept.versions and self._is_replaced():
+            raise self._kept.changed_error()
+        super().register_unsharded()
+
     def register_post_forward(self) -> None:
         """Register the user's parameters with full shapes."""
         for original, full in zip(self._parameters, self.bucket.unsharded.tensors, strict=True):
             original.data = full
-        self._record_versions(self._parameters)
+        self._kept.record(self._parameters)
         self._register(self._parameters)
         for guard in self._guards:
             guard.install(is_allowed=True)
 
     def register_sharded(self) -> None:
         """Register the user's parameters as views of the shard."""
-        self._write_back_changes()
+        self._kept.write_back()
         self._reset_data()
         super().register_sharded()
 
@@ -56,13 +62,12 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
                 self._parameters[index] = given
         super().pull_user_changes()
 
-    @property
     def _is_replaced(self) -> bool:
-        places = [member.places[0] for member in self.bucket.members] if self._recorded else []
+        """Return True if a user registered another parameter in the place of one."""
+        places = [member.places[0] for member in self.bucket.members]
         registered = [place.module._parameters.get(place.attribute) for place in places]
-        return super()._is_replaced or any(
-            each is not ours for each, ours in zip(registered, self._parameters, strict=False) if each is not None
-        )
+        pairs = zip(registered, self._parameters, strict=True)
+        return any(parameter is not None and parameter is not ours for parameter, ours in pairs)
 
     def _get_local_data(self) -> list[torch.Tensor]:
         return [original.data for original in self._parameters]
@@ -108,13 +113,13 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
     def _register_full(self, index: int, *, grads: bool) -> nn.Parameter:
         """Register a full parameter: as a DTensor if it was one."""
         original = self._parameters[index]
-        value = self.wrap_unsharded(index, original.data)
+        value = self.bucket.wrap_unsharded(index, original.data)
         if not isinstance(value, DTensor):
             return original
         made = nn.Parameter(value, requires_grad=original.requires_grad)
         made.__dict__.update(original.__dict__)
         if grads and original.grad is not None:
-            assign_gradient(made, self.wrap_unsharded(index, original.grad))
+            assign_gradient(made, self.bucket.wrap_unsharded(index, original.grad))
         for place in self.bucket.members[index].places:
             register(place, made)
         return made

@@ -324,7 +324,7 @@ def _gather_params(
     full = gather_full(bucket, bucket.shard.data)
     try:
         for index, member in enumerate(bucket.members):
-            value = registration.wrap_unsharded(index, full.values[index])
+            value = bucket.wrap_unsharded(index, full.values[index])
             yield _name(member, names), _complete(value.clone())  # of its own, so that the unit's can go
     finally:
         full.free()
