@@ -128,6 +128,22 @@ class ReduceScatterOp(Protocol):
         """Fill the output with this rank's part of the reduced inputs; return what can be waited for, or None."""
 
 
+def allocate(
+    custom: AllGatherOp | ReduceScatterOp | None, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a 1-D buffer for a collective, from a user's own collective if there is one.
+
+    Args:
+        custom: The user's; None for torch's.
+        numel: Number of elements.
+        dtype: Element type.
+        device: Device of the buffer.
+    """
+    if custom is not None:
+        return custom.allocate((numel,), dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True)
 class CustomCollectives:
     """Custom collectives of a user; None for torch's.

@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -343,12 +344,12 @@ class FullyShardedDataParallel(StateStatics):
         self._assert_state(TrainingState.IDLE)
         before = [unit.config.sync_gradients for unit in root_state.units]
         for unit in root_state.units:
-            unit.configure(sync_gradients=False)
+            unit.config = replace(unit.config, sync_gradients=False)
         try:
             yield
         finally:
             for unit, on in zip(root_state.units, before, strict=True):
-                unit.configure(sync_gradients=on)
+                unit.config = replace(unit.config, sync_gradients=on)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -49,14 +49,12 @@ class FullyShardOptions:
     Attributes:
         info: The mesh.
         choose: Returns the placement of a parameter; None to shard the first dimension, over that mesh.
-        post_forward_ranks: Number of ranks to reshard to after forward; 0 for none.
         ignored: Parameters that are left alone.
-        config: The unit's settings.
+        config: The unit's first settings.
     """
 
     info: DataParallelMeshInfo
     choose: ShardPlacementFn | None
-    post_forward_ranks: int
     ignored: frozenset[nn.Parameter]
     config: UnitConfig
 
@@ -73,6 +71,60 @@ def fsdp_states_below(module: nn.Module) -> list[FSDPState]:
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
+class UnitCollectives:
+    """Collectives and process groups that a user sets for a unit; they stay when the unit is made again."""
+
+    def __init__(self) -> None:
+        self.comms = CustomCollectives()
+        self._is_separate = False
+        self._unit: FSDPUnit | None = None
+
+    def attach(self, unit: FSDPUnit) -> None:
+        """Set the unit, and its collectives where they are not the default."""
+        self._unit = unit
+        if self.comms != CustomCollectives():
+            self.set_comms(self.comms)
+        if self._is_separate:
+            self.set_separate_reduce_scatter_group(True)
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        assert self._unit is not None, "a unit was attached"
+        return self._unit.buckets
+
+    @property
+    def groups(self) -> list[ShardGroup]:
+        """The different groups of the unit's buckets, without replicated parameters."""
+        return list(dict.fromkeys(bucket.group for bucket in self._buckets if bucket.group.shard is not None))
+
+    @property
+    def backends(self) -> list[str]:
+        """The backends of these groups."""
+        return sorted({dist.get_backend(group.shard) for group in self.groups})
+
+    def set_comms(self, comms: CustomCollectives) -> None:
+        """Set collectives of the user's own.
+
+        Args:
+            comms: All of them.
+        """
+        self.comms = comms
+        for bucket in self._buckets:
+            bucket.set_collectives(comms=comms)
+
+    def set_separate_reduce_scatter_group(self, on: bool) -> None:
+        """Set whether gradients are reduced in a process group of their own. Collective when first enabled.
+
+        Args:
+            on: Whether they are.
+        """
+        self._is_separate = on
+        for bucket in self._buckets:
+            if bucket.group.shard is not None:
+                scatter = _group_for_reduce(bucket.group.shard) if on else None
+                bucket.set_collectives(group=replace(bucket.group, scatter=scatter))
+
+
 class FSDPState:
     """The unit of the modules of one `fully_shard`, which computes whenever one of them does.
 
@@ -85,17 +137,16 @@ class FSDPState:
         self.unit: FSDPUnit
         self.modules = tuple(modules)
         self._options = options
-        self._comms = CustomCollectives()
-        self._separate = False
+        self.collectives = UnitCollectives()
         self.root_state: RootState | None = None
         self._is_last_backward = True
         module = self._one_module
         owners: dict[FSDPUnit, FSDPState] = {each.unit: each for each in fsdp_states_below(module)}
         reopened = [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
         with ties_below(module):
-            for each in reopened:
-                each._rebuild_unit()
-            self.unit = self._build_unit()
+            for state in reopened:
+                state._set_unit(state._build_unit(state.unit.config))
+            self._set_unit(self._build_unit(options.config))
         for module in self.modules:
             module.__dict__[STATE] = self
 
@@ -126,14 +177,11 @@ class FSDPState:
             exempt.update(instance.parameters())
         return exempt
 
-    def _rebuild_unit(self) -> None:
-        self.unit = self._build_unit()
-        if self._comms != CustomCollectives():
-            self.set_custom_collectives()
-        if self._separate:
-            self.set_separate_reduce_scatter_group(True)
+    def _set_unit(self, unit: FSDPUnit) -> None:
+        self.unit = unit
+        self.collectives.attach(unit)
 
-    def _build_unit(self) -> FSDPUnit:
+    def _build_unit(self, config: UnitConfig) -> FSDPUnit:
         managed = managed_parameters(self._one_module, self._excluded_params)
         name = Name(", ".join(type(module).__name__ for module in self.modules))
         sets: dict[tuple[Any, ...], list[tuple[ParamInfo, MeshPlacement]]] = {}
@@ -144,9 +192,9 @@ class FSDPState:
             sets.setdefault(key, []).append((each, placement))
         _check_meshes([placement for members in sets.values() for _, placement in members])
         self._move(managed)
-        registrations = [self._build_registration(name, members) for members in sets.values()]
+        registrations = [self._build_registration(name, members, config) for members in sets.values()]
         buffers = mixed_precision.Buffers(self._own_modules())
-        return FSDPUnit(name, self.modules, registrations, self._options.config, buffers, self.device)
+        return FSDPUnit(name, self.modules, registrations, config, buffers, self.device)
 
     def _own_modules(self) -> list[nn.Module]:
         """Return the modules below that no nested unit has, each once."""
@@ -176,14 +224,14 @@ class FSDPState:
         materialize.move_states(buffers, device)
 
     def _build_registration(
-        self, name: Name, members: Sequence[tuple[ParamInfo, MeshPlacement]]
+        self, name: Name, members: Sequence[tuple[ParamInfo, MeshPlacement]], config: UnitConfig
     ) -> DTensorRegistration:
         placements = tuple(each for _, each in members)
-        info, config = placements[0].info, self._options.config
+        info = placements[0].info
         group = info.group
         if placements[0].dim is None:
             group = ShardGroup(None, _group_of_all_ranks(info))
-        count = self._options.post_forward_ranks
+        count = config.post_forward_ranks
         neighbours = _group_for_slices(group, count) if count and group.shard else None
         spec = ShardSpec(keeps_full=placements[0].dim is None, placements=placements, post_forward_group=neighbours)
         kind = ExtensionBucket if needs_extension(placements[0].local(members[0][0].parameter)) else Bucket
@@ -191,46 +239,10 @@ class FSDPState:
         registered = ExtensionRegistration if isinstance(bucket, ExtensionBucket) else DTensorRegistration
         return registered(bucket, name, placements)
 
-    def configure(self, **changes: Any) -> None:
-        """Change settings of the unit, also for when it has to be made again."""
-        self._options = replace(self._options, config=replace(self._options.config, **changes))
-        self.unit.configure(**changes)
-
-    # --------------------------------------------------------------------------------------------- collectives
-
-    @property
-    def groups(self) -> list[ShardGroup]:
-        """The different groups of its buckets, without replicated parameters."""
-        return list(dict.fromkeys(bucket.group for bucket in self.unit.buckets if bucket.group.shard is not None))
-
     @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self._options.info.device
-
-    @property
-    def backends(self) -> list[str]:
-        """The backends of these groups."""
-        return sorted({dist.get_backend(group.shard) for group in self.groups})
-
-    @property
-    def comms(self) -> CustomCollectives:
-        """Collectives of the user's own."""
-        return self._comms
-
-    def set_custom_collectives(self, **changes: Any) -> None:
-        """Set collectives of the user's own."""
-        self._comms = replace(self._comms, **changes)
-        for bucket in self.unit.buckets:
-            bucket.set_collectives(comms=self._comms)
-
-    def set_separate_reduce_scatter_group(self, on: bool) -> None:
-        """Set whether gradients are reduced in a process group of their own. Collective when first enabled."""
-        self._separate = on
-        for bucket in self.unit.buckets:
-            if bucket.group.shard is not None:
-                scatter = _group_for_reduce(bucket.group.shard) if on else None
-                bucket.set_collectives(group=replace(bucket.group, scatter=scatter))
 
     # ------------------------------------------------------------------------------------------------- running
 
@@ -327,7 +339,7 @@ class FSDPState:
         scope = materialize.ModuleScope.collect(self._one_module, self._is_elsewhere, self._options.ignored)
         materialize.refuse_meta(scope, name, below)
         away = [(fqn, parameter.device) for fqn, parameter in exposed if parameter.device.type != "cpu"]
-        if away and self._options.config.offload.enabled:
+        if away and self.unit.config.offload.enabled:
             raise StateError(
                 "FSDP parameters should be materialized on CPU when enabling CPU offloading",
                 where=name,

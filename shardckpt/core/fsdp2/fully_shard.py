@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Literal, overload
 
@@ -18,7 +19,14 @@ from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.fsdp2.composable_registry import register_fully_shard
-from shardckpt.core.fsdp2.fsdp_state import STATE, FSDPState, FullyShardOptions, fsdp_states_below, get_fsdp_state
+from shardckpt.core.fsdp2.fsdp_state import (
+    STATE,
+    FSDPState,
+    FullyShardOptions,
+    UnitCollectives,
+    fsdp_states_below,
+    get_fsdp_state,
+)
 from shardckpt.core.modules.compile_guard import compiler_disabled_shallow
 from shardckpt.core.params.mesh_placement import (
     DataParallelMeshDims,
@@ -120,18 +128,14 @@ def fully_shard(
     modules = _outermost(module)
     _check_modules(modules)
     info = mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
-    post_forward_ranks, kept = _resolve_reshard(reshard_after_forward, info)
     config = UnitConfig(
         precision=mp_policy.precision,
         offload=offload_policy.offload,
         keeps_full=info.shard_mesh_dim is None,
         keeps_unsharded_without_sync=False,
-        **kept,
     )
-    FSDPState(
-        modules,
-        FullyShardOptions(info, shard_placement_fn, post_forward_ranks, frozenset(ignored_params or ()), config),
-    )
+    config = _resolve_reshard(config, reshard_after_forward, info)
+    FSDPState(modules, FullyShardOptions(info, shard_placement_fn, frozenset(ignored_params or ()), config))
     for each in modules:
         each.__class__ = _sharded_class(type(each))
         register_fully_shard(each)
@@ -164,16 +168,16 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise ArgumentError(f"fully_shard does not support containers that do not implement forward: {each}")
 
 
-def _resolve_reshard(answer: bool | int | None, info: DataParallelMeshInfo) -> tuple[int, dict[str, Any]]:
-    """Return how many ranks to reshard to after forward, and settings of the unit."""
+def _resolve_reshard(config: UnitConfig, answer: bool | int | None, info: DataParallelMeshInfo) -> UnitConfig:
+    """Return settings of a unit with those that `reshard_after_forward` means."""
     if answer is None:
-        return 0, {}
+        return config
     if not isinstance(answer, int):
         raise ArgumentError(
             f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {answer}"
         )
     if info.shard_mesh_dim is None:
-        return 0, {}
+        return config
     size = info.mesh.size(info.shard_mesh_dim)
     if not isinstance(answer, bool):
         if info.is_spmd_mesh:
@@ -191,13 +195,20 @@ def _resolve_reshard(answer: bool | int | None, info: DataParallelMeshInfo) -> t
                 stacklevel=3,
             )
         if 1 < answer < size:
-            return answer, {"post_forward_ranks": answer, "keeps_root_unsharded": False}
+            return replace(config, post_forward_ranks=answer, keeps_root_unsharded=False)
         answer = answer == size
-    return 0, {
-        "reshard_after_forward": answer,
-        "keeps_unsharded_without_grad": not answer,
-        "keeps_root_unsharded": False,
-    }
+    return _reshard_or_keep(config, answer)
+
+
+def _reshard_or_keep(config: UnitConfig, reshards: bool) -> UnitConfig:
+    """Return settings of a unit that reshards after forward, or keeps its parameters, also as the root."""
+    return replace(
+        config,
+        reshard_after_forward=reshards,
+        keeps_unsharded_without_grad=not reshards,
+        keeps_root_unsharded=False,
+        post_forward_ranks=0,
+    )
 
 
 def _state(module: nn.Module) -> FSDPState | None:
@@ -280,8 +291,13 @@ class FSDPModule:
         state = self._fsdp_state
         return state.root_state is not None and state.root_state.root is state.unit
 
-    def _each(self, recurse: bool) -> list[FSDPState]:
+    def _states(self, recurse: bool) -> list[FSDPState]:
         return fsdp_states_below(self._as_module) if recurse else [self._fsdp_state]
+
+    def _configure(self, change: Callable[[UnitConfig], UnitConfig], *, recurse: bool = False) -> None:
+        """Change settings of this module's unit, with `recurse` of those below as well."""
+        for state in self._states(recurse):
+            state.unit.config = change(state.unit.config)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
@@ -353,13 +369,7 @@ class FSDPModule:
         """
         if not isinstance(reshard_after_forward, bool):
             raise ArgumentError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for each in self._each(recurse):
-            each.configure(
-                reshard_after_forward=reshard_after_forward,
-                keeps_unsharded_without_grad=not reshard_after_forward,
-                post_forward_ranks=0,
-                keeps_root_unsharded=False,
-            )
+        self._configure(lambda config: _reshard_or_keep(config, reshard_after_forward), recurse=recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether full parameters go after backward, or stay for the next forward.
@@ -368,8 +378,7 @@ class FSDPModule:
             reshard_after_backward: Whether they go.
             recurse: Say it to the sharded modules below as well.
         """
-        for each in self._each(recurse):
-            each.configure(reshard_after_backward=reshard_after_backward)
+        self._configure(lambda config: replace(config, reshard_after_backward=reshard_after_backward), recurse=recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this module's full parameters; that of an embedding does not.
@@ -377,7 +386,7 @@ class FSDPModule:
         Args:
             unshard_in_backward: Whether they are gathered in backward.
         """
-        self._fsdp_state.configure(unshard_in_backward=unshard_in_backward)
+        self._configure(lambda config: replace(config, unshard_in_backward=unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Say what is gathered while this module computes forward.
@@ -410,8 +419,8 @@ class FSDPModule:
             requires_gradient_sync: Whether it does.
             recurse: Say it to the sharded modules below as well.
         """
-        for each in self._each(recurse):
-            each.configure(sync_gradients=requires_gradient_sync, all_reduce=requires_gradient_sync)
+        on = requires_gradient_sync
+        self._configure(lambda config: replace(config, sync_gradients=on, all_reduce=on), recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether gradients are summed over replicas too, or kept once they are summed over shards.
@@ -420,8 +429,7 @@ class FSDPModule:
             requires_all_reduce: Whether they are.
             recurse: Say it to the sharded modules below as well.
         """
-        for each in self._each(recurse):
-            each.configure(all_reduce=requires_all_reduce)
+        self._configure(lambda config: replace(config, all_reduce=requires_all_reduce), recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last before the optimizer's step; only that one waits for reductions.
@@ -437,7 +445,7 @@ class FSDPModule:
         Args:
             factor: The divisor.
         """
-        self._fsdp_state.configure(gradient_divide_factor=factor)
+        self._configure(lambda config: replace(config, gradient_divide_factor=factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what `set_gradient_divide_factor` does, which is to be used instead."""
@@ -450,7 +458,7 @@ class FSDPModule:
         Args:
             enable: Whether they do.
         """
-        self._fsdp_state.configure(force_sum_reduction=enable)
+        self._configure(lambda config: replace(config, force_sum_reduction=enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether a parameter that no rank used gets a gradient of zeros, rather than none.
@@ -461,8 +469,8 @@ class FSDPModule:
             reduce_scatter_unused_params: Whether it does.
             recurse: Say it to the sharded modules below as well.
         """
-        for each in self._each(recurse):
-            each.configure(reduce_scatter_unused_params=reduce_scatter_unused_params)
+        on = reduce_scatter_unused_params
+        self._configure(lambda config: replace(config, reduce_scatter_unused_params=on), recurse=recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Say how many reductions may be under way at once, each of which holds a buffer.
@@ -479,8 +487,9 @@ class FSDPModule:
             raise SettingTypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ArgumentError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for each in self._each(recurse):
-            each.configure(reduce_scatter_max_input_buffers=max_input_buffers)
+        self._configure(
+            lambda config: replace(config, reduce_scatter_max_input_buffers=max_input_buffers), recurse=recurse
+        )
 
     # -------------------------------------------------------------------------------------------- collectives
 
@@ -493,7 +502,8 @@ class FSDPModule:
         Raises:
             ArgumentError: The module's parameters are on several meshes.
         """
-        self._one_group("set_custom_all_gather").set_custom_collectives(all_gather=comm)
+        collectives = self._one_group("set_custom_all_gather")
+        collectives.set_comms(replace(collectives.comms, all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with a collective of the user's own.
@@ -504,7 +514,8 @@ class FSDPModule:
         Raises:
             ArgumentError: The module's parameters are on several meshes.
         """
-        self._one_group("set_custom_reduce_scatter").set_custom_collectives(reduce_scatter=comm)
+        collectives = self._one_group("set_custom_reduce_scatter")
+        collectives.set_comms(replace(collectives.comms, reduce_scatter=comm))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None) -> None:
         """Call a function on averaged gradients before the optimizer sees them.
@@ -516,20 +527,22 @@ class FSDPModule:
         Raises:
             ArgumentError: The parameters are on several meshes, or a stream is given where replicas are averaged.
         """
-        state = self._one_group("set_all_reduce_hook")
-        if stream is not None and any(group.replicas > 1 for group in state.groups):
+        collectives = self._one_group("set_all_reduce_hook")
+        if stream is not None and any(group.replicas > 1 for group in collectives.groups):
             raise ArgumentError("stream cannot be set when using native HSDP")
-        state.set_custom_collectives(all_reduce_hook=hook if stream is None else _run_on_stream(stream, hook))
+        hook = hook if stream is None else _run_on_stream(stream, hook)
+        collectives.set_comms(replace(collectives.comms, all_reduce_hook=hook))
 
-    def _one_group(self, called: str) -> FSDPState:
+    def _one_group(self, called: str) -> UnitCollectives:
+        """Return the collectives of this module's unit; refuse one with parameters on several meshes."""
         state = self._fsdp_state
-        if len(state.groups) > 1:
+        if len(state.collectives.groups) > 1:
             raise ArgumentError(
                 f"{called} is not supported with multiple param groups (from per-param mesh via shard_placement_fn): "
                 "it would be ambiguous across groups with different meshes",
                 where=state.unit.name,
             )
-        return state
+        return state.collectives
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Say whether gradients are reduced on channels of their own, beside gathers. Collective when first enabled.
@@ -538,8 +551,8 @@ class FSDPModule:
             enable: Whether they are.
             recurse: Say it to the sharded modules below as well.
         """
-        for each in self._each(recurse):
-            each.set_separate_reduce_scatter_group(enable)
+        for state in self._states(recurse):
+            state.collectives.set_separate_reduce_scatter_group(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Say whether buffers of collectives come from the process group's allocator, which only NCCL has.
@@ -553,15 +566,15 @@ class FSDPModule:
         """
         self._refuse_own_comms("set_allocate_memory_from_process_group()")
         state = self._fsdp_state
+        collectives = state.collectives
         if not enable:
-            state.set_custom_collectives(all_gather=None, reduce_scatter=None)
+            collectives.set_comms(replace(collectives.comms, all_gather=None, reduce_scatter=None))
             return
-        groups = [group.shard for group in state.groups if group.shard is not None]
+        groups = [group.shard for group in collectives.groups if group.shard is not None]
         if len(groups) != 1 or allocator(groups[0], state.device) is None:
             self._refuse_backend("an allocator of the process group")
-        state.set_custom_collectives(
-            all_gather=PooledAllGather(groups[0]), reduce_scatter=PooledReduceScatter(groups[0])
-        )
+        gather, scatter = PooledAllGather(groups[0]), PooledReduceScatter(groups[0])
+        collectives.set_comms(replace(collectives.comms, all_gather=gather, reduce_scatter=scatter))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Use symmetric memory for gathers, which only NCCL has.
@@ -577,7 +590,7 @@ class FSDPModule:
         self._refuse_backend(f"symmetric memory of {backend}, which this version gathers without,")
 
     def _refuse_own_comms(self, called: str) -> None:
-        comms = self._fsdp_state.comms
+        comms = self._fsdp_state.collectives.comms
         for kind, own in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
             if own is not None and not isinstance(own, (PooledAllGather, PooledReduceScatter)):
                 raise MisuseError(f"cannot call {called} when {kind} comm is custom: {type(own).__name__}")
@@ -586,7 +599,7 @@ class FSDPModule:
         raise BackendError(
             f"{wanted} is not there",
             where=self._fsdp_state.unit.name,
-            found=self._fsdp_state.backends,
+            found=self._fsdp_state.collectives.backends,
             expected="nccl",
             fix="Leave the setting out; it changes speed only.",
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup
+from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup, allocate
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.stored_shard import StoredShard
@@ -198,10 +198,7 @@ class GradientReducer:
         row = chunk + count
         device = how.device
         own = self._comms.reduce_scatter
-        if own is None:
-            source = torch.empty(size * row, dtype=how.dtype, device=device)
-        else:
-            source = own.allocate((size * row,), dtype=how.dtype, device=device)
+        source = allocate(own, size * row, how.dtype, device)
         rows = source.view(size, row)
         has = [gradient is not None for gradient in gradients]
         self._packing.pack(_pop_all(gradients), rows)

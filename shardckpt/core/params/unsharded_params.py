@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup
+from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup, allocate
 from shardckpt.core.comm.streams import ResizableStorage, make_gathers_wait, use_gather_stream, wait_for_gathers
 from shardckpt.core.modules.autograd_hooks import GradientWatch
 from shardckpt.core.modules.fqn_and_params import Name
@@ -258,7 +258,8 @@ class UnshardedParams:
             buffer.allocate()
             incoming = buffer.tensor
         else:
-            incoming = self._gather_output = self._allocate_gather_output(dtype)
+            numel = self._packing.all_gather_numel
+            incoming = self._gather_output = allocate(self.custom_all_gather, numel, dtype, self.device)
         if self._partial_shard is not None and self.post_forward_group is not None:
             make_gathers_wait(self.device)
             return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
@@ -268,12 +269,6 @@ class UnshardedParams:
             rank = self._group.rank
             own = incoming[rank * chunk : (rank + 1) * chunk].copy_(own, non_blocking=True)
         return self._group.all_gather(incoming, own, what, self.custom_all_gather)
-
-    def _allocate_gather_output(self, dtype: torch.dtype) -> torch.Tensor:
-        numel = self._packing.all_gather_numel
-        if self.custom_all_gather is not None:
-            return self.custom_all_gather.allocate((numel,), dtype=dtype, device=self.device)
-        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
         """Wait for the all-gather: then the full parameters can be read.

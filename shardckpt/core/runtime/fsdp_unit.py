@@ -279,7 +279,7 @@ class FSDPUnit:
         name: What messages call it.
         modules: The module; several where they are gathered and freed together.
         registrations: Its buckets, as they are registered on the modules.
-        config: Its settings.
+        config: Its settings, which may be replaced.
         buffers: Buffers that follow the unit's precision.
         device: Where it computes if it has no parameters.
     """
@@ -355,10 +355,6 @@ class FSDPUnit:
             self._name.become(name)
         if root is not None:  # it may have been unsharded by hand, before there was this root
             root.owners.by_address.update(dict.fromkeys(self.params.addresses, self))
-
-    def configure(self, **changes: Any) -> None:
-        """Change settings: fields of `UnitConfig` with their new values."""
-        self.config = replace(self.config, **changes)
 
     # ----------------------------------------------------------------------------------------- full parameters
 

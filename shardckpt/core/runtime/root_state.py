@@ -32,6 +32,47 @@ class DoubleBackwardError(ShardckptError, NotImplementedError):
     """Gradients of gradients through parameters that are resharded."""
 
 
+class Prefetcher:
+    """Starts all-gathers ahead: of the units that a user lists, else of those that are expected next."""
+
+    def __init__(self) -> None:
+        self._first_order: list[FSDPUnit] = []  # of the first iteration, in which the others are expected to follow
+        self._order: list[FSDPUnit] = []
+
+    def begin_iteration(self) -> None:
+        """Begin to note the order of forward calls."""
+        self._first_order = self._first_order or self._order
+        self._order = []
+
+    def forget(self) -> None:
+        """Forget the order of an iteration that failed."""
+        self._order = []
+
+    def prefetch_forward(self, unit: FSDPUnit) -> None:
+        """Prefetch the units that follow one in forward, if settings say so. Collective."""
+        position = len(self._order)
+        self._order.append(unit)
+        chosen = unit.units_to_prefetch.get(Phase.FORWARD)
+        if not chosen and unit.config.forward_prefetch:
+            expected = self._first_order[position : position + 2]
+            chosen = expected[1:] if expected[:1] == [unit] else []
+        for following in chosen or ():
+            with profile_range(f"forward_prefetch for {following.name}"):
+                following.prefetch_unshard()
+
+    def prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch, order: BackwardOrder[FSDPUnit]) -> None:
+        """Prefetch before or after the gradients of a unit are computed, as its settings say. Collective."""
+        chosen = unit.units_to_prefetch.get(Phase.PRE_BACKWARD) or ()
+        if not chosen and unit.config.backward_prefetch is when:
+            call = order.find_next()
+            chosen = [call.unit] if call is not None and call.unit.config.unshard_in_backward else ()
+        elif when is not BackwardPrefetch.BACKWARD_PRE:
+            return
+        for following in chosen:
+            with profile_range(f"backward_prefetch for {following.name}"):
+                following.prefetch_unshard()
+
+
 class RootState:
     """The units below one root: their hooks, their order, and the iteration that runs.
 
@@ -48,8 +89,7 @@ class RootState:
         self._is_last_backward = True
         self._post_optim_event: Any = None
         self._forward_id = self._forward_depth = 0
-        self._first_pre_forward_order: list[FSDPUnit] = []
-        self._pre_forward_order: list[FSDPUnit] = []
+        self._prefetcher = Prefetcher()
         self._calls: list[ForwardCall[FSDPUnit]] = []  # calls that require gradients, as they finished
         self._order: BackwardOrder[FSDPUnit] | None = None  # while a backward runs
         self._reducing_units: list[FSDPUnit] = []
@@ -117,7 +157,7 @@ class RootState:
         with unit.profile_range("pre_forward"):
             unit.pre_forward(forward_id)
         if not recomputes:
-            self._prefetch_forward(unit)
+            self._prefetcher.prefetch_forward(unit)
             (self.owners.saved.discard if has_backward else self.owners.saved.add)(unit)
         if inputs and unit.params.active:
             hooked = iter(PostBackward.apply(partial(self.post_backward, call), *inputs))  # type: ignore[no-untyped-call]
@@ -160,20 +200,8 @@ class RootState:
                 devices.add(each.bucket.unsharded.device)
         for device in devices:
             make_gathers_wait(device, event)  # for the values that the optimizer wrote
-        self._first_pre_forward_order = self._first_pre_forward_order or self._pre_forward_order
-        self._pre_forward_order, self._calls = [], []
-
-    def _prefetch_forward(self, unit: FSDPUnit) -> None:
-        """Prefetch the units that follow one in forward, if settings say so."""
-        position = len(self._pre_forward_order)
-        self._pre_forward_order.append(unit)
-        chosen = unit.units_to_prefetch.get(Phase.FORWARD)
-        if not chosen and unit.config.forward_prefetch:
-            expected = self._first_pre_forward_order[position : position + 2]
-            chosen = expected[1:] if expected[:1] == [unit] else []
-        for each in chosen or ():
-            with profile_range(f"forward_prefetch for {each.name}"):
-                each.prefetch_unshard()
+        self._prefetcher.begin_iteration()
+        self._calls = []
 
     @compiler_disabled
     def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:
@@ -247,7 +275,7 @@ class RootState:
         """Unshard a unit for its backward if that needs the parameters; prefetch the next one. Collective."""
         self.start_backward()
         if unit.pre_backward(needs_params=needs_params):
-            self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
+            self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE, self._running_order)
 
     def post_backward(self, call: ForwardCall[FSDPUnit]) -> None:
         """Finish a call when its gradients are complete; the unit's last call reduces. Collective."""
@@ -275,7 +303,7 @@ class RootState:
         """Reshard a unit and start the reduction of its gradients, unless gradient sync is off. Collective."""
         with unit.profile_range("post_backward_reshard"):
             unit.post_backward(forward_ids)
-        self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
+        self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST, self._running_order)
         if not (unit.config.sync_gradients and unit.params.requires_grad):
             return
         if self._rank_checks is not None:
@@ -284,21 +312,6 @@ class RootState:
             unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
         self._reducing_units = [*(each for each in self._reducing_units if each is not unit), unit]
         self._finish_reductions(unit.config.reduce_scatter_max_input_buffers)
-
-    def _prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch) -> None:
-        """Prefetch before or after the gradients of a unit are computed, as its settings say."""
-        chosen = unit.units_to_prefetch.get(Phase.PRE_BACKWARD)
-        if chosen:
-            for each in chosen if when is BackwardPrefetch.BACKWARD_PRE else ():
-                self._prefetch_for_backward(each)
-        elif unit.config.backward_prefetch is when:
-            call = self._running_order.find_next()
-            if call is not None and call.unit.config.unshard_in_backward:
-                self._prefetch_for_backward(call.unit)
-
-    def _prefetch_for_backward(self, unit: FSDPUnit) -> None:
-        with profile_range(f"backward_prefetch for {unit.name}"):
-            unit.prefetch_unshard()
 
     def _finish_reductions(self, left: int) -> None:
         """Finish the oldest reductions, to free their buffers, until a number is left."""
@@ -344,7 +357,8 @@ class RootState:
         self._order = None
         if self._rank_checks is not None:
             self._rank_checks.order.forget()
-        self._reducing_units, self._pre_forward_order, self._calls = [], [], []
+        self._prefetcher.forget()
+        self._reducing_units, self._calls = [], []
         for unit in self.units:
             unit.reset_after_error()
 
