@@ -219,10 +219,10 @@ class UnitParams:
             each.bucket.unsharded.reshard()
 
     def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
-        """Start the reduce-scatters of the gradients. Collective."""
+        """Start the reduce-scatters of the gradients, after an earlier reduction of the unit. Collective."""
+        self.finish_reduction(config)
         for each in self.active:
             if each.bucket.unsharded.requires_grad:
-                self.finish_reduction(config)
                 each.bucket.reducer.start_reduce_scatter(
                     factor=config.gradient_divide_factor,
                     split=config.force_sum_reduction,

@@ -16,6 +16,7 @@ from under_test import TORCH
 pytestmark = pytest.mark.skipif(TORCH, reason="looks at phases of our engine")
 if not TORCH:
     from shardckpt.core import fully_shard
+    from shardckpt.core.params.gradient_reduction import GradientReducer
     from shardckpt.core.runtime import fsdp_unit
     from shardckpt.core.runtime.fsdp_unit import TRANSITIONS, FSDPUnit
 
@@ -155,3 +156,39 @@ def test_the_docstring_shows_each_hook_of_the_table():
     table = [line.split("|")[2].strip() for line in fsdp_unit.__doc__.splitlines() if line.startswith("| ")]
     shown = {hook.strip() for cell in table[1:] for hook in cell.split(",")}
     assert shown == {hook for _, hook, _ in TRANSITIONS}
+
+
+def test_buckets_of_a_unit_reduce_at_the_same_time():
+    """A bucket waits for an earlier reduction of its unit, not for those of the other buckets."""
+
+    def body(rank, world):
+        class Mixed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.single, self.wide = nn.Linear(4, 4), nn.Linear(4, 4).double()
+
+            def forward(self, x):
+                return self.wide(self.single(x).double())
+
+        model = fully_shard(Mixed())
+        events = []
+        start, wait = GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter
+
+        def started(self, **options):
+            events.append("start")
+            start(self, **options)
+
+        def waited(self):
+            events.extend([] if self._reduction is None else ["wait"])
+            return wait(self)
+
+        GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter = started, waited
+        try:
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+        finally:
+            GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter = start, wait
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        return events
+
+    assert run(2, body) == [["start", "start", "wait", "wait"] * 2] * 2
