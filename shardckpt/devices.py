@@ -15,7 +15,9 @@ __all__ = [
     "Event",
     "Stream",
     "TorchStreams",
+    "copy_to_pinned",
     "get_current_stream",
+    "has_pinned_memory",
     "has_streams",
     "is_gpu_used",
     "make_stream",
@@ -77,6 +79,7 @@ class TorchStreams:
 
 
 _streams = TorchStreams()
+_WITHOUT_PINNED_MEMORY = ("mps",)  # it shares its memory with the CPU
 
 
 def has_streams(device: torch.device) -> bool:
@@ -128,12 +131,35 @@ def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
 
 
 def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    """Return a CPU tensor in pinned memory; the same tensor without CUDA."""
-    if not wanted or not torch.cuda.is_available() or tensor.is_pinned():
+    """Return a CPU tensor in pinned memory; the same tensor without an accelerator that reads it."""
+    if not wanted or not has_pinned_memory() or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()
 
 
+def copy_to_pinned(tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
+    """Start to copy a tensor to the CPU; the host may go on.
+
+    Args:
+        tensor: On a device with streams.
+
+    Returns:
+        The copy, and the event to wait for before it is read.
+    """
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_pinned_memory())
+    copied.copy_(tensor, non_blocking=True)
+    return copied, record_event(tensor.device)
+
+
+def has_pinned_memory() -> bool:
+    """Return True if there is an accelerator that copies from and to pinned memory beside the host."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type not in _WITHOUT_PINNED_MEMORY
+
+
 def is_gpu_used() -> bool:
-    """Return True if this process uses a GPU, so that pinned memory pays."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    """Return True if this process uses an accelerator already, so that pinned memory pays."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type in _WITHOUT_PINNED_MEMORY:
+        return False
+    return bool(torch.get_device_module(found).is_initialized())

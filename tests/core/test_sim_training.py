@@ -111,3 +111,42 @@ def train_offloaded(rank: int, world: int, front_end: str, device: str) -> Any:
 def test_offloaded_shards_stay_on_the_cpu_and_train_to_the_same_bits(world, front_end):
     found, expected = on_both(world, train_offloaded, front_end)
     assert found == expected
+
+
+def copies_of_a_step(rank: int, world: int, front_end: str, offloads: bool, device: str) -> sim.Copies:
+    """Return the copies between host and device of a step that is like the ones before."""
+    model = build(front_end, device, **(offload_of(front_end) if offloads else {}))
+    optimizer, batches = optimizer_of(model), [batch(step, device) for step in range(3)]
+    for inputs in batches:
+        with sim.counted() as counts:
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found = counts()
+    return found
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["on the device", "offloaded"])
+@FRONTS
+def test_the_host_waits_for_no_copy_in_a_step(front_end, offloads):
+    found = sim.ranks(2, copies_of_a_step, front_end, offloads, "sim")
+    assert [copies.waits for copies in found] == [0, 0]
+    assert all((copies.pinned > 0) is offloads for copies in found)
+
+
+def accumulate(rank: int, world: int, front_end: str, device: str) -> Any:
+    """Return offloaded gradients of two backwards, which a hook reads as they come."""
+    model = build(front_end, device, **offload_of(front_end))
+    seen: list[Any] = []
+    for step in range(2):
+        if step == 1:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda each: seen.append(local(each.grad).tolist()))
+        loss_of(model, step, device).backward()
+    return seen, [None if each.grad is None else local(each.grad).tolist() for each in model.parameters()]
+
+
+@FRONTS
+def test_offloaded_gradients_are_there_when_they_are_read(front_end):
+    found, expected = on_both(2, accumulate, front_end)
+    assert found == expected

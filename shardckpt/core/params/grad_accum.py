@@ -18,6 +18,12 @@ def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
     _step_in_backward(parameter)
 
 
+def is_read_at_once(parameter: nn.Parameter) -> bool:
+    """Return True if `add_gradient_to` reads the gradient, or calls what does."""
+    has_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return parameter.grad is not None or bool(has_hooks or getattr(parameter, "_in_backward_optimizers", ()))
+
+
 def _add(held: torch.Tensor, grad: torch.Tensor) -> None:
     """Add in place; of DTensors that are placed alike the local tensors, as torch does: it takes far less time."""
     if isinstance(held, DTensor) and isinstance(grad, DTensor) and _is_placed_like(held, grad):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.stored_shard import StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
-from shardckpt.devices import has_streams
+from shardckpt.devices import Event, copy_to_pinned, has_streams
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,12 @@ class ReducedGrad:
     Attributes:
         gradient: The mean over ranks of this rank's shard of the gradient, 1-D, padding included.
         used: For each parameter, whether any rank had a gradient for it.
+        event: What to wait for before the gradient is read: the end of its copy to the CPU; None if it can be read.
     """
 
     gradient: torch.Tensor
     used: tuple[bool, ...]
+    event: Event | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ class GradientReducer:
         rows = source.view(size, row)
         has = [gradient is not None for gradient in gradients]
         self._packing.pack(_pop_all(gradients), rows)
-        rows[:, chunk:] = torch.tensor(has, dtype=how.dtype).to(device)
+        _write_flags(rows[:, chunk:], has)
         before, _ = how.divisors(self._group.world)
         if before != 1:
             source.div_(before)
@@ -236,10 +239,15 @@ class GradientReducer:
             return None
         reduction.pending.wait()
         reduced = self._finish(reduction)
-        if reduced is None:
-            return None
-        dtype, device = self._stored.dtypes.gradient, self._stored.data.device
-        return ReducedGrad(reduced.gradient.to(dtype=dtype, device=device), reduced.used)
+        return None if reduced is None else self._move_to_shard(reduced)
+
+    def _move_to_shard(self, reduced: ReducedGrad) -> ReducedGrad:
+        """Cast a gradient, and move it to the device of the shard; a copy to pinned memory may be under way."""
+        device, gradient = self._stored.data.device, reduced.gradient.to(self._stored.dtypes.gradient)
+        if gradient.device == device or not self._stored.offload.pin:
+            return ReducedGrad(gradient.to(device), reduced.used)
+        copied, event = copy_to_pinned(gradient)
+        return ReducedGrad(copied, reduced.used, event)
 
     def _finish(self, reduction: _Reduction) -> ReducedGrad | None:
         """Sum over replicas and divide; None if the sum over this rank's group waits for a later reduction."""
@@ -274,6 +282,17 @@ class GradientReducer:
         self._partial, self._unsynced_grads = None, []
         if reduction is not None:
             reduction.pending.wait()
+
+
+def _write_flags(flags: torch.Tensor, has: Sequence[bool]) -> None:
+    """Write for each column 1 or 0, without a copy from the host, which would wait for all that is queued."""
+    flags.fill_(1)
+    at = 0
+    for is_there, columns in itertools.groupby(has):
+        end = at + len(list(columns))
+        if not is_there:
+            flags[:, at:end].zero_()
+        at = end
 
 
 def _pop_all(values: list[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:

@@ -63,7 +63,7 @@ class StoredShard:
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredShard:
         """Return a copy of the values, in memory of its own."""
         copied = memo[id(self)] = copy.copy(self)
-        copied.data = self.data.detach().clone()
+        copied.data = pinned(self.data.detach().clone(), self.offload.enabled and self.offload.pin)
         return copied
 
     def replace(self, data: torch.Tensor) -> None:

@@ -37,13 +37,14 @@ from shardckpt.core.modules.autograd_hooks import BufferOwners
 from shardckpt.core.modules.compile_guard import apply_compiler_disable
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.modules.profiler_ranges import profile_range
+from shardckpt.core.params.grad_accum import is_read_at_once
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionError
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, ForwardCall
 from shardckpt.core.runtime.mixed_precision import Buffers
-from shardckpt.devices import has_streams
+from shardckpt.devices import Event, has_streams
 
 
 class Phase(Enum):
@@ -97,6 +98,7 @@ class UnitParams:
         self.is_registered = False
         self.is_checked_out = False
         self.addresses: list[int] = []
+        self._copied_event: Event | None = None  # behind the last copy of a gradient to the CPU
 
     @property
     def members(self) -> list[ParamInfo]:
@@ -240,8 +242,17 @@ class UnitParams:
         for each in self.active:
             reduced = each.bucket.reducer.wait_reduce_scatter()
             if reduced is not None:
+                self._copied_event = reduced.event or self._copied_event
+                if self._copied_event is not None and any(map(is_read_at_once, each.parameters)):
+                    self.wait_for_gradients()
                 every = replace(reduced, used=(True,) * len(reduced.used))
                 each.add_gradient(every if config.reduce_scatter_unused_params else reduced)
+
+    def wait_for_gradients(self) -> None:
+        """Wait until offloaded gradients are on the CPU."""
+        event, self._copied_event = self._copied_event, None
+        if event is not None:
+            event.synchronize()
 
 
 class RootHooks(Protocol):
@@ -543,6 +554,7 @@ class FSDPUnit:
 
     def finalize_backward(self) -> None:
         """End a backward: forget its calls, reshard, show gradients that are not reduced."""
+        self.params.wait_for_gradients()
         self.open_calls.clear()
         self.params.rearm_watches()
         if self.pending_forward_ids and self.phase not in _BACKWARD:
@@ -560,6 +572,7 @@ class FSDPUnit:
 
     def reset_after_error(self) -> None:
         """Reset to the state before a failed iteration, without its gradients."""
+        self.params.wait_for_gradients()
         self.open_calls.clear()
         self.pending_forward_ids.clear()
         self.params.rearm_watches()
