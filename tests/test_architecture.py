@@ -56,7 +56,8 @@ ARROWS: dict[str, set[str]] = {
 # Modules that are in no sub-package and not listed are above all.
 LAYERS: dict[str, tuple[set[str], ...]] = {
     "core": (
-        {"config", "errors"},
+        {"api", "errors"},
+        {"config"},
         {"policies"},
         {"modules"},
         {"comm"},

@@ -6,7 +6,7 @@ from shardckpt.require_torch import require_torch
 
 require_torch("shardckpt.core")
 
-from shardckpt.core.config import (
+from shardckpt.core.api import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -15,7 +15,6 @@ from shardckpt.core.config import (
     LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
-    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -23,6 +22,7 @@ from shardckpt.core.config import (
     StateDictSettings,
     StateDictType,
 )
+from shardckpt.core.config import OptimStateKeyType
 from shardckpt.core.fsdp1.state_dict_api import StateProviderMissing
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.fsdp2.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx

@@ -1,23 +1,14 @@
-"""What users import from `torch.distributed.fsdp.api`: enums and records of configuration."""
+"""What a user may configure: the enums and records of `torch.distributed.fsdp.api`."""
 
 from __future__ import annotations
 
-from shardckpt.core.config import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = [
     "BackwardPrefetch",
@@ -35,3 +26,125 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
+
+
+class ShardingStrategy(Enum):
+    """What is sharded, and for how long full parameters live.
+
+    FULL_SHARD frees them after forward and backward, SHARD_GRAD_OP after backward, NO_SHARD never; the hybrid ones
+    do the first two inside a group and replicate across groups.
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Return True if full parameters are freed between forward and backward."""
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Return True if shards are replicated across groups."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class BackwardPrefetch(Enum):
+    """When the next unit's parameters are gathered in backward: before or after the current unit's gradients."""
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+@dataclass
+class MixedPrecision:
+    """Dtypes of computation, reduction and buffers; None keeps the original."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+
+
+@dataclass
+class CPUOffload:
+    """Whether shards and their gradients live on the CPU."""
+
+    offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """The kind of a state dict: full tensors, this rank's flat slices, or sharded tensors."""
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """Settings of model state dicts."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """Settings of full model state dicts; with `rank0_only` other ranks get an empty one."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Settings of local model state dicts."""
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Settings of sharded model state dicts."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class OptimStateDictConfig:
+    """Settings of optimizer state dicts."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Settings of full optimizer state dicts; with `rank0_only` other ranks get an empty one."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Settings of local optimizer state dicts."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Settings of sharded optimizer state dicts."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """A state-dict type with its configurations."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from shardckpt.core.api import ShardingStrategy
 from shardckpt.core.comm.collectives import ShardGroup
-from shardckpt.core.config import ShardingStrategy
 from shardckpt.core.errors import ArgumentError
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
 from shardckpt.errors import ShardckptError

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardckpt.core.api import ShardingStrategy
 from shardckpt.core.comm.collectives import ShardGroup
-from shardckpt.core.config import ShardingStrategy
 from shardckpt.core.errors import ArgumentError, ArgumentTypeError
 
 

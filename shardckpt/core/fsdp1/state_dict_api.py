@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardckpt.core.config import (
+from shardckpt.core.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     OptimStateDictConfig,
-    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
+from shardckpt.core.config import OptimStateKeyType
 from shardckpt.core.errors import SettingsDifferError, StateError
 from shardckpt.errors import ShardckptError
 

@@ -17,18 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.core import comm_hooks
+from shardckpt.core.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from shardckpt.core.comm import process_groups
 from shardckpt.core.comm.collectives import CommHook
-from shardckpt.core.config import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    Offload,
-    Precision,
-    ShardingStrategy,
-    TrainingState,
-    UnitConfig,
-)
+from shardckpt.core.config import Offload, Precision, TrainingState, UnitConfig
 from shardckpt.core.errors import ArgumentError, BusyError, SettingsDifferError, StateError
 from shardckpt.core.fsdp1.state_dict_api import StateStatics, register_with_torch_dcp
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow

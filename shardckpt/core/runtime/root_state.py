@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from shardckpt.core.api import BackwardPrefetch
 from shardckpt.core.comm import rank_checks
 from shardckpt.core.comm.streams import RateLimiter, make_gathers_wait
-from shardckpt.core.config import BackwardPrefetch
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow

@@ -11,13 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from shardckpt.core.config import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    OptimStateKeyType,
-    StateDictSettings,
-    StateDictType,
-)
+from shardckpt.core.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
+from shardckpt.core.config import OptimStateKeyType
 from shardckpt.core.fsdp1.state_dict_api import StateStatics
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.modules.fqn_and_params import clean

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict as functions
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.fsdp import api as theirs
 
-from shardckpt.core import config
+from shardckpt.core import api
 from shardckpt.core.fsdp1.wrapper import FLAT_PARAM, FullyShardedDataParallel
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.registration.flat_param import FlatParamRegistration
@@ -75,10 +75,10 @@ def _theirs_in(module: nn.Module) -> Any:
 def _translated(given: Any) -> Any:
     """Return our state-dict type or configuration for torch's."""
     if isinstance(given, theirs.StateDictType):
-        return config.StateDictType[given.name]
+        return api.StateDictType[given.name]
     if isinstance(given, (theirs.StateDictConfig, theirs.OptimStateDictConfig)):
         fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-        return getattr(config, type(given).__name__)(**fields)
+        return getattr(api, type(given).__name__)(**fields)
     return given
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.config import FullStateDictConfig, StateDictSettings, StateDictType
+from shardckpt.core.api import FullStateDictConfig, StateDictSettings, StateDictType
 from shardckpt.core.fsdp1.state_dict_api import StateStatics
 from shardckpt.core.modules.fqn_and_params import WRAPPED, clean
 from shardckpt.core.params.full_params import Staging
