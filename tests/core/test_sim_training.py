@@ -16,6 +16,7 @@ from models import Stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from under_test import core
 
 WORLDS = pytest.mark.parametrize("world", [1, 2])
@@ -149,4 +150,104 @@ def accumulate(rank: int, world: int, front_end: str, device: str) -> Any:
 @FRONTS
 def test_offloaded_gradients_are_there_when_they_are_read(front_end):
     found, expected = on_both(2, accumulate, front_end)
+    assert found == expected
+
+
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def low_of(front_end: str) -> dict[str, Any]:
+    """Return the settings that compute in bfloat16."""
+    if front_end == "in place":
+        return {"mp_policy": core.MixedPrecisionPolicy(**LOW)}
+    return {"mixed_precision": core.MixedPrecision(**LOW)}
+
+
+def train_scaled_and_clipped(rank: int, world: int, front_end: str, device: str) -> Any:
+    """Train in bfloat16 with loss scaling and clipping; one step overflows and is left out."""
+    model = build(front_end, device, **low_of(front_end))
+    optimizer = optimizer_of(model)
+    scaler = core.ShardedGradScaler(device, init_scale=8.0)
+    norms = []
+    for step in range(4):
+        loss = loss_of(model, step, device) * (float("inf") if step == 1 and rank == 0 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(full_number(core.clip_grad_norm_(model, 0.5)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return str(norms), scaler.get_scale(), kept(model)
+
+
+def full_number(value: torch.Tensor) -> float:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).item()
+
+
+@FRONTS
+def test_scaling_and_clipping_in_low_precision_give_the_bits_of_the_cpu(front_end):
+    found, expected = on_both(2, train_scaled_and_clipped, front_end)
+    assert found == expected
+
+
+def train_compiled(rank: int, world: int, front_end: str, device: str) -> Any:
+    """Train a model whose blocks are compiled."""
+    model = build(front_end, device)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        loss_of(model, step, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return kept(model)
+
+
+@FRONTS
+def test_compiled_units_give_the_bits_of_the_cpu(front_end):
+    found, expected = on_both(2, train_compiled, front_end)
+    assert found == expected
+
+
+class Reader(nn.Module):
+    """Reads sequences of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.RNN(3, 4)
+
+    def forward(self, packed: PackedSequence) -> PackedSequence:
+        return self.read(packed)[0]
+
+
+def read_packed(rank: int, world: int, front_end: str, device: str) -> Any:
+    """Read sequences that are packed on the CPU; their sizes have to stay there."""
+    torch.default_generator.manual_seed(3)
+    model = Reader()
+    packed = pack_sequence([torch.ones(length, 3) for length in (1, 4, 2)], enforce_sorted=False)
+    if front_end == "in place":
+        core.fully_shard(model.to(device), mesh=init_device_mesh(device, (world,)))
+    else:
+        device_id = torch.device(device)
+        model = core.FullyShardedDataParallel(model, use_orig_params=front_end == "orig", device_id=device_id)
+    found = model(packed)
+    found.data.sum().backward()
+    return found.data.device.type == device, found.batch_sizes.device.type, kept(model)
+
+
+@FRONTS
+def test_sizes_of_packed_sequences_stay_on_the_cpu(front_end):
+    found, expected = on_both(1, read_packed, front_end)
+    assert found == expected
+    assert found[0][:2] == (True, "cpu")
+
+
+def strategies(rank: int, world: int, strategy: str, device: str) -> Any:
+    """Train with another strategy than FULL_SHARD."""
+    return train(rank, world, "orig", device, 2, sharding_strategy=core.ShardingStrategy[strategy])
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP"])
+def test_other_strategies_give_the_bits_of_the_cpu(strategy):
+    found, expected = on_both(2, strategies, strategy)
     assert found == expected

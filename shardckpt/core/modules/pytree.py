@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -55,6 +56,8 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return _dataclass(value, change)
     if isinstance(value, Mapping):
         return _mapping(value, change)
+    if isinstance(value, PackedSequence):
+        return _packed_sequence(value, change)
     if isinstance(value, (tuple, list)):
         items, is_changed = [], False
         for each in value:
@@ -64,6 +67,15 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def _packed_sequence(value: PackedSequence, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
+    """Leave the sizes, which have to stay on the CPU."""
+    data, indices = change(value.data), (value.sorted_indices, value.unsorted_indices)
+    changed = [None if each is None else change(each) for each in indices]
+    if data is value.data and all(after is before for after, before in zip(changed, indices, strict=True)):
+        return value
+    return PackedSequence(data, value.batch_sizes, *changed)
 
 
 def _mapping(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
