@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from shardckpt.errors import ShardckptError, UsageError, escape
 
 _Kind = TypeVar("_Kind")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 
 class Plugin(NamedTuple):
@@ -115,7 +117,13 @@ def load_plugin(plugin: Plugin, kind: type[_Kind]) -> _Kind:
 
 
 @contextmanager
-def name_plugin(plugin: Plugin, action: str, where: str, error_type: type[ShardckptError]) -> Iterator[None]:
+def name_plugin(
+    plugin: Plugin,
+    action: str,
+    where: str,
+    error_type: type[ShardckptError],
+    passes: Callable[[BaseException], bool] = lambda _: False,
+) -> Iterator[None]:
     """Raise what a plugin raises inside as an error that names the plugin; errors of shardckpt pass.
 
     Args:
@@ -123,14 +131,29 @@ def name_plugin(plugin: Plugin, action: str, where: str, error_type: type[Shardc
         action: Verb and object: `open this`.
         where: Path or URL of the checkpoint.
         error_type: Type of the error.
+        passes: Returns True for other errors that are not the plugin's own.
     """
     try:
         yield
     except (ShardckptError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
+        if passes(error):
+            raise
         what = f"the plugin {plugin} failed to {action}"
         raise error_type(what, where=where, found=f"{type(error).__name__}: {error}") from error
+
+
+def guard_call(
+    function: Callable[_Params, _Result], plugin: Plugin, action: str, where: str, error_type: type[ShardckptError]
+) -> Callable[_Params, _Result]:
+    """Return a function of a plugin that raises as `name_plugin` does."""
+
+    def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        with name_plugin(plugin, action, where, error_type):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def warn_of_plugin(message: str) -> None:

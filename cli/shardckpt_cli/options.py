@@ -19,7 +19,9 @@ class CommandWithTargets(TyperCommand):
         """Write the help."""
         import shardckpt
 
-        targets, rank_targets = (", ".join(shardckpt.list_targets(for_ranks=ranks)) for ranks in (False, True))
+        targets, rank_targets = (
+            ", ".join(shardckpt.list_targets(for_ranks=ranks, imports_plugins=False)) for ranks in (False, True)
+        )
         for parameter in self.params:
             text = getattr(parameter, "help", None)
             if text:

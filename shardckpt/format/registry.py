@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache, partial
 from itertools import zip_longest
 
-from shardckpt.dtypes import is_known
 from shardckpt.errors import (
     CheckpointError,
-    FormatError,
     SourceNotFoundError,
     StorageError,
     UnknownFormatError,
@@ -27,8 +24,9 @@ from shardckpt.format.huggingface import reader as hf
 from shardckpt.format.native import reader as native
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX
 from shardckpt.format.native.run_directory import is_step_name
+from shardckpt.format.plugin_format import guard_format
 from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source, require_bases
-from shardckpt.plugins import Plugin, find_plugins, load_plugin, name_plugin, warn_of_plugin
+from shardckpt.plugins import find_plugins, load_plugin, warn_of_plugin
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Listed, Store, SubfolderStore, WrappedStore
@@ -108,43 +106,10 @@ def _load_formats(group: str, _path: tuple[str, ...]) -> tuple[Format, ...]:
     for plugin in find_plugins((_FIRST, _LAST), tuple(form.name for form in FORMATS)):
         try:
             if plugin.group == group:
-                formats.append(_guard(load_plugin(plugin, Format), plugin))
+                formats.append(guard_format(load_plugin(plugin, Format), plugin))
         except UsageError as error:
             warn_of_plugin(str(error))
     return tuple(formats)
-
-
-def _guard(form: Format, plugin: Plugin) -> Format:
-    """Return a format of a plugin whose faults do not reach the caller, or name the plugin."""
-
-    def recognize(source: Source) -> Evidence:
-        try:
-            return form.recognize(source)
-        except StorageError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever it is, other formats must be asked)
-            warn_of_plugin(f"the plugin {plugin} failed to look at {source.url}: {type(error).__name__}: {error}")
-            return Evidence.NONE
-
-    def open_(source: Source) -> Reader:
-        with name_plugin(plugin, "open this", source.url, FormatError):
-            reader = form.open(source)
-            _check_reader(reader)
-            return reader
-
-    return replace(form, recognize=recognize, open=open_)
-
-
-def _check_reader(reader: object) -> None:
-    """Check the types in what a plugin opened, which no later step does. Raises TypeError."""
-    if not isinstance(reader, Reader):
-        raise TypeError(f"`open` must return a Reader, got {type(reader).__name__}")
-    for path, entry in reader.manifest.tensors.items():
-        name = ".".join(map(str, path))
-        if not (type(entry.shape) is tuple and all(type(length) is int for length in entry.shape)):
-            raise TypeError(f"the shape of {name} must be a tuple of integers, got {entry.shape!r}")
-        if not all(isinstance(dtype, str) and is_known(dtype) for dtype in (entry.stored, entry.dtype)):
-            raise TypeError(f"the dtype of {name} must be a name such as float32, got {entry.dtype!r}")
 
 
 def open_source(url: str, bases: NamedBases = "") -> Source:

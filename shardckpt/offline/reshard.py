@@ -71,7 +71,7 @@ def reshard(
     """
     src, dst = os.fspath(src), os.fspath(dst)
     watch = Stopwatch()
-    target = find_rank_target(to)
+    target = find_rank_target(to, dst)
     memory = _check(src, dst, world_size, max_memory)
     reader = load_param_shapes(open_checkpoint(src, base), os.fspath(shapes_from))
     watch.end_phase("open")

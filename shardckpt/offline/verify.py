@@ -9,14 +9,15 @@ from functools import cached_property
 
 import xxhash
 
-from shardckpt.errors import CheckpointError, ChecksumError, escape
+from shardckpt.errors import CheckpointError, ChecksumError, MissingFileError, escape
+from shardckpt.format.encodings.codecs import CODECS
 from shardckpt.format.reader import Checksum, NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.manifest import Lazy, Manifest, dotted
+from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.write.report import NO_SHAPES, Verification
-from shardckpt.plan.layout.coverage import faults
-from shardckpt.storage.store import Read
+from shardckpt.plan.layout.coverage import faults, locate
+from shardckpt.storage.store import Read, check_name
 
 _BLOCK_BYTES = 1 << 22
 _MOST_FAULTS = 1000
@@ -59,6 +60,8 @@ def verify(
         problems += [escape(f"{name} is missing") for name, size in manifest.files.items() if size < 0]
     checked = 0
     if not problems:
+        problems += _list_wrong_files(reader)
+    if not problems:
         problems += _containers(reader)
     if not problems:
         checked, wrong = _checksums(reader)
@@ -67,13 +70,38 @@ def verify(
     return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings)
 
 
-def _containers(reader: Reader) -> list[str]:
-    """Open every container that holds a tensor."""
+def _list_wrong_files(reader: Reader) -> list[str]:
+    """Compare the names and sizes of files in the manifest with the folder; the reader of a plugin may be wrong."""
+    manifest = reader.manifest
+    sizes = {name: size for name, size in manifest.files.items() if name not in manifest.elsewhere}
+    found: dict[str, int] = {}
     try:
-        reader.resolve([piece for entry in reader.manifest.tensors.values() for piece in entry.pieces])
+        for name in sizes:
+            check_name(name, reader.store.url)
+        for folder in sorted({name.rpartition("/")[0] for name in sizes}):
+            found |= {entry.name: entry.size for entry in reader.raw_store.list(folder) if not entry.is_folder}
+    except (CheckpointError, MissingFileError) as error:
+        return [str(error)]
+    wrong = [f"{name} is missing" for name in sizes if name not in found]
+    wrong += [f"{n} has {found[n]} bytes, not {size}" for n, size in sizes.items() if found.get(n, size) != size]
+    return [escape(each) for each in wrong[:_MOST_FAULTS]]
+
+
+def _containers(reader: Reader) -> list[str]:
+    """Open every container that holds a tensor, and check what is in it."""
+    entries = reader.manifest.tensors.values()
+    try:
+        lazy = [entry for entry in entries if any(isinstance(piece.layout, Lazy) for piece in entry.pieces)]
+        located = locate(reader, reader.manifest, lazy)
     except CheckpointError as error:
         return [str(error)]
-    return []
+    unknown = {
+        layout.codec: f"no decoder for {layout.codec!r}, which {dotted(entry.path)} needs"
+        for entry in (*entries, *located)
+        for _, _, layout in entry.pieces
+        if isinstance(layout, Encoded) and layout.codec not in CODECS
+    }
+    return [escape(each) for each in unknown.values()]
 
 
 def _checksums(reader: Reader) -> tuple[int, list[str]]:
@@ -84,6 +112,11 @@ def _checksums(reader: Reader) -> tuple[int, list[str]]:
     ends: dict[str, int] = {}
     try:
         for checksum in reader.checksums():
+            if checksum.algorithm not in _ALGORITHMS:
+                return checked, [
+                    *problems,
+                    escape(f"{checksum.file} has checksums of an unknown kind: {checksum.algorithm}"),
+                ]
             value = _ALGORITHMS[checksum.algorithm](_blocks(reader, checksum, buffer))
             if checksum.algorithm == _FULL_FILES:
                 ends[checksum.file] = checksum.offset + checksum.nbytes

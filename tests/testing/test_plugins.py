@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import json
 import os
 import re
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -370,3 +373,293 @@ def test_without_plugins_nothing_looks_for_them(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def _write_model(folder: Path) -> Path:
+    save_file({"w": np.ones(3, np.float32)}, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+TARGET_FAULTS = {
+    "encode": ("        writer.write(head.getvalue())", "        1 / 0", "write its files"),
+    "encode with an exit": ("        writer.write(head.getvalue())", "        raise SystemExit(3)", "write its files"),
+    "check": ("DTYPES.__contains__)", "DTYPES.__contains__, check=lambda options: 1 / 0)", "check the options"),
+    "holds_dtype": ("DTYPES.__contains__)", "lambda dtype: 1 / 0)", "say what it can hold"),
+    "holds_value": (
+        "DTYPES.__contains__)",
+        "DTYPES.__contains__, holds_value=lambda value: 1 / 0)",
+        "say what it can hold",
+    ),
+    "find_kept": ("conversion.nbytes)", "conversion.nbytes, lambda target: 1 / 0)", "plan its files"),
+}
+
+
+@pytest.mark.parametrize("fault", TARGET_FAULTS)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_whatever_a_target_raises_names_it(
+    fault: str, jobs: int, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, action = TARGET_FAULTS[fault]
+    assert old in TARGET
+    monkeypatch.delitem(sys.modules, "npy_target", raising=False)
+    install(site, "[shardckpt.targets]\nnpy = npy_target:TARGET\n", npy_target=TARGET.replace(old, new))
+    source = write_source(tmp_path / "source", {"v": np.ones(6, np.float32), "w": np.ones(6, np.float32)})
+    with pytest.raises(
+        UsageError, match=rf"/out: the plugin 'npy' of npy-files 1\.0 failed to {action}; found (Zero|SystemExit)"
+    ):
+        shardckpt.consolidate(
+            source, tmp_path / "out", to="npy", overwrite=True, part="all" if "value" in fault else "model", jobs=jobs
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_a_target_fails_to_plan_name_it(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "npy_target", raising=False)
+    source = TARGET.replace("DTYPES.__contains__)", "DTYPES.__contains__, plan_ranks=lambda reader, options: 1 / 0)")
+    install(site, "[shardckpt.targets]\nnpy = npy_target:TARGET\n", npy_target=source)
+    with pytest.raises(UsageError, match=r"the plugin 'npy' of npy-files 1\.0 failed to plan its files"):
+        shardckpt.reshard(_write_model(tmp_path), tmp_path / "out", world_size=2, to="npy")
+
+
+@pytest.mark.usefixtures("npy")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_the_caller_raises_while_a_target_writes_reaches_the_caller(jobs: int, tmp_path: Path) -> None:
+    def stop(_: shardckpt.Progress) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough") as caught:
+        shardckpt.convert(_write_model(tmp_path), tmp_path / "out", to="npy", on_progress=stop, jobs=jobs)
+    assert not isinstance(caught.value, ShardckptError)
+
+
+LATER = """
+
+class NpyReader(Reader):
+    def resolve(self, pieces):
+        LAZY
+        return [p._replace(layout=Span(128, 24)) for p in pieces]
+
+    def load_object(self, entry):
+        OBJECT
+        return 3
+
+    def checksums(self):
+        SUMS
+        return iter(())
+
+
+def open_later(source):
+    from dataclasses import replace
+    from shardckpt.manifest import UNREAD, Lazy, ObjectEntry
+    found = open_folder(source).manifest
+    tensors = {
+        path: entry._replace(pieces=tuple(p._replace(layout=Lazy(0, 152)) for p in entry.pieces))
+        for path, entry in found.tensors.items()
+    }
+    objects = {("step",): ObjectEntry(("step",), UNREAD)}
+    return NpyReader(source.store, replace(found, tensors=tensors, objects=objects))
+
+
+FORMAT = Format("npy", "a folder of npy files", "a list", recognize, open_later)
+"""
+
+
+def _later(place: str = "", code: str = "") -> str:
+    """Return the source of a reader that finds its tensors when they are asked for, with code in one of its methods."""
+    source = LATER.replace(place, code) if place else LATER
+    return re.sub("LAZY|OBJECT|SUMS", "", source)
+
+
+@pytest.mark.parametrize(
+    ("place", "new", "call", "action"),
+    [
+        ("LAZY", "1 / 0", shardckpt.load, "find its tensors"),
+        ("OBJECT", "1 / 0", shardckpt.load, "read a value"),
+        ("LAZY", "return pieces[:0]", shardckpt.load, "find its tensors"),
+        ("LAZY", "return [None]", shardckpt.load, "find its tensors"),
+    ],
+)
+def test_a_reader_that_fails_later_is_named(
+    place: str, new: str, call: Any, action: str, site: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "npy_later", raising=False)
+    source = _later(place, new)
+    install(site, "[shardckpt.formats]\nnpy = npy_later:FORMAT\n", npy_later=READER + source)
+    with pytest.raises(FormatError, match=rf"the plugin 'npy' of npy-files 1\.0 failed to {action}"):
+        call(folder)
+
+
+def test_a_reader_that_answers_later_is_read(site: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "npy_later", raising=False)
+    source = READER + _later()
+    install(site, "[shardckpt.formats]\nnpy = npy_later:FORMAT\n", npy_later=source)
+    assert shardckpt.load(folder)["step"] == 3
+    assert shardckpt.load(folder)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert shardckpt.verify(folder).ok
+
+
+MANIFESTS: dict[str, tuple[str | None, str, str]] = {
+    "an unknown kind of checksum": (
+        None,
+        "iter([__import__('shardckpt.format.reader').format.reader.Checksum('0.npy', 0, 9, 'md5', 1)])",
+        "0.npy has checksums of an unknown kind: md5",
+    ),
+    "checksums that fail": (None, "(1 / 0 for _ in 'a')", "failed to list its checksums"),
+    "a name outside": (
+        'Manifest("npy", files',
+        'Manifest("npy", {**files, "../0.npy": 152}',
+        "leaves the checkpoint's folder",
+    ),
+    "a size beyond the file": (
+        'Manifest("npy", files',
+        'Manifest("npy", dict.fromkeys(files, 4096)',
+        "0.npy has 152 bytes, not 4096",
+    ),
+    "a file that is not there": (
+        'Manifest("npy", files',
+        'Manifest("npy", {**files, "deep/1.npy": 5}',
+        "deep/1.npy is missing",
+    ),
+    "an unknown codec": ("span),))", 'Encoded("lz4", 128, 24, span)),))', "no decoder for 'lz4'"),
+    "a fraction": (
+        'Manifest("npy", files',
+        'Manifest("npy", dict.fromkeys(files, 1.5)',
+        "the size of 0.npy",
+    ),
+    "a negative size": ('Manifest("npy", files', 'Manifest("npy", dict.fromkeys(files, -5)', "the size of 0.npy"),
+    "a resolved name outside": (None, '[p._replace(file="../x", layout=Span(128, 24)) for p in pieces]', r"\.\./x"),
+    "a resolved unknown codec": (
+        None,
+        '[p._replace(layout=Encoded("lz4", 128, 24, Span(0, 24))) for p in pieces]',
+        "no decoder for 'lz4'",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MANIFESTS)
+def test_verify_does_not_believe_the_manifest_of_a_plugin(
+    fault: str, site: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, message = MANIFESTS[fault]
+    source = READER.replace("Manifest, Piece", "Encoded, Manifest, Piece")
+    if old is None:
+        place = "SUMS" if "checksum" in fault else "LAZY"
+        source += _later(place, f"return {new}")
+    else:
+        assert old in source
+        source = source.replace(old, new)
+    monkeypatch.delitem(sys.modules, "npy_wrong", raising=False)
+    install(site, "[shardckpt.formats]\nnpy = npy_wrong:FORMAT\n", npy_wrong=source)
+    found = shardckpt.verify(folder)
+    assert not found.ok
+    assert re.search(message, found.problems[0])
+
+
+HELPS = ["consolidate", "convert", "merge-adapter", "reshard"]
+
+
+@pytest.mark.parametrize("verb", HELPS)
+def test_the_help_lists_a_plugin_without_importing_it(verb: str, site: Path) -> None:
+    install(
+        site,
+        "[shardckpt.targets]\nnpy = npy_target:TARGET\n",
+        npy_target="import sys; print('imported', file=sys.stderr)",
+    )
+    code = (
+        "import sys\n"
+        "from shardckpt_cli.app import main\n"
+        f"sys.argv = ['shardckpt', {verb!r}, '--help']\n"
+        "try:\n    main()\nfinally:\n    print({'npy_target', 'torch'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert re.search(r"native,\s+(deepspeed-universal,\s+)?npy", re.sub(r"[│\s]+", " ", done.stdout))
+    assert done.stderr.strip() == "set()"
+
+
+ONE_FILE = """
+import io
+import fsspec
+import numpy as np
+from shardckpt.offline.targets.base import Target
+from shardckpt.offline.write.conversion import Layout, PlannedFiles
+from shardckpt.offline.write.stream import OutputFile
+from shardckpt.storage.replaceable import FileKind
+
+
+def plan(conversion):
+    [tensor] = conversion.selection.model
+    head = b"ONE1"
+
+    def encode(stream, writer):
+        writer.write(head)
+        stream.write_tensors([tensor], writer)
+        return ()
+
+    file = OutputFile(conversion.file_name, len(head) + tensor.nbytes, 1, encode)
+    kind = FileKind("a one file", lambda head: head.startswith(b"ONE1"))
+    return PlannedFiles(kind, "", lambda *_: Layout((file,), {}), conversion.nbytes)
+
+
+TARGET = Target("one", "a one file", "`*.one`", "nobody", plan, lambda dtype: True, suffixes=(".one",))
+"""
+
+
+def test_a_target_without_a_name_is_found_by_the_suffix_of_a_plugin(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "one_target", raising=False)
+    install(site, "[shardckpt.targets]\none = one_target:TARGET\n", "one-files", one_target=ONE_FILE)
+    source = _write_model(tmp_path)
+    shardckpt.consolidate(source, tmp_path / "step-1.5")
+    assert (tmp_path / "step-1.5").is_dir()
+    shardckpt.consolidate(source, tmp_path / "out.one")
+    assert (tmp_path / "out.one").read_bytes() == b"ONE1" + np.ones(3, np.float32).tobytes()
+
+
+def test_a_broken_plugin_does_not_stop_a_target_that_is_not_its_own(site: Path, tmp_path: Path) -> None:
+    install(site, "[shardckpt.targets]\none = one_broken:TARGET\n", "one-files", one_broken="1 / 0")
+    with pytest.warns(RuntimeWarning, match="'one' of one-files 1.0 cannot be imported"):
+        shardckpt.consolidate(_write_model(tmp_path), tmp_path / "step-1.5")
+    assert (tmp_path / "step-1.5").is_dir()
+
+
+def _read_npy(folder: Path) -> dict[str, np.ndarray]:
+    names = json.loads((folder / "tensors.json").read_text())["npy"]
+    return {name: np.load(folder / file) for name, file in names.items()}
+
+
+class TestExampleTargetAlone(TargetSuite):
+    """The target without a reader of what it writes."""
+
+    @pytest.fixture(autouse=True)
+    def target_alone(self, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "npy_target", raising=False)
+        install(site, "[shardckpt.targets]\nnpy = npy_target:TARGET\n", npy_target=TARGET)
+        self.target = load("npy_target", "TARGET")
+
+    def read_model(self, place: str | Path) -> dict[str, np.ndarray]:
+        if str(place).startswith("memory://"):
+            filesystem = fsspec.filesystem("memory")
+            names = json.loads(filesystem.cat(f"{place}/tensors.json"))["npy"]
+            return {name: np.load(io.BytesIO(filesystem.cat(f"{place}/{file}"))) for name, file in names.items()}
+        return _read_npy(Path(place))
+
+
+@pytest.mark.parametrize("mutant", ["other bytes", "a tensor less"])
+def test_the_suite_finds_a_broken_target_without_a_reader(
+    mutant: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, _ = MUTANTS[mutant]
+    monkeypatch.delitem(sys.modules, "npy_target", raising=False)
+    install(site, "[shardckpt.targets]\nnpy = npy_target:TARGET\n", npy_target=TARGET.replace(old, new))
+    suite = TestExampleTargetAlone()
+    suite.target = load("npy_target", "TARGET")
+    source = write_source(tmp_path / "source", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
+    with pytest.raises((AssertionError, UsageError)):
+        suite.test_every_value_is_read_back("convert", "5GB", source, tmp_path)

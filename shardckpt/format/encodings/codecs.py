@@ -77,6 +77,10 @@ def _zstd(source: EncodedFile) -> _ReadsInto:
 _DECODERS: dict[str, Callable[[EncodedFile], _ReadsInto]] = {"zstd": _zstd, "deflate": _Inflate}
 
 
+CODECS = frozenset(_DECODERS)
+"""What can be decoded."""
+
+
 class DecodedStream:
     """The decoded bytes of an `Encoded` layout; reading forward is cheap, reading back starts over.
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from shardckpt.errors import UsageError
 from shardckpt.offline.targets import dcp, deepspeed_universal, native, safetensors_files, torchsave
-from shardckpt.offline.targets.base import Conversion, Target
+from shardckpt.offline.targets.base import PlannedRanks, Target
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
-from shardckpt.plugins import Plugin, find_plugins, load_plugin, name_plugin
+from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
+from shardckpt.plugins import Plugin, find_plugins, guard_call, load_plugin, name_plugin, warn_of_plugin
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_PLAN, _WRITE, _HOLD = "plan its files", "write its files", "say what it can hold"
 
 TARGETS: tuple[Target, ...] = (
     safetensors_files.TARGET,
@@ -22,27 +27,29 @@ TARGETS: tuple[Target, ...] = (
 """The built-in targets; the first one is written if nothing else is asked for."""
 
 
-def list_targets(*, for_ranks: bool = False) -> tuple[str, ...]:
+def list_targets(*, for_ranks: bool = False, imports_plugins: bool = True) -> tuple[str, ...]:
     """Return the names of the formats that can be written, those of installed plugins last.
 
     Args:
         for_ranks: Return those of `reshard`. The others are those of `consolidate`, `convert` and `merge_adapter`.
+        imports_plugins: Import plugins to learn whether `reshard` can write them; without it, all are listed.
 
     Example:
         >>> shardckpt.list_targets()
         ('safetensors', 'torch', 'dcp', 'native', 'deepspeed-universal')
     """
-    if not for_ranks:
-        return (*(target.name for target in TARGETS), *(plugin.name for plugin in _find_plugins()))
-    targets = list(TARGETS)
-    for plugin in _find_plugins():
-        with suppress(UsageError):  # raised if somebody asks for it
-            targets.append(load_plugin(plugin, Target))
-    return tuple(target.name for target in targets if target.plan_ranks)
+    built_in = (target.name for target in TARGETS if target.plan_ranks or not for_ranks)
+    if for_ranks and imports_plugins:
+        return (*built_in, *(target.name for target in _load_plugins() if target.plan_ranks))
+    return (*built_in, *(plugin.name for plugin in _find_plugins()))
 
 
-def find_target(name: str) -> Target:
+def find_target(name: str, where: str = "") -> Target:
     """Return a target by its name; a plugin is loaded if no built-in target has it.
+
+    Args:
+        name: As `--to` names it.
+        where: Path or URL that is written, for the errors of a plugin.
 
     Raises:
         UsageError: There is none of this name, or its plugin is broken.
@@ -52,8 +59,7 @@ def find_target(name: str) -> Target:
             return target
     for plugin in _find_plugins():
         if plugin.name == name:
-            target = load_plugin(plugin, Target)
-            return replace(target, plan=_name_in_errors(target.plan, plugin))
+            return _Guard(plugin, where).target(load_plugin(plugin, Target))
     raise UsageError("--to must be a format that can be written", found=name, expected=", ".join(list_targets()))
 
 
@@ -61,28 +67,73 @@ def _find_plugins() -> tuple[Plugin, ...]:
     return find_plugins(("shardckpt.targets",), tuple(target.name for target in TARGETS))
 
 
-def _name_in_errors(plan: Callable[[Conversion], PlannedFiles], plugin: Plugin) -> Callable[[Conversion], PlannedFiles]:
-    """Return the plan of a plugin; errors of the plugin in it and in its layout name the plugin."""
-
-    def plan_named(conversion: Conversion) -> PlannedFiles:
-        def plan_layout(unique_suffix: str, save_id: str) -> Layout:
-            with name_plugin(plugin, "plan its files", conversion.target, UsageError):
-                return files.plan_layout(unique_suffix, save_id)
-
-        with name_plugin(plugin, "plan its files", conversion.target, UsageError):
-            files = plan(conversion)
-            return replace(files, plan_layout=plan_layout)
-
-    return plan_named
+def _load_plugins(on_error: Callable[[str], None] = lambda _: None) -> Iterator[Target]:
+    """Yield the targets of plugins; the message of one that cannot be loaded is passed on instead."""
+    for plugin in _find_plugins():
+        try:
+            yield load_plugin(plugin, Target)
+        except UsageError as error:  # raised if somebody asks for it
+            on_error(str(error))
 
 
-def find_rank_target(name: str) -> Target:
+class _Guard(NamedTuple):
+    """Puts the name of a plugin into the errors of what it made: of a target, of its plan, of its files.
+
+    Attributes:
+        plugin: The plugin.
+        where: Path or URL that is written.
+    """
+
+    plugin: Plugin
+    where: str
+
+    def call(self, function: Callable[_Params, _Result], action: str) -> Callable[_Params, _Result]:
+        return guard_call(function, self.plugin, action, self.where, UsageError)
+
+    def target(self, target: Target) -> Target:
+        plan_ranks = target.plan_ranks and self.call(target.plan_ranks, _PLAN)
+        return replace(
+            target,
+            check=self.call(target.check, "check the options"),
+            holds_dtype=self.call(target.holds_dtype, _HOLD),
+            holds_value=self.call(target.holds_value, _HOLD),
+            plan=self.call(lambda conversion: self.files(target.plan(conversion)), _PLAN),
+            plan_ranks=plan_ranks and (lambda reader, options: self.ranks(plan_ranks(reader, options))),
+        )
+
+    def ranks(self, ranks: PlannedRanks) -> PlannedRanks:
+        return replace(ranks, files=self.files(ranks.files))
+
+    def files(self, files: PlannedFiles) -> PlannedFiles:
+        return replace(
+            files,
+            plan_layout=self.call(lambda *names: self.layout(files.plan_layout(*names)), _PLAN),
+            find_kept=self.call(files.find_kept, _PLAN),
+        )
+
+    def layout(self, layout: Layout) -> Layout:
+        ending = layout.ending and replace(layout.ending, made=self.call(layout.ending.made, _WRITE))
+        return replace(layout, payload=tuple(map(self.file, layout.payload)), ending=ending)
+
+    def file(self, file: OutputFile) -> OutputFile:
+        def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
+            with name_plugin(self.plugin, _WRITE, self.where, UsageError, passes=stream.is_from_caller):
+                return file.encode(stream, writer)
+
+        return replace(file, encode=encode)
+
+
+def find_rank_target(name: str, where: str = "") -> Target:
     """Return a target that `reshard` writes, by its name.
+
+    Args:
+        name: As `--to` names it.
+        where: Path or URL that is written, for the errors of a plugin.
 
     Raises:
         UsageError: There is none of this name, or it cannot be split for a number of ranks.
     """
-    target = find_target(name) if name in list_targets() else None
+    target = find_target(name, where) if name in list_targets() else None
     if target is None or target.plan_ranks is None:
         names = ", ".join(list_targets(for_ranks=True))
         raise UsageError("--to must be a format that reshard writes", found=name, expected=names)
@@ -92,13 +143,15 @@ def find_rank_target(name: str) -> Target:
 def choose_target(name: str, path: str) -> Target:
     """Return the target of a conversion, by the name that was asked for and the suffix of the path.
 
+    Plugins are loaded if the path has a suffix that no built-in target has.
+
     Raises:
         UsageError: The target is unknown, or does not write such a file.
     """
     by_suffix = next((target for target in TARGETS if path.endswith(target.suffixes)), None)
     if not name:
-        return by_suffix or TARGETS[0]
-    target = find_target(name)
+        return by_suffix or _find_plugin_by_suffix(path) or TARGETS[0]
+    target = find_target(name, path)
     if by_suffix is None or path.endswith(target.suffixes):
         return target
     if not target.suffixes:
@@ -106,3 +159,10 @@ def choose_target(name: str, path: str) -> Target:
     raise UsageError(
         f"--to {name} does not write such a file", found=path, expected=f"--to {by_suffix.name}, or a folder"
     )
+
+
+def _find_plugin_by_suffix(path: str) -> Target | None:
+    if "." not in path.rpartition("/")[2]:
+        return None
+    target = next((each for each in _load_plugins(warn_of_plugin) if path.endswith(each.suffixes)), None)
+    return target and find_target(target.name, path)

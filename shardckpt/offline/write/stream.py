@@ -104,8 +104,8 @@ class CountingWriter:
         self.nbytes += nbytes
 
 
-class Stopped(Exception):  # noqa: N818  (no error: it only unwinds a thread whose work nobody wants any more)
-    """Unwinds a writing thread after another one failed."""
+class Stopped(BaseException):
+    """Unwinds a writing thread after another one failed; no error, so that no target takes it for one."""
 
 
 class Meter:
@@ -120,6 +120,11 @@ class Meter:
         self._total, self._on_progress = total_bytes, on_progress
         self._done, self._start, self._lock = 0, time.perf_counter(), Lock()
         self._stopped = False
+        self._raised: list[BaseException] = []
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Return True if an error is what `on_progress` raised."""
+        return any(each is error for each in self._raised)
 
     def stop(self) -> None:
         """Make every thread that counts on raise `Stopped`: another one failed, or the user interrupted."""
@@ -136,7 +141,11 @@ class Meter:
         with self._lock:
             self._done += nbytes
             if self._on_progress is not None:
-                self._on_progress(Progress(self._done, self._total, time.perf_counter() - self._start))
+                try:
+                    self._on_progress(Progress(self._done, self._total, time.perf_counter() - self._start))
+                except BaseException as error:
+                    self._raised.append(error)
+                    raise
 
 
 class TensorPart(NamedTuple):
@@ -163,6 +172,10 @@ class TensorStream:
 
     def __init__(self, reader: Reader, budget: MemoryBudget, meter: Meter, *, allow_overflow: bool = False) -> None:
         self._reader, self._budget, self._meter, self._allow_overflow = reader, budget, meter, allow_overflow
+
+    def is_from_caller(self, error: BaseException) -> bool:
+        """Return True if an error is what the caller's `on_progress` raised, to stop the work."""
+        return self._meter.has_raised(error)
 
     def write_tensors(self, tensors: Sequence[OutputTensor], writer: FileSink) -> None:
         """Write full tensors back to back; bytes that do not change are copied from file to file.
