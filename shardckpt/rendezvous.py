@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from shardckpt.errors import RankError
+from shardckpt.torch_features import get_group_store
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
     Raises:
         RankError: A rank did not come in time, or the store did not answer.
     """
-    store, size = group.get_group_store(), group.size()
+    store, size = get_group_store(group), group.size()
     number = _CALLS.get(group, 0) + 1
     keys = [f"shardckpt/here/{number}/{each}" for each in range(size)]
     own = keys[group.rank()]
@@ -165,7 +166,7 @@ def make_group(
     Raises:
         RankError: A rank left before all were connected.
     """
-    store, rank, size = group.get_group_store(), group.rank(), group.size()
+    store, rank, size = get_group_store(group), group.rank(), group.size()
     keys = [f"shardckpt/unconnected/{_CALLS[group]}/{each}" for each in range(size)]
     try:
         return run_within(timeout.total_seconds() + _GRACE_S, make)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"shardckpt": ROOT / "shardckpt", "shardckpt_cli": ROOT / "cli" / "shardckpt_cli"}
 
 LEAVES = {"errors", "boxes", "dtypes", "manifest", "layout", "gc_pause"}
+TORCH = {"require_torch", "torch_features"}
 
 # A package, or one file of a package where a file may do more, and the packages that it may import besides its own.
 ARROWS: dict[str, set[str]] = {
@@ -31,19 +32,19 @@ ARROWS: dict[str, set[str]] = {
     "manifest": {"boxes", "dtypes", "errors"},
     "gc_pause": set(),
     "layout": {"boxes", "dtypes", "errors"},
-    "rendezvous": {"errors"},
+    "torch_features": set(),
+    "rendezvous": {"errors", "torch_features"},
     "deprecation": {"errors"},
     "plugins": {"errors"},
     "require_torch": {"errors"},
     "groups": {"errors"},
     "devices": set(),
-    "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors", "require_torch"},
-    "state": {"core", "plan", "groups", "deprecation", "require_torch"} | LEAVES,
+    "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors"} | TORCH,
+    "state": {"core", "plan", "groups", "deprecation"} | TORCH | LEAVES,
     "plan": set(LEAVES),
     "storage": {"errors"},
     "format": {"plan", "storage", "plugins"} | LEAVES,
-    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation", "devices", "require_torch"}
-    | LEAVES,
+    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation", "devices"} | TORCH | LEAVES,
     "offline": {"plan", "format", "storage", "plugins", "deprecation", "require_torch"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,

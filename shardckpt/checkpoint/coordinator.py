@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardckpt import errors
 from shardckpt.errors import RankError, ShardckptError, UsageError
 from shardckpt.rendezvous import BoundedStore, make_group, meet
+from shardckpt.torch_features import get_group_store
 
 
 class Coordinator:
@@ -245,7 +246,7 @@ class Coordinator:
     @property
     def _store(self) -> BoundedStore:
         assert self._group is not None
-        return BoundedStore(self._group.get_group_store())
+        return BoundedStore(get_group_store(self._group))
 
     @property
     def _key(self) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.compile_guard import compiler_disabled
+from shardckpt.torch_features import get_saved_tensor_hooks
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -164,7 +165,7 @@ class SavedParamHooks:
 
 def saved_tensor_hooks(owners: BufferOwners) -> AbstractContextManager[object]:
     """Return a context in which autograd saves full parameters so that backward unshards their buffers again."""
-    before: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # has no public name
+    before = get_saved_tensor_hooks()
     ours = getattr(before[0], "__self__", None) if before else None
     if not torch.is_grad_enabled() or (isinstance(ours, SavedParamHooks) and ours.owners is owners):
         return nullcontext()

@@ -24,6 +24,7 @@ from shardckpt.core.errors import ArgumentError
 from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.errors import ShardckptError
+from shardckpt.torch_features import concatenate_meshes
 
 
 class PlacementError(ShardckptError, AssertionError):
@@ -230,7 +231,7 @@ def _joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
             found=[each.mesh_dim_names for each in meshes],
             fix="Give mesh_dim_names to init_device_mesh, and take both meshes from one.",
         )
-    return DeviceMesh._concatenate(list(meshes))
+    return concatenate_meshes(meshes)
 
 
 def join_placements(

@@ -245,7 +245,7 @@ def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.dev
     """
     if device_id is None:
         return None
-    if isinstance(device_id, int) and torch.accelerator.current_accelerator(check_available=True) is None:
+    if isinstance(device_id, int) and not torch.accelerator.is_available():
         return torch.device("cpu")
     device = torch.device(device_id)
     if device.type != "cpu" and device.index is None:
@@ -267,7 +267,7 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
     Args:
         group: The ranks.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or set(dist.get_backend_config(group).replace(",", ":").split(":")[1::2]) == {"gloo"}:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.get_device_module(accelerator).current_device())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.params.full_params import Staging
@@ -16,6 +16,7 @@ from shardckpt.layout import DimLayout, ParamSpec
 from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, get_mesh_placements, local
 from shardckpt.state.redistribute import dtensor_rows
 from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
+from shardckpt.torch_features import shard_replicated
 
 
 class DTensorAdapter(ParameterAdapter):
@@ -119,7 +120,7 @@ class DTensorAdapter(ParameterAdapter):
         if value is None or place is None:
             return
         kept = self._kept
-        sharded = distribute_tensor(value.to(self.device), kept.device_mesh, kept.placements, src_data_rank=None)
+        sharded = shard_replicated(value.to(self.device), kept.device_mesh, kept.placements)
         place.copy_(sharded.to_local())
 
     def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardckpt.core.params.full_params import Staging, concat_shards, gather_copies
 from shardckpt.core.params.param_bucket import Bucket
@@ -16,6 +16,7 @@ from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.state.adapters.base import Entry, ShardingAdapter, Tensors, broadcast_from_rank0, copy_parts, local
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
+from shardckpt.torch_features import shard_replicated
 
 
 class EngineBucketAdapter(ShardingAdapter):
@@ -119,7 +120,7 @@ class EngineBucketAdapter(ShardingAdapter):
         if not isinstance(leaf, DTensor):
             return value
         value = value.to(self.bucket.compute_device)
-        return distribute_tensor(value, leaf.device_mesh, leaf.placements, src_data_rank=None).to_local()
+        return shard_replicated(value, leaf.device_mesh, leaf.placements).to_local()
 
     def from_full(self, values: Tensors, into: Tensors) -> None:
         """Copy this rank's part."""

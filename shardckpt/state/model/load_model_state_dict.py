@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
@@ -24,6 +24,7 @@ from shardckpt.state.keys.validation import StateMismatchError, digest, validate
 from shardckpt.state.model import module_hooks
 from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
 from shardckpt.state.redistribute.rank_grid import Ranks
+from shardckpt.torch_features import shard_replicated
 
 
 @dataclass(frozen=True)
@@ -338,5 +339,5 @@ def _load_buffer(buffer: Buffer, given: _IncomingModelState, missing: set[str], 
     assert value is not None
     full = _to_full(value).to(held.device)
     if isinstance(held, DTensor):
-        full = distribute_tensor(full, held.device_mesh, held.placements, src_data_rank=None)
+        full = shard_replicated(full, held.device_mesh, held.placements)
     held.copy_(full)

@@ -1,0 +1,120 @@
+"""Use features that the oldest supported torch lacks: each is found by its presence, never by a version number.
+
+| feature | first torch | without it |
+|---|---|---|
+| `ProcessGroup.get_group_store` | 2.10 | the table of torch's process groups is read |
+| `distribute_tensor(src_data_rank=)` | 2.7 | torch scatters the value of the mesh's first rank |
+| `DeviceMesh._concatenate` | 2.10 | the dimensions are taken from the root mesh of both by their names |
+| `_top_saved_tensors_default_hooks` | 2.7 | contexts of saved-tensor hooks are recorded as they are entered |
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+__all__ = ["concatenate_meshes", "get_group_store", "get_saved_tensor_hooks", "shard_replicated"]
+
+PackHook = Callable[[torch.Tensor], Any]
+UnpackHook = Callable[[Any], torch.Tensor]
+
+
+def get_group_store(group: dist.ProcessGroup) -> Any:
+    """Return the store at which the ranks of a group met.
+
+    Args:
+        group: A group of this rank.
+    """
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+_TAKES_SOURCE = "src_data_rank" in inspect.signature(distribute_tensor).parameters
+
+
+def shard_replicated(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Return a DTensor of a value that every rank of a mesh has.
+
+    Nothing is sent, except with a torch whose `distribute_tensor` always sends: then it is a collective of the mesh.
+
+    Args:
+        value: The full value, equal on all ranks of the mesh, on the mesh's device.
+        mesh: The mesh.
+        placements: One for each dimension of the mesh.
+    """
+    if _TAKES_SOURCE:
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    return distribute_tensor(value, mesh, placements)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh of the dimensions of several submeshes of one mesh.
+
+    Args:
+        meshes: Submeshes with names of their dimensions.
+
+    Raises:
+        RuntimeError: They are not submeshes of one mesh.
+    """
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate(list(meshes))
+    resources = torch.distributed.device_mesh._mesh_resources
+    roots = [resources.get_root_mesh(mesh) for mesh in meshes]
+    if any(root != roots[0] for root in roots):
+        raise RuntimeError(f"meshes must be parts of one mesh, got parts of {len(roots)} meshes")
+    names = tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())
+    found: DeviceMesh = roots[0][names]
+    return found
+
+
+# ----------------------------------------------------------------------------------------- hooks of saved tensors
+
+
+class _EnteredHooks(threading.local):
+    """The contexts of saved-tensor hooks that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[PackHook, UnpackHook]] = []
+
+
+_ENTERED = _EnteredHooks()
+_FIND_TOP = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def get_saved_tensor_hooks() -> tuple[PackHook, UnpackHook] | None:
+    """Return the hooks through which autograd saves tensors on this thread; None if it saves them as they are."""
+    if _FIND_TOP is not None:
+        found: tuple[PackHook, UnpackHook] | None = _FIND_TOP(True)  # ignore_is_tracing
+        return found
+    return _ENTERED.stack[-1] if _ENTERED.stack else None
+
+
+def _record_entered_hooks() -> None:
+    """Record on each thread which contexts of saved-tensor hooks it is in, where torch does not say."""
+    context: Any = torch.autograd.graph.saved_tensors_hooks
+    enter, leave = context.__enter__, context.__exit__
+
+    @functools.wraps(enter)
+    def record_enter(self: Any) -> None:
+        enter(self)
+        _ENTERED.stack.append((self.pack_hook, self.unpack_hook))
+
+    @functools.wraps(leave)
+    def record_leave(self: Any, *error: object) -> None:
+        _ENTERED.stack.pop()
+        leave(self, *error)
+
+    context.__enter__, context.__exit__ = record_enter, record_leave
+
+
+if _FIND_TOP is None:
+    _record_entered_hooks()
