@@ -21,7 +21,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"shardckpt": ROOT / "shardckpt", "shardckpt_cli": ROOT / "cli" / "shardckpt_cli"}
 
-LEAVES = {"errors", "boxes", "dtypes", "manifest", "layout", "gc_pause"}
+LEAVES = {"errors", "boxes", "dtypes", "manifest", "layout"}
 TORCH = {"require_torch", "torch_features"}
 
 # A package, or one file of a package where a file may do more, and the packages that it may import besides its own.
@@ -30,7 +30,6 @@ ARROWS: dict[str, set[str]] = {
     "boxes": {"errors"},
     "dtypes": {"errors"},
     "manifest": {"boxes", "dtypes", "errors"},
-    "gc_pause": set(),
     "layout": {"boxes", "dtypes", "errors"},
     "torch_features": set(),
     "rendezvous": {"errors", "torch_features"},
@@ -72,7 +71,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
     "plan": ({"naming", "layout"}, {"optim"}, {"rules"}),
     "format": (
-        {"reader", "budget", "value_checks"},
+        {"reader", "budget", "value_checks", "gc_pause"},
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
         {"merge_shards"},
@@ -85,7 +84,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
 
 # Third-party libraries and the packages that may know of them.
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"rendezvous", "groups", "devices", "core", "state", "checkpoint"},
+    "torch": {"torch_features", "rendezvous", "groups", "devices", "core", "state", "checkpoint"},
     "fsspec": {"storage", "testing"},
     "typer": {"cli"},
     "pytest": {"testing"},

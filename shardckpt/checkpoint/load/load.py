@@ -29,8 +29,8 @@ from shardckpt.checkpoint.stateful.flatten import Models
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
+from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.reader import NamedBases, ParamShapes
-from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import (
     BroadcastGroup,

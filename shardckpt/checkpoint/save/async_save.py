@@ -16,7 +16,7 @@ from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, buffer_si
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
-from shardckpt.gc_pause import gc_paused
+from shardckpt.format.gc_pause import gc_paused
 from shardckpt.plan.layout.output_files import parse_size
 
 OnBusy = Literal["wait", "raise"]

@@ -36,6 +36,7 @@ from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, writ
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
+from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
 from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import (
@@ -49,7 +50,6 @@ from shardckpt.format.native.partial_manifest import (
 from shardckpt.format.native.payload import HF_INDEX, PayloadFile, hf_index, new_save_id, plan_payloads
 from shardckpt.format.native.records import FileRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
-from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.state.local.local_shards import TensorShards

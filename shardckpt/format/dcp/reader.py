@@ -20,9 +20,9 @@ from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths
 from shardckpt.format.dcp.storage_items import Blobs, StoredSlice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub
+from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.objects import read_object
-from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
 from shardckpt.storage.store import Store, check_name, read_bytes
 

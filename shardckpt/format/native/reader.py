@@ -9,6 +9,7 @@ from contextlib import suppress
 from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef
+from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.native.base_store import BasedStore, FoundBases, find_bases
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
 from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents
@@ -16,7 +17,6 @@ from shardckpt.format.native.payload import BLOCK_BYTES, KEY
 from shardckpt.format.native.records import ArrayRecord
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
-from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
 from shardckpt.storage.store import Store
 

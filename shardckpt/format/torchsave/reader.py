@@ -26,6 +26,7 @@ from shardckpt.format.encodings.zip_archive import (
     read_entries,
     require_known_method,
 )
+from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.reader import Checksum, Reader
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
 from shardckpt.format.torchsave.tensor_views import (
@@ -41,7 +42,6 @@ from shardckpt.format.torchsave.tensor_views import (
     element_bytes,
     require_little,
 )
-from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided, dotted
 from shardckpt.storage.store import Read, Store, read_bytes
 

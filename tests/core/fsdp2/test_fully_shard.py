@@ -123,6 +123,7 @@ def refused(kind: type[BaseException], words: str) -> Any:
 
 
 @pytest.mark.skipif(TORCH, reason="compares ours with torch's")
+@pytest.mark.skipif(not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="this torch has fewer arguments")
 def test_signatures_are_torchs() -> None:
     def shape(function: Any) -> list[tuple[str, Any, str]]:
         parameters = inspect.signature(function).parameters.values()
@@ -610,6 +611,11 @@ def test_prefetching_follows_the_lists_that_were_set() -> None:
     harness.run(2, body)
 
 
+# The names before torch 2.12 are the second ones.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Gather(core.AllGather if not TORCH else object):
     """An all-gather that counts."""
 
@@ -623,7 +629,7 @@ class Gather(core.AllGather if not TORCH else object):
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         self.calls += 1
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class Scatter(Gather):
@@ -631,7 +637,7 @@ class Scatter(Gather):
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         self.calls += 1
-        return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        return REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def test_collectives_of_ones_own_are_used() -> None:

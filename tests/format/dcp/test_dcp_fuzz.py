@@ -2,13 +2,11 @@
 
 import os
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 from dcp_writers import save, save_chunked
-from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch_writers import FORMS
 
 from shardckpt.errors import CheckpointError
 from shardckpt.format.dcp import reader as dcp
@@ -17,12 +15,6 @@ from shardckpt.storage.local import LocalStore
 
 ROUNDS = int(os.environ.get("SHARDCKPT_FUZZ_ROUNDS", "250"))
 """Mutations of each file; set it higher to search for longer."""
-
-FORMS: dict[str, Callable[[], dict]] = {
-    "torch": dict,
-    "safetensors": lambda: {"serialization_format": SerializationFormat.SAFETENSORS},
-    "zstd": lambda: {"_extensions": [ZStandard()]},
-}
 
 
 def flipped(data: bytes, dice: random.Random) -> bytes:

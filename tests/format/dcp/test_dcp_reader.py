@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp_of_torch
 from dcp_writers import Malicious, archive, edit_metadata, put_object, save, save_chunked, tensor_record
 from materialise import assert_same, materialise, truth
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch_writers import form
 
 from shardckpt.errors import (
     FormatError,
@@ -42,11 +42,12 @@ CASES = (
     "dcp_hsdp_fsdp2_gpt2_w4",
     "dcp_plain_nasty_w1",
 )
-SAFETENSORS = {"serialization_format": SerializationFormat.SAFETENSORS}
 
 
-def zstd() -> dict:
-    return {"_extensions": [ZStandard()]}
+@pytest.fixture
+def options(request: pytest.FixtureRequest) -> dict:
+    """Arguments of torch's writer for a form."""
+    return form(request.param)
 
 
 def open_(folder):
@@ -124,12 +125,12 @@ class TestSerialisations:
     def test_safetensors_behind_a_metadata_file(self, tmp_path):
         state = contiguous_state()
 
-        assert_holds(open_(save({**state, "step": 7}, tmp_path, **SAFETENSORS)), state)
+        assert_holds(open_(save({**state, "step": 7}, tmp_path, **form("safetensors"))), state)
 
     def test_zstd_streams(self, tmp_path):
         state = {**contiguous_state(), "t": torch.arange(12.0).reshape(3, 4).t(), "large": torch.randn(300, 100)}
 
-        reader = open_(save(state, tmp_path, **zstd()))
+        reader = open_(save(state, tmp_path, **form("zstd")))
 
         assert_holds(reader, state)
         (piece,) = reader.resolve(reader.manifest.tensors["large",].pieces)
@@ -155,7 +156,7 @@ class TestSerialisations:
 
         assert_holds(open_(save(state, tmp_path, single_file_per_rank=False, thread_count=3)), state)
 
-    @pytest.mark.parametrize("options", [{}, zstd()], ids=["plain", "zstd"])
+    @pytest.mark.parametrize("options", ["torch", "zstd"], indirect=True)
     def test_two_chunks_of_a_tensor_on_one_rank(self, tmp_path, options):
         state = {"w": torch.arange(24.0).reshape(6, 4)}
         boxes = {"w": [((0, 0), (4, 4)), ((4, 0), (2, 4))]}
@@ -165,7 +166,7 @@ class TestSerialisations:
     def test_a_chunk_that_torch_overwrote_is_an_error_and_no_wrong_tensor(self, tmp_path):
         """A16: in safetensors form torch's writer keeps one chunk of a tensor in a file, and lists them all."""
         boxes = {"w": [((0, 0), (3, 4)), ((3, 0), (3, 4))]}
-        reader = open_(save_chunked({"w": torch.arange(24.0).reshape(6, 4)}, boxes, tmp_path, **SAFETENSORS))
+        reader = open_(save_chunked({"w": torch.arange(24.0).reshape(6, 4)}, boxes, tmp_path, **form("safetensors")))
 
         with pytest.raises(IncompleteError, match=r"'w' \[0:3, 0:4\].*does not hold this chunk"):
             reader.resolve(reader.manifest.tensors["w",].pieces)
@@ -201,7 +202,7 @@ class TestSerialisations:
             decode_head(window_of_2_gib, 100, "here")
 
     def test_a_bomb_is_decoded_no_further_than_needed(self, tmp_path):
-        reader = open_(save({"w": torch.zeros(30_000_000)}, tmp_path, **zstd()))
+        reader = open_(save({"w": torch.zeros(30_000_000)}, tmp_path, **form("zstd")))
         (piece,) = reader.resolve(reader.manifest.tensors["w",].pieces)
 
         assert piece.layout.nbytes < 20_000
@@ -303,7 +304,7 @@ class TestIncomplete:
         with pytest.raises(IncompleteError, match="'step'"):
             reader.load_object(reader.manifest.objects["step",])
 
-    @pytest.mark.parametrize("options", [{}, SAFETENSORS, zstd()], ids=["torch", "safetensors", "zstd"])
+    @pytest.mark.parametrize("options", ["torch", "safetensors", "zstd"], indirect=True)
     def test_every_truncation_is_a_named_error(self, tmp_path, options):
         save({"first": torch.ones(3), "last": torch.randn(40)}, tmp_path, **options)
         file = tmp_path / "__0_0.distcp"
@@ -462,7 +463,7 @@ class TestObjects:
         "big": torch.tensor([1.0, 2.0]),
     }
 
-    @pytest.mark.parametrize("options", [{}, SAFETENSORS, zstd()], ids=["torch", "safetensors", "zstd"])
+    @pytest.mark.parametrize("options", ["torch", "safetensors", "zstd"], indirect=True)
     def test_values_come_back(self, tmp_path, options):
         reader = open_(save(self.VALUES, tmp_path, **options))
 
@@ -508,7 +509,7 @@ class TestMalicious:
             open_(tmp_path)
         assert not trace.exists()
 
-    @pytest.mark.parametrize("options", [{}, zstd()], ids=["plain", "zstd"])
+    @pytest.mark.parametrize("options", ["torch", "zstd"], indirect=True)
     def test_an_object_that_would_run_code_does_no_harm_until_it_is_asked_for(self, tmp_path, options):
         """A14."""
         trace = tmp_path / "ran"
@@ -648,7 +649,7 @@ class TestChecksums:
         assert list(reader.checksums()) == []
         assert_same(reader, ("w",), torch.ones(3))
 
-    @pytest.mark.parametrize("options", [SAFETENSORS, zstd()], ids=["safetensors", "zstd"])
+    @pytest.mark.parametrize("options", ["safetensors", "zstd"], indirect=True)
     def test_other_forms_store_none(self, tmp_path, options):
         assert list(open_(save({"w": torch.ones(3)}, tmp_path, **options)).checksums()) == []
 

@@ -16,9 +16,8 @@ from deepspeed_writer import write as write_deepspeed
 from native_writer import write_step
 from safetensors.torch import save_file
 from share_writers import as_rank, dtensor, sharded
-from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import init_device_mesh
+from torch_writers import FORMS
 
 from shardckpt.boxes import Box, full_box
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
@@ -45,8 +44,8 @@ def _state() -> dict[str, Any]:
     return {"model": dict(MODEL), "optimizer": OPTIM, "epoch": {"n": 7}}
 
 
-def _dcp(**options: Any) -> Builder:
-    return lambda folder: save(_state(), folder, **options)
+def _dcp(form: str) -> Builder:
+    return lambda folder: save(_state(), folder, **FORMS[form]())
 
 
 def _dcp_chunks(folder: Path) -> Path:
@@ -276,10 +275,8 @@ SAMPLES: Mapping[str, Mapping[str, Builder]] = {
     "torch-checkpointing": {"ranks": _torch_checkpointing},
     "native": {"ranks": _native, "alone": _native_alone},
     "dcp": {
-        "torch": _dcp(),
+        **{form: _dcp(form) for form in FORMS},
         "chunks": _dcp_chunks,
-        "safetensors": _dcp(serialization_format=SerializationFormat.SAFETENSORS),
-        "zstd": lambda folder: save(_state(), folder, _extensions=[ZStandard()]),
     },
     "safetensors": {"file": _one_file, "shards": _shards, "ranks": _ranks, "adapter": _adapter},
     "hf-torch": {"shards": _hf_torch},

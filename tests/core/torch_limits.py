@@ -1,0 +1,31 @@
+"""What the installed torch cannot do that newer ones can: a test in which torch itself fails for that is skipped."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def find_limits() -> dict[str, str]:
+    """Return the errors of torch's own code that are no fault of ours here: a part of the message, and the reason."""
+    found = {}
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        found["'Stream' object has no attribute 'record_event'"] = "torch's fully_shard of this version needs a GPU"
+    try:
+        _StridedShard(0, split_factor=2)._split_tensor(torch.ones(6), 2)
+    except AssertionError:
+        found["_StridedShard requires even sharding"] = "this torch gathers no uneven rows of two mesh dimensions"
+    return found
+
+
+LIMITS = find_limits()
+
+
+def find_reason(messages: list[str]) -> str | None:
+    """Return why a test cannot run, if each of some ranks' errors is a limit of the installed torch.
+
+    Args:
+        messages: Of the ranks that raised.
+    """
+    reasons = {next((why for part, why in LIMITS.items() if part in message), None) for message in messages}
+    return reasons.pop() if len(reasons) == 1 else None
