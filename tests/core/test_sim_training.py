@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 import sim
 import torch
 import torch.distributed as dist
-from front_ends import FRONT_ENDS
-from models import Stack
+from front_ends import FRONT_ENDS, apart
+from models import Ranked, Stack, rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -23,10 +24,10 @@ WORLDS = pytest.mark.parametrize("world", [1, 2])
 FRONTS = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
 
-def build(front_end: str, device: str, **settings: Any) -> nn.Module:
+def build(front_end: str, device: str, kind: type[nn.Module] = Stack, **settings: Any) -> nn.Module:
     """Return the sharded model, the same on every rank and device."""
     torch.default_generator.manual_seed(3)
-    model = Stack()
+    model = kind()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if front_end == "in place":
@@ -251,3 +252,49 @@ def strategies(rank: int, world: int, strategy: str, device: str) -> Any:
 def test_other_strategies_give_the_bits_of_the_cpu(strategy):
     found, expected = on_both(2, strategies, strategy)
     assert found == expected
+
+
+def use_some(rank: int, world: int, front_end: str, offloads: bool, device: str) -> Any:
+    """Train parts that only one rank uses, or none; return copies of a step, gradients and shards."""
+    model = build(front_end, device, Ranked, **(offload_of(front_end) if offloads else {}))
+    optimizer = optimizer_of(model)
+    inputs = rows(rank, 0).to(device)
+    gradients = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with sim.counted() if device == "sim" else contextlib.nullcontext(sim.Copies) as counts:
+            model((inputs, {rank, 1})).square().mean().backward()
+            optimizer.step()
+            waits = counts().waits
+        gradients.append([None if each.grad is None else local(each.grad).tolist() for each in model.parameters()])
+    return waits, gradients, kept(model)
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["on the device", "offloaded"])
+@FRONTS
+def test_who_used_a_parameter_is_read_without_waiting_in_backward(front_end, offloads):
+    found, expected = on_both(2, use_some, front_end, offloads)
+    assert found == expected
+    assert any(None in gradients for gradients in found[0][1]) is (front_end != "flat")
+
+
+def step_in_many_ways(rank: int, world: int, front_end: str, device: str) -> list[int]:
+    """Return how often the host waits in a step: in low precision, with clipping, with gradients that accumulate."""
+    model = build(front_end, device, **low_of(front_end))
+    optimizer, inputs = optimizer_of(model), batch(0, device)
+    waits = []
+    for _ in range(2):
+        with sim.counted() as counts:
+            with apart(model, front_end):
+                model(inputs).square().mean().backward()
+            model(inputs).square().mean().backward()
+            core.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            waits.append(counts().waits)
+    return waits
+
+
+@FRONTS
+def test_the_host_waits_for_no_copy_with_clipping_accumulation_and_low_precision(front_end):
+    assert sim.ranks(2, step_in_many_ways, front_end, "sim") == [[0, 0]] * 2

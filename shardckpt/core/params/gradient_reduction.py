@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,18 +53,39 @@ class ReduceOptions:
 
 
 @dataclass(frozen=True)
+class PendingFlags:
+    """Flags of a reduction on their way to the host.
+
+    Attributes:
+        values: For each parameter a positive number if any rank had a gradient for it, on the CPU.
+        event: Behind their copy.
+    """
+
+    values: torch.Tensor
+    event: Event | None
+
+    def wait(self) -> tuple[bool, ...]:
+        """Wait for the flags and return them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return tuple((self.values > 0).tolist())
+
+
+@dataclass(frozen=True)
 class ReducedGrad:
     """The result of a reduction on one rank.
 
     Attributes:
         gradient: The mean over ranks of this rank's shard of the gradient, 1-D, padding included.
-        used: For each parameter, whether any rank had a gradient for it.
+        used: For each parameter, whether any rank had a gradient for it, as far as this rank knows.
         event: What to wait for before the gradient is read: the end of its copy to the CPU; None if it can be read.
+        flags: The same for ranks that had one where this rank had none; None if `used` is final.
     """
 
     gradient: torch.Tensor
     used: tuple[bool, ...]
     event: Event | None = None
+    flags: PendingFlags | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +93,9 @@ class _Reduction:
     how: ReduceOptions
     out: torch.Tensor
     source: torch.Tensor | None  # kept where what is queued still reads it; threads keep what they read themselves
-    used: tuple[bool, ...] | None
+    has: tuple[bool, ...]  # for each parameter whether this rank had a gradient
     pending: Pending
+    hook_flags: torch.Tensor | None = None  # who had gradients, where a user's hook reduced
 
 
 class GradientReducer:
@@ -203,25 +225,26 @@ class GradientReducer:
         own = self._comms.reduce_scatter
         source = allocate(own, size * row, how.dtype, device)
         rows = source.view(size, row)
-        has = [gradient is not None for gradient in gradients]
+        has = tuple(gradient is not None for gradient in gradients)
         self._packing.pack(_pop_all(gradients), rows)
         _write_flags(rows[:, chunk:], has)
         before, _ = how.divisors(self._group.world)
         if before != 1:
             source.div_(before)
-        used = tuple(has) if all(has) else None
         if size == 1 and own is None:
-            return _Reduction(how, source, source, used, Pending(None, ""))
+            return _Reduction(how, source, source, has, Pending(None, ""))
         out = torch.empty(row, dtype=how.dtype, device=device)
         pending = self._group.reduce_scatter(out, source, f"reduce {self._name}", own)
-        return _Reduction(how, out, source if own is not None or has_streams(device) else None, used, pending)
+        return _Reduction(how, out, source if own is not None or has_streams(device) else None, has, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; flags of who had a gradient are reduced separately."""
         assert self._hook is not None
         chunk, size = self._packing.layout.chunk, self._group.size
         source = torch.empty(size * chunk, dtype=how.dtype, device=how.device)
-        flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=source.device)
+        has = tuple(gradient is not None for gradient in gradients)
+        flags = torch.empty(len(has), device=source.device)
+        _write_flags(flags.view(1, -1), has)
         self._packing.pack(_pop_all(gradients), source.view(size, chunk))
         self._group.all_reduce_flags(flags, f"count the gradients of {self._name}")
         if self._keeps_full:
@@ -230,7 +253,7 @@ class GradientReducer:
         else:
             out = torch.zeros(chunk, dtype=how.dtype, device=source.device)
             self._hook.call(self._hook.state, source, out)
-        return _Reduction(how, out, source, tuple((flags > 0).tolist()), Pending(None, ""))
+        return _Reduction(how, out, source, has, Pending(None, ""), flags)
 
     def wait_reduce_scatter(self) -> ReducedGrad | None:
         """Wait for the reduction and return its gradient; None if there is none or it waits for a later one."""
@@ -245,29 +268,28 @@ class GradientReducer:
         """Cast a gradient, and move it to the device of the shard; a copy to pinned memory may be under way."""
         device, gradient = self._stored.data.device, reduced.gradient.to(self._stored.dtypes.gradient)
         if gradient.device == device or not self._stored.offload.pin:
-            return ReducedGrad(gradient.to(device), reduced.used)
+            return replace(reduced, gradient=gradient.to(device))
         copied, event = copy_to_pinned(gradient)
-        return ReducedGrad(copied, reduced.used, event)
+        return replace(reduced, gradient=copied, event=event)
 
     def _finish(self, reduction: _Reduction) -> ReducedGrad | None:
         """Sum over replicas and divide; None if the sum over this rank's group waits for a later reduction."""
         chunk = self._packing.layout.chunk
-        if self._hook is not None and reduction.used is not None:
-            return ReducedGrad(reduction.out[:chunk], reduction.used)
+        if reduction.hook_flags is not None:
+            return _build_result(reduction.out[:chunk], reduction.has, reduction.hook_flags)
         if not (reduction.how.all_reduce or self._keeps_full) and self._group.replicas > 1:
             self._keep_partial(reduction.out)
             return None
         out = self._add_partial(reduction.out)
         if self._group.replicas > 1:
             self._group.all_reduce(out, f"reduce {self._name} over replicas").wait()
-        used = reduction.used or tuple((out[chunk:] > 0).tolist())
         gradient = out[:chunk]
         _, after = reduction.how.divisors(self._group.world)
         if after != 1:
             gradient.div_(after)
         if self._comms.all_reduce_hook is not None:
             self._comms.all_reduce_hook(gradient)
-        return ReducedGrad(gradient, used)
+        return _build_result(gradient, reduction.has, out[chunk:])
 
     def _keep_partial(self, out: torch.Tensor) -> None:
         self._partial = self._add_partial(out)
@@ -282,6 +304,15 @@ class GradientReducer:
         self._partial, self._unsynced_grads = None, []
         if reduction is not None:
             reduction.pending.wait()
+
+
+def _build_result(gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Tensor) -> ReducedGrad:
+    """Return a reduced gradient; flags that only other ranks know are read later where the host would have to wait."""
+    if all(has):
+        return ReducedGrad(gradient, has)
+    if not has_streams(flags.device):
+        return ReducedGrad(gradient, tuple((flags > 0).tolist()))
+    return ReducedGrad(gradient, has, flags=PendingFlags(*copy_to_pinned(flags)))
 
 
 def _write_flags(flags: torch.Tensor, has: Sequence[bool]) -> None:

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 from weakref import WeakMethod
@@ -165,7 +166,18 @@ class ParamRegistration(ABC):
 
     @abstractmethod
     def add_gradient(self, reduced: ReducedGrad) -> None:
-        """Add a reduced gradient to the registered parameters' gradients."""
+        """Add a reduced gradient to the registered parameters' gradients, of those that are known to be used."""
+
+    def add_late_gradient(self, reduced: ReducedGrad, used: Sequence[bool]) -> None:
+        """Add the parts of a reduced gradient that `add_gradient` left out.
+
+        Args:
+            reduced: What `add_gradient` was given.
+            used: For each parameter, whether any rank had a gradient for it.
+        """
+        late = tuple(now and not before for now, before in zip(used, reduced.used, strict=True))
+        if any(late):
+            self.add_gradient(replace(reduced, used=late))
 
     @property
     def has_unsharded_grads(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -139,6 +140,11 @@ class FlatParamRegistration(UnshardedGradRegistration):
         """Add it to the flat parameter's gradient; nothing when no rank used any of its parameters."""
         if any(reduced.used):
             add_gradient_to(self.flat, reduced.gradient)
+
+    def add_late_gradient(self, reduced: ReducedGrad, used: Sequence[bool]) -> None:
+        """Add all of it if only other ranks used its parameters."""
+        if not any(reduced.used):
+            self.add_gradient(replace(reduced, used=tuple(used)))
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return this rank's shard of each parameter's gradient; the full one if it is not yet reduced."""

@@ -38,6 +38,7 @@ from shardckpt.core.modules.compile_guard import apply_compiler_disable
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.params.grad_accum import is_read_at_once
+from shardckpt.core.params.gradient_reduction import PendingFlags, ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionError
 from shardckpt.core.registration.base import ParamRegistration
@@ -99,6 +100,7 @@ class UnitParams:
         self.is_checked_out = False
         self.addresses: list[int] = []
         self._copied_event: Event | None = None  # behind the last copy of a gradient to the CPU
+        self._partly_added: list[tuple[ParamRegistration, ReducedGrad, PendingFlags]] = []
 
     @property
     def members(self) -> list[ParamInfo]:
@@ -244,15 +246,29 @@ class UnitParams:
             if reduced is not None:
                 self._copied_event = reduced.event or self._copied_event
                 if self._copied_event is not None and any(map(is_read_at_once, each.parameters)):
-                    self.wait_for_gradients()
-                every = replace(reduced, used=(True,) * len(reduced.used))
-                each.add_gradient(every if config.reduce_scatter_unused_params else reduced)
+                    self._wait_for_copies()
+                if config.reduce_scatter_unused_params:
+                    reduced = replace(reduced, used=(True,) * len(reduced.used), flags=None)
+                each.add_gradient(reduced)
+                if reduced.flags is not None:
+                    self._partly_added.append((each, reduced, reduced.flags))
 
-    def wait_for_gradients(self) -> None:
-        """Wait until offloaded gradients are on the CPU."""
+    def finish_gradients(self) -> None:
+        """Wait until offloaded gradients are on the CPU, and add those that only other ranks had."""
+        self._wait_for_copies()
+        late, self._partly_added = self._partly_added, []
+        for registration, reduced, flags in late:
+            registration.add_late_gradient(reduced, flags.wait())
+
+    def _wait_for_copies(self) -> None:
         event, self._copied_event = self._copied_event, None
         if event is not None:
             event.synchronize()
+
+    def forget_gradients(self) -> None:
+        """Wait for copies, and forget gradients that only other ranks had."""
+        self._wait_for_copies()
+        self._partly_added = []
 
 
 class RootHooks(Protocol):
@@ -554,7 +570,6 @@ class FSDPUnit:
 
     def finalize_backward(self) -> None:
         """End a backward: forget its calls, reshard, show gradients that are not reduced."""
-        self.params.wait_for_gradients()
         self.open_calls.clear()
         self.params.rearm_watches()
         if self.pending_forward_ids and self.phase not in _BACKWARD:
@@ -572,7 +587,7 @@ class FSDPUnit:
 
     def reset_after_error(self) -> None:
         """Reset to the state before a failed iteration, without its gradients."""
-        self.params.wait_for_gradients()
+        self.params.forget_gradients()
         self.open_calls.clear()
         self.pending_forward_ids.clear()
         self.params.rearm_watches()

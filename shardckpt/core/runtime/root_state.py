@@ -339,6 +339,8 @@ class RootState:
         if self._is_last_backward:
             self._finish_reductions(0)
         for unit in self.units:
+            unit.params.finish_gradients()
+        for unit in self.units:
             unit.finalize_backward()
         if self._rank_checks is not None:
             self._rank_checks.order.backward_ends()
