@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -298,3 +299,30 @@ def step_in_many_ways(rank: int, world: int, front_end: str, device: str) -> lis
 @FRONTS
 def test_the_host_waits_for_no_copy_with_clipping_accumulation_and_low_precision(front_end):
     assert sim.ranks(2, step_in_many_ways, front_end, "sim") == [[0, 0]] * 2
+
+
+def are_pinned(model: nn.Module) -> set[bool]:
+    return {local(parameter).is_pinned() for parameter in model.parameters() if local(parameter).numel()}
+
+
+def step(model: nn.Module, device: str) -> None:
+    """Compute once, after which nothing stays unsharded."""
+    with torch.no_grad():
+        loss_of(model, 0, device)
+
+
+def copy_and_replace(rank: int, world: int, front_end: str, device: str) -> list[set[bool]]:
+    """Return whether offloaded shards are pinned: at first, in a copy, after a user has put others in their place."""
+    model = build(front_end, device, **offload_of(front_end))
+    step(model, device)
+    found = [are_pinned(model), are_pinned(copy.deepcopy(model))]
+    for parameter in model.parameters():
+        new = torch.nn.Parameter(parameter.detach().clone())
+        torch.utils.swap_tensors(parameter, new) if front_end == "in place" else setattr(parameter, "data", new.data)
+    step(model, device)
+    return [*found, are_pinned(model)]
+
+
+@FRONTS
+def test_offloaded_shards_stay_pinned(front_end):
+    assert sim.ranks(2, copy_and_replace, front_end, "sim") == [[{True}] * 3] * 2

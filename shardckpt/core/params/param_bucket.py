@@ -171,14 +171,15 @@ class Bucket:
         """Take another tensor of the same length as the shard.
 
         Args:
-            shard: The new one; it is aliased, not copied, unless nothing is sharded or it has to move to the CPU.
+            shard: The new one; it is aliased, not copied, unless nothing is sharded, or it has to move to the CPU or to
+                pinned memory there.
         """
         stored = self.stored
         if shard.dtype == self.dtype and shard.device == stored.data.device:
             if self.unsharded.is_aliased:
                 stored.data.copy_(shard)
             else:
-                stored.data = shard
+                stored.data = stored.pinned(shard)
             return
         self.unsharded.reshard()
         stored.replace(shard)

@@ -57,13 +57,13 @@ class StoredShard:
     def __init__(self, data: torch.Tensor, precision: Precision, offload: Offload) -> None:
         self.precision = precision
         self.offload = offload
-        self.data = pinned(data.cpu(), offload.pin) if offload.enabled and not data.is_meta else data
+        self.data = self.pinned(data.cpu()) if offload.enabled and not data.is_meta else data
         self.dtypes = BucketDtypes.resolve(data.dtype, precision)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredShard:
         """Return a copy of the values, in memory of its own."""
         copied = memo[id(self)] = copy.copy(self)
-        copied.data = pinned(self.data.detach().clone(), self.offload.enabled and self.offload.pin)
+        copied.data = self.pinned(self.data.detach().clone())
         return copied
 
     def replace(self, data: torch.Tensor) -> None:
@@ -72,5 +72,13 @@ class StoredShard:
         Args:
             data: The new shard; it is aliased unless it has to move to the CPU.
         """
-        self.data = pinned(data.cpu(), self.offload.pin) if self.offload.enabled else data
+        self.data = self.pinned(data.cpu()) if self.offload.enabled else data
         self.dtypes = BucketDtypes.resolve(data.dtype, self.precision)
+
+    def pinned(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the CPU as it is stored: in pinned memory where shards are offloaded to that.
+
+        Args:
+            data: The tensor; copied only if its memory is to be pinned and is not.
+        """
+        return pinned(data, self.offload.enabled and self.offload.pin and not data.is_meta)
