@@ -30,6 +30,7 @@ import torch._dynamo
 import torch.distributed as dist
 from forks import make_forks_cheap
 from stepping import keep_known_shapes, step_local_tensors
+from streams import checked
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -52,6 +53,10 @@ TIMEOUT = 120.0  # after which ranks that gave nothing hang
 GROUP_TIMEOUT = 20.0  # that a collective waits for the other ranks
 JOIN_TIMEOUT = 60.0  # that ranks wait for each other to begin, however short the timeout of the test's group is
 GRACE = 6.0  # that the other ranks get once one has raised
+AROUND: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
+"""Contexts in which every rank runs its body."""
+if os.environ.get("SHARDCKPT_TEST_STREAMS"):
+    AROUND.append(checked)
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,11 @@ def _rank(
         _join(rank, world, folder, timeout)
         torch.default_generator.manual_seed(0)  # to note a seed for other devices takes 2 ms
         step_local_tensors()
-        report = ("gave", pickle.dumps(body(rank, world, *args)))
+        with contextlib.ExitStack() as stack:
+            for each in AROUND:
+                stack.enter_context(each())
+            value = body(rank, world, *args)
+        report = ("gave", pickle.dumps(value))
     except BaseException as error:  # noqa: BLE001
         report = ("raised", pickle.dumps(_raised(error)))
     pipe.send(report)

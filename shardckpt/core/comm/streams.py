@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
 
@@ -15,7 +14,6 @@ from shardckpt.devices import (
     has_streams,
     make_stream,
     record_event,
-    record_stream,
     use_stream,
 )
 
@@ -87,15 +85,18 @@ class ResizableStorage:
     def free(self) -> None:
         """Free the storage; do nothing if it is freed."""
         if self.alive:
-            record_stream(self.tensor)
             self.tensor.untyped_storage().resize_(0)
             self.alive = False
             self._counter.add(-self._nbytes)
 
 
-@cache
+_gather_streams: dict[torch.device, Stream] = {}
+
+
 def _get_gather_stream(device: torch.device) -> Stream:
-    return make_stream(device, priority=-1)
+    if device not in _gather_streams:
+        _gather_streams[device] = make_stream(device, priority=-1)
+    return _gather_streams[device]
 
 
 def use_gather_stream(device: torch.device) -> AbstractContextManager[object]:
@@ -103,10 +104,15 @@ def use_gather_stream(device: torch.device) -> AbstractContextManager[object]:
     return use_stream(_get_gather_stream(device), device) if has_streams(device) else nullcontext()
 
 
-def wait_for_gathers(device: torch.device) -> None:
-    """Make computation that is queued from now on wait for the gathers that are queued."""
-    if has_streams(device):
-        get_current_stream(device).wait_stream(_get_gather_stream(device))
+def wait_for_gather(device: torch.device, event: Event | None) -> None:
+    """Make computation that is queued from now on wait for a gather, not for those behind it.
+
+    Args:
+        device: Where.
+        event: Recorded behind the gather; None without streams.
+    """
+    if event is not None:
+        get_current_stream(device).wait_event(event)
 
 
 def make_gathers_wait(device: torch.device, event: Event | None = None) -> None:

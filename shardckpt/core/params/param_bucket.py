@@ -13,6 +13,7 @@ from torch import nn
 
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, ShardGroup
 from shardckpt.core.comm.rank_checks import InitialChecksums
+from shardckpt.core.comm.streams import make_gathers_wait
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.params.buffer_layout import DimPacking, FlatPacking, Packing
@@ -180,10 +181,12 @@ class Bucket:
                 stored.data.copy_(shard)
             else:
                 stored.data = stored.pinned(shard)
+            self.mark_shard_written()
             return
         self.unsharded.reshard()
         stored.replace(shard)
         self.unsharded.rebuild(self.compute_device if stored.offload.enabled else shard.device)
+        self.mark_shard_written()
 
     def set_compute_device(self, device: torch.device) -> None:
         """Set the device to compute on, if it is not the shard's."""
@@ -195,6 +198,11 @@ class Bucket:
         """Take this rank's part of the full parameters, changed by a user, as its shard."""
         if not self.unsharded.is_aliased:
             self.packing.write_shard(self.unsharded.tensors, self.rank, self.stored.data.data)
+            self.mark_shard_written()
+
+    def mark_shard_written(self) -> None:
+        """Make all-gathers wait for what was written to the shard, perhaps between forward and backward."""
+        make_gathers_wait(self.unsharded.device)
 
     def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
         """Return a bucket of some of the members that has no values yet, and gathers and reduces as this one.

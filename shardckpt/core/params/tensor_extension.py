@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -18,16 +18,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.boxes import chunk_range
 from shardckpt.core.comm.collectives import Pending, ShardGroup
-from shardckpt.core.comm.streams import ResizableStorage, use_gather_stream, wait_for_gathers
+from shardckpt.core.comm.streams import ResizableStorage, use_gather_stream, wait_for_gather
 from shardckpt.core.config import Precision
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.modules.profiler_ranges import profile_range
+from shardckpt.core.modules.pytree import tensors
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.stored_shard import StoredShard
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.core.policies import MixedPrecisionPolicy
+from shardckpt.devices import record_event, record_stream
 from shardckpt.errors import ShardckptError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -112,6 +114,11 @@ class _Outputs:
         """Give all of them memory."""
         for each in self.buffers:
             each.allocate()
+
+    def record_current_stream(self) -> None:
+        """Note that the current stream uses all of them, memory of the stream that gathers."""
+        for each in self.buffers:
+            record_stream(each.tensor)
 
     def free(self) -> None:
         """Take their memory."""
@@ -303,6 +310,7 @@ class ExtendedParams(UnshardedParams):
             own = self.custom_all_gather
             works = [self._group.all_gather(out.tensor, part.reshape(-1), what, own) for out, part in pairs]
             self._pending = _All(works, what)
+            self._gather_event = record_event(self.device)
         return True
 
     def _call_pre_all_gather(self) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -333,8 +341,9 @@ class ExtendedParams(UnshardedParams):
             return
         pending, self._pending = self._pending, None
         pending.wait()
-        wait_for_gathers(self.device)
+        wait_for_gather(self.device, self._gather_event)
         assert self._outputs is not None, "a gather has been begun"
+        self._outputs.record_current_stream()
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
         gathered = tuple(out.tensor.view(-1, *each.shape[1:]) for out, each in pairs)
         behind = getattr(self._extended_tensor, _POST)
@@ -348,6 +357,8 @@ class ExtendedParams(UnshardedParams):
             else:
                 # by way of `data`, which does not count as a change of what autograd has saved
                 behind(gathered, self._metadata, self._stored.dtypes.compute, out=self._shown.data)
+        for each in _plain_tensors((self._inputs, self._metadata)):
+            record_stream(each)  # memory of the stream that gathers
         self._inputs, self._metadata = (), None
         self.is_unsharded = True
 
@@ -389,6 +400,16 @@ def _padded(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
     padded[: tensor.shape[0]].copy_(tensor)
     return padded
+
+
+def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, of subclasses the tensors inside."""
+    for tensor in tensors(value):
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from _plain_tensors([getattr(tensor, name) for name in names])
+        else:
+            yield tensor
 
 
 def _steps(shape: Sequence[int]) -> tuple[int, ...]:

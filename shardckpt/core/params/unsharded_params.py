@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup, allocate
-from shardckpt.core.comm.streams import ResizableStorage, make_gathers_wait, use_gather_stream, wait_for_gathers
+from shardckpt.core.comm.streams import ResizableStorage, make_gathers_wait, use_gather_stream, wait_for_gather
 from shardckpt.core.modules.autograd_hooks import GradientWatch
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.stored_shard import StoredShard
-from shardckpt.devices import record_stream
+from shardckpt.devices import Event, record_event, record_stream
 
 
 class ParamPlacement(Protocol):
@@ -129,7 +129,9 @@ class UnshardedParams:
         self.watch = GradientWatch()
         self._gather_output: torch.Tensor | None = None
         self._partial_shard: torch.Tensor | None = None
+        self._partial_shard_event: Event | None = None  # behind its copy
         self._pending: Pending | None = None
+        self._gather_event: Event | None = None  # behind it
         self._build(device, trains)
 
     def _build(self, device: torch.device, trains: Sequence[bool]) -> None:
@@ -242,6 +244,7 @@ class UnshardedParams:
             self._use_stored_dtype()
         with profile_range("all_gather", self._name.text), use_gather_stream(self.device):
             self._pending = self._launch_all_gather(self._current.buffer)
+            self._gather_event = record_event(self.device)
         return True
 
     def _use_stored_dtype(self) -> None:
@@ -261,7 +264,7 @@ class UnshardedParams:
             numel = self._packing.all_gather_numel
             incoming = self._gather_output = allocate(self.custom_all_gather, numel, dtype, self.device)
         if self._partial_shard is not None and self.post_forward_group is not None:
-            make_gathers_wait(self.device)
+            make_gathers_wait(self.device, self._partial_shard_event)
             return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
         own = self._stored.data.detach()
         if own.dtype != dtype or own.device != incoming.device:
@@ -280,15 +283,16 @@ class UnshardedParams:
             return
         pending, self._pending = self._pending, None
         pending.wait()
-        wait_for_gathers(self.device)
+        wait_for_gather(self.device, self._gather_event)
         buffer = self._current.buffer
+        gathered = buffer.tensor if self._gather_output is None else self._gather_output
+        record_stream(gathered)  # memory of the stream that gathers
         if keep_partial_shard:
-            self._keep_partial_shard(buffer.tensor if self._gather_output is None else self._gather_output)
+            self._keep_partial_shard(gathered)
         if self._gather_output is not None:
             with profile_range("all_gather_copy_out", self._name.text):
                 buffer.allocate()
                 self._packing.unpack(self._gather_output, buffer.tensor)
-            record_stream(self._gather_output)
             self._gather_output = None
         self.is_unsharded = True
 
@@ -298,6 +302,7 @@ class UnshardedParams:
         if group is not None and self._partial_shard is None and self._current is self._leaves:
             numel = gathered.numel() // group.size
             self._partial_shard = gathered[group.rank * numel : (group.rank + 1) * numel].clone()
+            self._partial_shard_event = record_event(self.device)
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameters, unless they are the shard.

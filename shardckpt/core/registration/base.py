@@ -125,6 +125,7 @@ class ParamRegistration(ABC):
         """Undo the sharding: register full parameters again. Collective."""
         self.pull_user_changes()
         self.bucket.unsharded.reshard()
+        self.bucket.mark_shard_written()
         self.bucket.unsharded.start_all_gather(full_precision=True)
         self.bucket.unsharded.wait_all_gather()
         for member, leaf in zip(self.bucket.members, self.bucket.unsharded.params, strict=True):
@@ -432,6 +433,7 @@ class PerParamRegistration(ParamRegistration):
             moved = list(zip(current, self._views, strict=True))
         for data, view in moved:
             view.copy_(data)
+        self.bucket.mark_shard_written()
         self._reset_data()
 
 

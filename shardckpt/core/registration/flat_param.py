@@ -117,6 +117,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
             part = packing.shard_values(values, self.bucket.rank)[index]
         if part is not None:
             self.bucket.local_shards[index].copy_(part)
+            self.bucket.mark_shard_written()
         place.module._parameters.pop(place.attribute)
 
     def _pull_flat_param_data(self) -> None:

@@ -279,6 +279,13 @@ class RootHooks(Protocol):
         """Whether debug mode is on."""
 
     @property
+    def is_running(self) -> bool:
+        """Whether a forward or backward of some unit runs."""
+
+    def make_gathers_wait(self) -> None:
+        """Make gathers wait for what is queued now."""
+
+    @property
     def limiter(self) -> RateLimiter:
         """Limits the all-gathers of all units."""
 
@@ -414,6 +421,8 @@ class FSDPUnit:
         sharded = self.params.find_sharded_buckets()
         if not sharded:
             return
+        if not self.root.is_running:  # inside a forward its begin has made them wait
+            self.root.make_gathers_wait()
         if self.root.compares_ranks:
             self.root.check_unshard_order(self)
         if self.config.limit_all_gathers:

@@ -21,6 +21,7 @@ from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
+from shardckpt.devices import Event
 from shardckpt.errors import RankError, ShardckptError
 
 
@@ -87,7 +88,7 @@ class RootState:
         self.limiter = RateLimiter()
         self.owners = BufferOwners()
         self._is_last_backward = True
-        self._post_optim_event: Any = None
+        self._post_optim_event: Event | None = None
         self._forward_id = self._forward_depth = 0
         self._prefetcher = Prefetcher()
         self._calls: list[ForwardCall[FSDPUnit]] = []  # calls that require gradients, as they finished
@@ -103,9 +104,14 @@ class RootState:
         """Set whether a backward waits for all its reductions, or leaves the last ones to the next."""
         self._is_last_backward = is_last_backward
 
-    def set_post_optim_event(self, event: Any) -> None:
+    def set_post_optim_event(self, event: Event | None) -> None:
         """Set the event that all-gathers of the next iteration wait for, in place of all that is queued."""
         self._post_optim_event = event
+
+    @property
+    def is_running(self) -> bool:
+        """Return True if a forward or backward of some unit runs."""
+        return self._forward_depth > 0 or autograd_hooks.in_backward()
 
     def check_unshard_order(self, unit: FSDPUnit) -> None:
         """Compare, in debug mode, which unit the ranks unshard next."""
@@ -173,6 +179,8 @@ class RootState:
         if unit is self.root:
             with profile_range("root_pre_forward"):
                 self._begin_iteration()
+        elif self._forward_depth == 1:
+            self.make_gathers_wait()
         if self._forward_depth == 1:
             if self._order is not None:
                 self.recover()
@@ -193,15 +201,27 @@ class RootState:
                 unit.reshard()
         if self._rank_checks is not None:
             self._rank_checks.forward_begins()
-        event, self._post_optim_event = self._post_optim_event, None
+        if self._post_optim_event is None:
+            self.make_gathers_wait()
+        else:
+            self._make_gathers_wait(self._post_optim_event)
+            self._post_optim_event = None
+        self._prefetcher.begin_iteration()
+        self._calls = []
+
+    def make_gathers_wait(self) -> None:
+        """Make gathers wait for the values that the optimizer, or a user, has written to shards."""
+        self._make_gathers_wait()
+        if self._post_optim_event is not None:  # of an optimizer on another stream
+            self._make_gathers_wait(self._post_optim_event)
+
+    def _make_gathers_wait(self, event: Event | None = None) -> None:
         devices: set[torch.device] = set()
         for unit in self.units:
             for each in unit.params.registrations:
                 devices.add(each.bucket.unsharded.device)
         for device in devices:
-            make_gathers_wait(device, event)  # for the values that the optimizer wrote
-        self._prefetcher.begin_iteration()
-        self._calls = []
+            make_gathers_wait(device, event)
 
     @compiler_disabled
     def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:

@@ -86,9 +86,10 @@ class EngineBucketAdapter(ShardingAdapter):
         return self.bucket.shard.detach()
 
     def mark_written(self) -> None:
-        """Free unsharded parameters: they are stale."""
+        """Free unsharded parameters, which are stale, and make gathers wait for the write."""
         self.bucket.unsharded.reshard()
         self._registration.register_sharded()
+        self.bucket.mark_shard_written()
 
     def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part as a view."""

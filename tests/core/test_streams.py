@@ -1,0 +1,417 @@
+"""Nothing reads or writes memory on one stream that another one may still be using; see `streams`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from extensions import Scaled
+from harness import run
+from models import PLAIN, WIDTH, Case, built, case, floats, square
+from streams import UnorderedError, checked
+from torch import nn
+from under_test import TORCH, Strategy, Style, core, grid, no_sync, sharder
+
+pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
+if not TORCH:
+    from shardckpt import devices, state
+    from shardckpt.core import comm_hooks
+
+CPU = torch.device("cpu")
+FULL, GRAD_OP, NONE, HYBRID = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD, Strategy.HYBRID_SHARD
+WRAPPERS = (Style.FLAT, Style.ORIGINAL)
+
+
+# ------------------------------------------------------------------------------------------------- the checker
+
+
+@contextlib.contextmanager
+def finds(*words: str):
+    """What is done inside is found to be unordered, in a message with these words."""
+    with pytest.raises(UnorderedError) as caught, checked():
+        yield
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def side() -> Any:
+    return devices.make_stream(CPU)
+
+
+def test_a_read_on_another_stream_is_found_with_both_places():
+    with finds("read by mul on the other stream", "not ordered after write by fill_ on the compute", "test_streams.py"):
+        written = torch.empty(4)
+        written.fill_(1)
+        with devices.use_stream(side(), CPU):
+            written * 2
+
+
+def test_a_write_on_another_stream_is_found():
+    with finds("write by add_ on the other stream", "after read by mul on the compute stream"):
+        read = torch.ones(4)
+        other = side()
+        other.wait_stream(devices.get_current_stream(CPU))
+        read * 2
+        with devices.use_stream(other, CPU):
+            read.add_(1)
+
+
+def test_a_stream_that_waited_may_read_and_write():
+    with checked():
+        written, other = torch.ones(4), side()
+        event = devices.record_event(CPU)
+        other.wait_event(event)
+        with devices.use_stream(other, CPU):
+            written.add_(1)
+        devices.get_current_stream(CPU).wait_stream(other)
+        written.mul_(2)
+
+
+def test_an_event_orders_only_what_was_queued_before_it():
+    with finds("read by mul", "write by fill_"):
+        written, other = torch.ones(4), side()
+        event = devices.record_event(CPU)
+        written.fill_(2)
+        other.wait_event(event)
+        with devices.use_stream(other, CPU):
+            written * 2
+
+
+def test_other_bytes_of_the_same_memory_need_no_order():
+    with checked():
+        other, memory = side(), torch.ones(8)
+        other.wait_stream(devices.get_current_stream(CPU))
+        memory[:4].add_(1)
+        with devices.use_stream(other, CPU):
+            memory[4:].add_(1)
+
+
+def test_memory_that_is_freed_while_another_stream_uses_it_is_found():
+    with finds("memory of the compute stream", "is freed at", "in use by mul on the other stream"):
+        used, other = torch.ones(4), side()
+        other.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(other, CPU):
+            used * 2
+        del used
+
+
+def test_memory_that_is_recorded_may_be_freed():
+    with checked():
+        used, other = torch.ones(4), side()
+        other.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(other, CPU):
+            devices.record_stream(used)
+            used * 2
+        del used
+
+
+def test_memory_may_be_freed_once_its_own_stream_has_waited():
+    with checked():
+        used, other = torch.ones(4), side()
+        other.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(other, CPU):
+            used * 2
+        devices.get_current_stream(CPU).wait_stream(other)
+        del used
+
+
+def test_a_storage_that_is_resized_to_nothing_is_freed():
+    with finds("is freed at"):
+        used, other = torch.ones(4), side()
+        other.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(other, CPU):
+            used * 2
+        used.untyped_storage().resize_(0)
+
+
+def collective(reads_early: bool, other_waits: bool) -> None:
+    """A result that is read before the wait, or by a stream that did not wait."""
+
+    def body(rank, world):
+        with checked():
+            out, mine, other = torch.empty(4), torch.ones(2), side()
+            work = dist.all_gather_into_tensor(out, mine, async_op=True)
+            if other_waits:
+                with devices.use_stream(other, CPU):
+                    work.wait()
+            if not reads_early:
+                work.wait()
+            return (out * 2).tolist()
+
+    assert run(2, body) == [[2.0] * 4] * 2
+
+
+@pytest.mark.parametrize("other_waits", [False, True])
+def test_a_collective_is_ordered_for_the_stream_that_waited(other_waits):
+    collective(False, other_waits)
+    with pytest.raises(AssertionError, match=r"read by mul on the compute stream(.|\n)*after write by all_?gather"):
+        collective(True, other_waits)
+
+
+# ------------------------------------------------------------------------------------------------- scenarios
+
+
+def made(style: Style, strategy: Strategy = FULL, which: Case = PLAIN, **more: Any) -> tuple[Any, Any]:
+    """A sharded model and its optimizer."""
+    model = which.cut(built(which), sharder(style, strategy, **more))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def train(model: Any, optimizer: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        square(model(floats(0, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trains(style: Style) -> None:
+    train(*made(style))
+
+
+def trains_in_low_precision(style: Style) -> None:
+    train(*made(style, low=True))
+
+
+def trains_and_keeps_parameters(style: Style) -> None:
+    train(*made(style, GRAD_OP))
+
+
+def trains_without_shards(style: Style) -> None:
+    train(*made(style, NONE))
+
+
+def trains_without_shards_in_low_precision(style: Style) -> None:
+    train(*made(style, NONE, low=True))
+
+
+def trains_with_replicas(style: Style) -> None:
+    train(*made(style, HYBRID))
+
+
+def accumulates_and_clips(style: Style) -> None:
+    model, optimizer = made(style)
+    with no_sync(model):
+        square(model(floats(0, 0))).backward()
+    square(model(floats(0, 1))).backward()
+    clip = model.clip_grad_norm_ if style.wraps else functools.partial(core.clip_grad_norm_, model)
+    clip(1.0)
+    optimizer.step()
+    train(model, optimizer, 1)
+
+
+def unshards_by_hand_after_a_step(style: Style) -> None:
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    model._unshard() if style.wraps else model.unshard()
+    train(model, optimizer, 1)
+    handle = model._unshard(async_op=True) if style.wraps else model.unshard(async_op=True)
+    handle.wait()
+    train(model, optimizer, 1)
+
+
+def runs_a_unit_below_the_root_after_a_step(style: Style) -> None:
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    model.blocks[0](torch.ones(2, WIDTH))
+    train(model, optimizer, 1)
+
+
+def ties_across_units(style: Style) -> None:
+    made(style, which=case("tied across units"))
+
+
+def is_dropped_while_it_is_unsharded(style: Style) -> None:
+    model, _ = made(style, GRAD_OP)
+    model(floats(0, 0))
+    del model
+    gc.collect()
+
+
+def loads_between_the_passes(style: Style) -> None:
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    loss = square(model(floats(0, 0)))
+    state.load_model_state_dict(model, {name: value * 1.5 for name, value in state.model_state_dict(model).items()})
+    loss.backward()
+
+
+def replaces_data_between_the_passes(style: Style) -> None:
+    model, _ = made(style)
+    loss = square(model(floats(0, 0)))
+    for parameter in model.blocks.parameters():
+        parameter.data = parameter.data * 2
+    loss.backward()
+
+
+def replaces_types_between_the_passes(style: Style) -> None:
+    model, _ = made(style)
+    model(floats(0, 0))
+    model.double()
+    model(floats(0, 0).double())
+
+
+def changes_kept_parameters(style: Style) -> None:
+    """They are written back when they are gathered again in another type, within a forward."""
+    model, _ = made(style, GRAD_OP, low=True)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        model.eval()
+        model(floats(0, 0))
+        for parameter in model.blocks.parameters():
+            parameter.mul_(2)
+        model.train()
+        model(floats(0, 0))
+
+
+def puts_a_full_parameter_between_the_passes(style: Style) -> None:
+    model, _ = made(style)
+    loss = square(model(floats(0, 0)))
+    up = model.blocks[1].up
+    up.weight = nn.Parameter(torch.ones(up.out_features, up.in_features))
+    loss.backward()
+
+
+def summons(style: Style) -> None:
+    model, optimizer = made(style)
+    square(model(floats(0, 0))).backward()
+    with core.FullyShardedDataParallel.summon_full_params(model, with_grads=style is not Style.FLAT):
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    train(model, optimizer, 1)
+
+
+def gives_its_full_state(style: Style) -> None:
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    state.model_state_dict(model)
+    state.optim_state_dict(model, optimizer)
+    train(model, optimizer, 1)
+
+
+def fails_in_backward(style: Style) -> None:
+    model, optimizer = made(style)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    x = floats(0, 0).requires_grad_()
+    x.register_hook(fail)
+    with contextlib.suppress(ValueError):
+        square(model(x)).backward()
+    train(model, optimizer, 1)
+
+
+def reduces_by_a_hook(style: Style) -> None:
+    model, optimizer = made(style)
+    model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.reduce_scatter_hook)
+    train(model, optimizer)
+
+
+def averages_by_a_hook(style: Style) -> None:
+    model, optimizer = made(style, NONE)
+    model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.allreduce_hook)
+    train(model, optimizer)
+
+
+def changes_gradients_on_a_stream(style: Style) -> None:
+    model, optimizer = made(style)
+    model.set_all_reduce_hook(lambda gradient: gradient.mul_(2), stream=side())
+    train(model, optimizer)
+
+
+def steps_on_a_stream(style: Style) -> None:
+    """The optimizer runs beside the computation, which waits for it in the gathers alone."""
+    model, optimizer = made(style)
+    stepping = side()
+    for number in range(4):
+        square(model(floats(0, number))).backward()
+        stepping.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(stepping, CPU):
+            optimizer.step()
+        model.set_post_optim_event(stepping.record_event())
+        if number == 2:
+            model.unshard()
+    devices.get_current_stream(CPU).wait_stream(stepping)
+
+
+def gathers_by_extensions(style: Style) -> None:
+    train_extended(core.fully_shard(extended()))
+
+
+def gathers_by_extensions_from_itself(style: Style) -> None:
+    """Each rank stores everything."""
+    train_extended(core.fully_shard(extended(), mesh=grid(2)))
+
+
+def extended() -> nn.Module:
+    module = nn.Linear(6, 8)
+    module.weight = nn.Parameter(Scaled(module.weight.detach()))
+    return module
+
+
+def train_extended(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            model.unshard()
+
+
+def keeps_slices(style: Style) -> None:
+    train(*made(style, reshard_after_forward=2))
+
+
+Scenario = Callable[[Style], None]
+EVERYWHERE: tuple[Scenario, ...] = (
+    *(trains, trains_in_low_precision, trains_and_keeps_parameters, trains_without_shards, accumulates_and_clips),
+    trains_without_shards_in_low_precision,
+    *(unshards_by_hand_after_a_step, runs_a_unit_below_the_root_after_a_step, ties_across_units),
+    *(is_dropped_while_it_is_unsharded, loads_between_the_passes),
+    *(replaces_data_between_the_passes, replaces_types_between_the_passes),
+    *(gives_its_full_state, fails_in_backward),
+)
+WRAPPED: tuple[Scenario, ...] = (summons, reduces_by_a_hook, averages_by_a_hook)
+IN_PLACE: tuple[Scenario, ...] = (
+    *(changes_gradients_on_a_stream, steps_on_a_stream, changes_kept_parameters),
+    *(gathers_by_extensions, gathers_by_extensions_from_itself),
+)
+FOUR_RANKS: tuple[Scenario, ...] = (trains_with_replicas, keeps_slices)
+
+
+def found(scenario: Scenario, style: Style) -> list[str]:
+    """What the checker finds in a scenario."""
+    warnings.simplefilter("ignore")
+    with contextlib.suppress(UnorderedError), checked() as checker:
+        scenario(style)
+    assert checker.operations
+    return list(checker.found.values())
+
+
+def all_found(world: int, scenarios: list[tuple[Scenario, Style]]) -> dict[str, list[str]]:
+    """What is found in scenarios on some ranks, by their names."""
+
+    def body(rank, world):
+        rows = [(f"{scenario.__name__} ({style.value})", found(scenario, style)) for scenario, style in scenarios]
+        return {name: texts for name, texts in rows if texts}
+
+    return {f"{name} on rank {i}": texts for i, each in enumerate(run(world, body)) for name, texts in each.items()}
+
+
+@pytest.mark.parametrize("style", list(Style), ids=[style.value for style in Style])
+def test_all_accesses_are_ordered(style):
+    scenarios = EVERYWHERE + (WRAPPED if style.wraps else IN_PLACE)
+    more = (puts_a_full_parameter_between_the_passes,) if style is Style.FLAT else ()
+    assert all_found(2, [(each, style) for each in scenarios + more]) == {}
+
+
+def test_all_accesses_of_several_groups_are_ordered():
+    rows = [(trains_with_replicas, style) for style in Style]
+    assert all_found(4, [*rows, (keeps_slices, Style.EACH)]) == {}
