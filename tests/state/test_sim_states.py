@@ -66,8 +66,9 @@ def goes_round(rank, world, front_end, offloads, device) -> Any:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("offloads", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize(
+    ("world", "offloads"), [(1, False), (2, False), (2, True)], ids=["one rank", "two ranks", "offloaded"]
+)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_states_of_every_kind_go_round_and_are_those_of_the_cpu(world, offloads, front_end):
     found, expected = on_both(world, goes_round, front_end, offloads)
