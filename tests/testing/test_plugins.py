@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from command import ENVIRONMENT
 from safetensors.numpy import save_file
 
 import shardckpt
@@ -573,7 +574,7 @@ def test_the_help_lists_a_plugin_without_importing_it(verb: str, site: Path) -> 
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
+        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(site), ENVIRONMENT["PYTHONPATH"]])},
         capture_output=True,
         text=True,
         check=False,
