@@ -294,6 +294,16 @@ def check_paths(paths: Collection[Path], where: object = "") -> None:
         check_hashes([int(digits, 16) for digits in known], where)
 
 
+def require_small(what: str, nbytes: int, most: int, where: object) -> None:
+    """Refuse a file, or a part of one, that is larger than any that is needed.
+
+    Raises:
+        UnsafeError: It is.
+    """
+    if nbytes > most:
+        raise UnsafeError(f"{what} is too large", where=where, found=f"{nbytes} bytes", expected=f"at most {most}")
+
+
 def _collision_error(where: object = "") -> UnsafeError:
     return UnsafeError(
         "very many keys have one hash, or hashes that meet in one place",

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import is_known
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
-from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsupportedError, UsageError
+from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths, require_small
 from shardckpt.format.dcp.storage_items import Blobs, StoredSlice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub
@@ -106,8 +106,7 @@ def open_folder(store: Store, folder: str = "") -> Reader:
 
 
 def _load(store: Store, name: str, size: int, where: str, budget: ReadBudget) -> InstanceStub:
-    if size > _MAX_METADATA_BYTES:
-        raise UnsafeError("the metadata is too large", where=where, found=f"{size} bytes", expected=_MAX_METADATA_BYTES)
+    require_small("the metadata", size, _MAX_METADATA_BYTES, where)
     limits = pickle_reader.Limits(nbytes=_MAX_METADATA_BYTES, depth=0)
     root = pickle_reader.load(read_bytes(store, name, 0, size), where=where, limits=limits, budget=budget)
     if not isinstance(root, InstanceStub) or not isinstance(root.state, dict) or not root.name.endswith("Metadata"):

@@ -61,20 +61,7 @@ def load(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> object:
-    """Return the object of a pickle, with stand-ins for every class.
-
-    Args:
-        data: The pickle; what follows its end is ignored.
-        where: What it is, for messages.
-        persistent: Resolves persistent ids; without it they are an error.
-        limits: What it may ask for.
-        budget: What it may cost; that of a file of its size where None.
-
-    Raises:
-        TruncatedError: It ends before its last opcode.
-        FormatError: It is not a pickle, or a damaged one.
-        UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
-    """
+    """Return the object of a pickle; what follows its end is ignored. Arguments and errors are those of `load_at`."""
     return load_at(data, 0, where=where, persistent=persistent, limits=limits, budget=budget)[0]
 
 
@@ -88,6 +75,8 @@ def load_at(
     budget: ReadBudget | None = None,
 ) -> tuple[object, int]:
     """Return the object of the pickle that starts at a byte of `data`, and one past its last byte.
+
+    Every class has a stand-in.
 
     Args:
         data: Bytes that hold the pickle, and perhaps others before and behind it.

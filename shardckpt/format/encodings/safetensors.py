@@ -186,13 +186,7 @@ def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int
     dtype = TORCH_NAMES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
         raise UnsupportedError(f"tensor {name!r} has an unknown dtype", where=where, found=kind)
-    if len(shape) > MAX_DIMS:
-        raise UnsupportedError(
-            f"tensor {name!r} has more dimensions than any library holds",
-            where=where,
-            found=len(shape),
-            expected=f"at most {MAX_DIMS}",
-        )
+    require_dims(name, shape, where)
     size = array_nbytes(dtype, shape)
     if size != end - begin or size > _MAX_BYTES or (bits(dtype) < 8 and prod(shape) * bits(dtype) % 8):
         raise FormatError(
@@ -211,6 +205,17 @@ def _check_no_holes(tensors: Mapping[str, tuple[str, Shape, int, int]], where: s
             what = "overlaps the tensor before it" if begin < at else "follows a hole in the data"
             raise FormatError(f"tensor {name!r} {what}", where=where, found=f"byte {begin}", expected=f"byte {at}")
         at = end
+
+
+def require_dims(name: str, shape: Sequence[int], where: object) -> None:
+    """Refuse a tensor of more dimensions than any library holds. Raises UnsupportedError."""
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(
+            f"tensor {name!r} has more dimensions than any library holds",
+            where=where,
+            found=len(shape),
+            expected=f"at most {MAX_DIMS}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from struct import error as StructError  # noqa: N812  # struct spells its excep
 from typing import NamedTuple
 
 from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
-from shardckpt.format.budget import ReadBudget
+from shardckpt.format.budget import ReadBudget, require_small
 from shardckpt.storage.store import Read, Store
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
@@ -172,13 +172,7 @@ def read_entries(
     extents = []
     for file, entry in wanted:
         accepted = most if entry.method == STORED else min(most, _MOST_INFLATED_BYTES)
-        if entry.size > accepted:
-            raise UnsafeError(
-                f"{entry.name} is too large",
-                where=f"{store.url}/{file}",
-                found=f"{entry.size} bytes",
-                expected=f"at most {accepted}",
-            )
+        require_small(entry.name, entry.size, accepted, f"{store.url}/{file}")
         if entry.method == DEFLATED and budgets is not None:
             budgets[file].spend(_INFLATED_COST * entry.size)
         extents.append((file, entry.header, _extent(entry)))
@@ -280,25 +274,7 @@ def _check_end(end: _End, position: int, where: str) -> None:
             found=f"{end.entries} entries, {end.nbytes} bytes at byte {end.start}",
             expected=f"an end at byte {position}",
         )
-    if end.nbytes > _MAX_DIRECTORY_BYTES:
-        raise UnsafeError(
-            "the directory of the zip archive is too large",
-            where=where,
-            found=f"{end.nbytes} bytes",
-            expected=f"at most {_MAX_DIRECTORY_BYTES}",
-        )
-
-
-class _Raw(NamedTuple):
-    """One record of the directory; the header's offset is relative to the archive."""
-
-    name: str
-    method: int
-    crc32: int
-    compressed: int
-    size: int
-    header: int
-    streamed: bool
+    require_small("the directory of the zip archive", end.nbytes, _MAX_DIRECTORY_BYTES, where)
 
 
 def _entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str, ZipEntry]:
@@ -318,7 +294,8 @@ def _entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str
             raise FormatError("entries of the zip archive overlap", where=where, found=f"headers at bytes {a} and {b}")
     following = dict(pairwise([*borders, end.start]))
     entries: dict[str, ZipEntry] = {}
-    for name, method, crc, compressed, size, header, streamed in records:
+    for record in records:
+        name, header, compressed = record.name, record.header, record.compressed
         limit = following[header]
         if name in entries:
             raise FormatError("the zip archive holds two entries of one name", where=where, found=name)
@@ -329,13 +306,12 @@ def _entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str
                 found=f"{compressed} bytes behind byte {header}",
                 expected=f"an end before byte {limit}",
             )
-        offset = place.offset
-        entries[name] = ZipEntry(name, method, crc, compressed, size, offset + header, offset + limit, streamed)
+        entries[name] = record._replace(header=place.offset + header, limit=place.offset + limit)
     return entries
 
 
-def _record(raw: bytes, at: int, where: str) -> tuple[_Raw, int]:
-    """Parse one record of a directory; return it and where the next one starts."""
+def _record(raw: bytes, at: int, where: str) -> tuple[ZipEntry, int]:
+    """Parse one record of a directory; return it, its header counted in the archive, and where the next one starts."""
     signature, _, _, flags, method, _, _, crc, compressed, size, n, extra, comment, disk, _, _, header = (
         _CENTRAL.unpack_from(raw, at)
     )
@@ -350,7 +326,7 @@ def _record(raw: bytes, at: int, where: str) -> tuple[_Raw, int]:
         size, compressed, header = _wide(raw[name_at + n : name_at + n + extra], (size, compressed, header), where)
     if (method == STORED and compressed != size) or size > (compressed + 1) * _MAX_INFLATION:
         raise FormatError(f"the sizes of {name} in the zip archive cannot be", where=where, found=(compressed, size))
-    return _Raw(name, method, crc, compressed, size, header, bool(flags & 8)), stop
+    return ZipEntry(name, method, crc, compressed, size, header, 0, bool(flags & 8)), stop
 
 
 def _wide(extra: bytes, narrow: tuple[int, int, int], where: str) -> tuple[int, int, int]:

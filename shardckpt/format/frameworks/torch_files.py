@@ -6,20 +6,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shardckpt.errors import FormatError, IncompleteError, UnsafeError
-from shardckpt.format.encodings.safetensors import parse_json
+from shardckpt.errors import FormatError, IncompleteError
+from shardckpt.format.huggingface.index_files import read_index
 from shardckpt.format.ranks.fsdp1_metadata import read_metadata
 from shardckpt.format.ranks.merged_reader import merge_rank_files
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import CONFIGURATION, SUFFIXES, TorchReader, looks_like_torch, open_files
 from shardckpt.manifest import Path, TensorEntry
-from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.store import Store
 
 INDEX_SUFFIX = ".bin.index.json"
 _OPTIMIZER = "optimizer.bin"
 """The optimizer that belongs to a model of `pytorch_model*.bin`, as `--to torch` and Accelerate write it."""
 
-_MAX_INDEX_BYTES = 200_000_000
 _HEAD_BYTES = 512
 _PICKLE_SUFFIXES = (*SUFFIXES, ".pkl")
 _SLICES_SUFFIX = ".distcp"
@@ -92,7 +91,7 @@ def open_hf(source: Source) -> Reader:
     indexes = [source.file] if source.file is not None else [n for n in sizes if n.endswith(INDEX_SUFFIX)]
     weight_map: dict[str, str] = {}
     for index in indexes:
-        weight_map |= _read_index(store, index, sizes.get(index, 0))
+        weight_map |= read_index(store, index, sizes.get(index, 0))[0]
     chosen = sorted(set(weight_map.values())) or _unindexed(store, sizes)
     missing = [name for name in chosen if name not in sizes]
     if missing:
@@ -129,20 +128,6 @@ def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
             fix="Copy the missing files beside the others.",
         )
     return sorted(wanted)
-
-
-def _read_index(store: Store, name: str, size: int) -> dict[str, str]:
-    where = f"{store.url}/{name}"
-    if size > _MAX_INDEX_BYTES:
-        raise UnsafeError("the index is too large", where=where, found=f"{size} bytes", expected=_MAX_INDEX_BYTES)
-    raw = parse_json(read_bytes(store, name, 0, size), where=where)
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise FormatError("the index has no `weight_map` from names to files", where=where)
-    for file in set(weight_map.values()):
-        if not file or set(file) & set("/\\\0") or file in {".", ".."}:
-            raise UnsafeError("the index names a file outside its folder", where=where, found=file)
-    return weight_map
 
 
 def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str, str]) -> TorchReader:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from shardckpt.errors import FormatError, UnsafeError
+from shardckpt.format.budget import require_small
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.storage.store import Store, read_bytes
 
@@ -107,8 +108,13 @@ def _choose_preferred(loose: Sequence[str]) -> list[str]:
     return [*others, *optimizer]
 
 
-def read_json(store: Store, name: str) -> dict[str, object]:
+def read_json(store: Store, name: str, size: int | None = None) -> dict[str, object]:
     """Read a JSON object from a file.
+
+    Args:
+        store: Store of the file.
+        name: Its name.
+        size: Its size in bytes, if it is known.
 
     Raises:
         UnsafeError: The file is too large.
@@ -116,33 +122,38 @@ def read_json(store: Store, name: str) -> dict[str, object]:
         StorageError: It cannot be read.
     """
     where = f"{store.url}/{name}"
-    size = store.size(name)
-    if size > _MAX_JSON_BYTES:
-        raise UnsafeError("the file is too large", where=where, found=f"{size} bytes", expected=_MAX_JSON_BYTES)
+    size = store.size(name) if size is None else size
+    require_small("the file", size, _MAX_JSON_BYTES, where)
     raw = parse_json(read_bytes(store, name, 0, size), where=where)
     if not isinstance(raw, dict):
         raise FormatError("no JSON object", where=where)
     return raw
 
 
-def _read_index(store: Store, name: str) -> _Index:
+def read_index(store: Store, name: str, size: int | None = None) -> tuple[dict[str, str], dict[str, object]]:
+    """Read an index; return tensors to files of its folder, and its metadata. Raises as `read_json` does."""
     where = f"{store.url}/{name}"
-    raw = read_json(store, name)
+    raw = read_json(store, name, size)
     weight_map, metadata = raw.get("weight_map"), raw.get("metadata")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise FormatError("the index has no `weight_map` from names to files", where=where)
-    fields = metadata if isinstance(metadata, dict) else {}
+    _require_plain(weight_map.values(), where)
+    return weight_map, metadata if isinstance(metadata, dict) else {}
+
+
+def _read_index(store: Store, name: str) -> _Index:
+    weight_map, fields = read_index(store, name)
     listed, groups = fields.get(OPTIMIZER_FILES_KEY), fields.get(PARAM_GROUPS_KEY, "")
     files = tuple(map(str, listed)) if isinstance(listed, list) else None
-    for file in {*weight_map.values(), *(files or ()), str(groups) or PARAM_GROUPS}:
-        if not _is_plain(file):
-            raise UnsafeError("the index names a file outside its folder", where=where, found=file)
+    _require_plain((*(files or ()), str(groups) or PARAM_GROUPS), f"{store.url}/{name}")
     folder = name.rpartition("/")[0]
     return _Index({key: f"{folder}/{file}" if folder else file for key, file in weight_map.items()}, files, str(groups))
 
 
-def _is_plain(name: str) -> bool:
-    return bool(name) and not set(name) & set("/\\\0") and name not in {".", ".."}
+def _require_plain(files: Iterable[str], where: str) -> None:
+    for file in set(files):
+        if not file or set(file) & set("/\\\0") or file in {".", ".."}:
+            raise UnsafeError("the index names a file outside its folder", where=where, found=file)
 
 
 def _holes(names: Iterable[str]) -> Iterator[str]:

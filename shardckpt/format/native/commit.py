@@ -22,6 +22,7 @@ from shardckpt.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from shardckpt.format.budget import require_small
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native import base_refs
 from shardckpt.format.native.json_fields import (
@@ -163,8 +164,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
     sha256 = read_sha256(digest, "the manifest's digest", where)
     sizes = _sizes(raw["files"], where)
     manifest_bytes = read_integer(size, "manifest", where, below=MAX_BYTES)
-    if manifest_bytes > MAX_MANIFEST_BYTES:
-        raise UnsafeError("the manifest is too large", where=where, found=size, expected=MAX_MANIFEST_BYTES)
+    require_small("the manifest", manifest_bytes, MAX_MANIFEST_BYTES, where)
     save = read_save(raw["save"], where)
     bases = _files_by_base(raw.get("bases", []), where)
     if bool(bases) != (base_refs.FEATURE in features):
@@ -231,8 +231,7 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
             fix="The save was interrupted: load the step before it, or try `shardckpt repair`.",
         )
     where = f"{store.url}/{COMMIT}"
-    if sizes[COMMIT] > MAX_COMMIT_BYTES:
-        raise UnsafeError("the commit mark is too large", where=where, found=sizes[COMMIT], expected=MAX_COMMIT_BYTES)
+    require_small("the commit mark", sizes[COMMIT], MAX_COMMIT_BYTES, where)
     return decode_commit(read_bytes(store, COMMIT, 0, sizes[COMMIT]), where=where)
 
 

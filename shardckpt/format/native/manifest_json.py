@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
@@ -166,12 +166,7 @@ def read_variants(value: object, where: object) -> dict[Path, Path | None]:
         FormatError: An entry is none.
     """
     found: dict[Path, Path | None] = {}
-    rows = [read_fixed(entry, 2, "variants", where) for entry in read_list(value, "variants", where)]
-    paths = [read_path(raw, where) for raw, _ in rows]
-    check_paths(paths, where)
-    for path, (_, of) in zip(paths, rows, strict=True):
-        if path in found:
-            raise field_error("a variant stands twice", dotted(path), "", where)
+    for path, of in _read_by_path(value, "variants", (), where):
         found[path] = None if of is None else read_path(of, where)
     return found
 
@@ -187,17 +182,21 @@ def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path,
     Raises:
         FormatError: An entry is none.
     """
-    taken = set(paths)
-    ties: dict[Path, int] = {}
-    rows = [read_fixed(entry, 2, "ties", where) for entry in read_list(value, "ties", where)]
-    tied = [read_path(raw, where) for raw, _ in rows]
-    check_paths(tied, where)
-    for path, (_, index) in zip(tied, rows, strict=True):
-        if path in taken:
-            raise field_error("a tied name stands twice", dotted(path), "", where)
-        taken.add(path)
-        ties[path] = read_integer(index, "ties", where, below=len(paths))
-    return ties
+    rows = _read_by_path(value, "ties", paths, where)
+    return {path: read_integer(index, "ties", where, below=len(paths)) for path, index in rows}
+
+
+def _read_by_path(value: object, name: str, taken: Sequence[Path], where: object) -> Iterator[tuple[Path, object]]:
+    """Yield the rows of a field, each a path and something else; no path may be there twice, or taken."""
+    rows = [read_fixed(entry, 2, name, where) for entry in read_list(value, name, where)]
+    paths = [read_path(raw, where) for raw, _ in rows]
+    check_paths(paths, where)
+    seen = set(taken)
+    for path, (_, other) in zip(paths, rows, strict=True):
+        if path in seen:
+            raise field_error(f"a path of {name!r} stands twice", dotted(path), "", where)
+        seen.add(path)
+        yield path, other
 
 
 def _read_bases(value: object, where: object) -> tuple[Base, ...]:

@@ -16,7 +16,7 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.budget import check_paths
-from shardckpt.format.encodings.safetensors import MAX_DIMS
+from shardckpt.format.encodings.safetensors import require_dims
 from shardckpt.format.native.json_fields import (
     MAX_BYTES,
     NEWER,
@@ -206,13 +206,7 @@ def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
     shape, rows = tuple(_integers(raw_shape, where)), _integers(raw_rows, where)
     if not isinstance(dtype, str) or not is_known(dtype):
         raise UnsupportedError(f"array {dotted(path)!r} has an unknown type", where=where, found=dtype, fix=NEWER)
-    if len(shape) > MAX_DIMS:
-        raise UnsupportedError(
-            f"array {dotted(path)!r} has more dimensions than any library holds",
-            where=where,
-            found=len(shape),
-            expected=f"at most {MAX_DIMS}",
-        )
+    require_dims(dotted(path), shape, where)
     width = 2 + 2 * len(shape)
     if len(rows) % width or (rows and max(rows[::width]) >= files):
         raise FormatError(f"the pieces of {dotted(path)!r} must be rows", where=where)

@@ -12,7 +12,7 @@ from shardckpt.dtypes import is_known
 from shardckpt.errors import FormatError, IncompleteError, UnsupportedError
 from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings import tagged_json
-from shardckpt.format.encodings.safetensors import MAX_DIMS, Header, parse_json, read_headers
+from shardckpt.format.encodings.safetensors import Header, parse_json, read_headers, require_dims
 from shardckpt.format.encodings.tagged_json import ArrayRef
 from shardckpt.format.native.json_fields import read_fields, read_path
 from shardckpt.format.native.manifest_json import ManifestContents, read_ties, read_variants
@@ -92,8 +92,7 @@ def _chunk(entry: Any, where: str) -> PayloadChunk:
         raise UnsupportedError(f"chunk of {dotted(path)!r} has an unknown type", where=where, found=dtype)
     if not len(shape) == len(offset) == len(size):
         raise FormatError(f"a chunk of {dotted(path)!r} has other dimensions", where=where, found=(offset, size))
-    if len(shape) > MAX_DIMS:
-        raise UnsupportedError(f"chunk of {dotted(path)!r} has very many dimensions", where=where, found=len(shape))
+    require_dims(dotted(path), shape, where)
     if not box.within(shape):
         raise FormatError(f"a chunk is outside of {dotted(path)!r}", where=where, found=str(box), expected=shape)
     return PayloadChunk(path, shape, dtype, box)

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import FormatError, UnsafeError
+from shardckpt.errors import FormatError
+from shardckpt.format.budget import require_small
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.merge_shards import KEEP_ONE_SAVE
 from shardckpt.format.ranks.fsdp1_flat_param import FLAT
@@ -36,10 +37,7 @@ def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
     """
     names = sorted(name for name in sizes if _NAME.fullmatch(name))
     for name in names:
-        if sizes[name] > _MOST_BYTES:
-            raise UnsafeError(
-                "a metadata file is too large", where=f"{store.url}/{name}", found=sizes[name], expected=_MOST_BYTES
-            )
+        require_small("a metadata file", sizes[name], _MOST_BYTES, f"{store.url}/{name}")
     buffers = {name: bytearray(sizes[name]) for name in names}
     store.read([Read(name, 0, memoryview(buffer)) for name, buffer in buffers.items()])
     first: tuple[str, ParamShapes] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from shardckpt.errors import FormatError, TruncatedError, UnsafeError
-from shardckpt.format.budget import ReadBudget
+from shardckpt.format.budget import ReadBudget, require_small
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.format.encodings.pickle_reader import InstanceStub, Limits, Ordered, TensorStub
@@ -71,17 +71,14 @@ def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBud
 
 
 def _bytes(store: Store, file: str, layout: Span | Encoded, where: str) -> bytes:
-    if layout.nbytes <= _MAX_OBJECT_BYTES:
-        if isinstance(layout, Span):
-            return read_bytes(store, file, layout.offset, layout.nbytes)
-        most = min(_MAX_OBJECT_BYTES, _FREE_DECODED_BYTES + _DECODED_FACTOR * layout.nbytes)
-        decoded = DecodedStream(store, file, layout).head(most + 1)
-        if len(decoded) <= most:
-            return decoded
+    require_small("the object", layout.nbytes, _MAX_OBJECT_BYTES, where)
+    if isinstance(layout, Span):
+        return read_bytes(store, file, layout.offset, layout.nbytes)
+    most = min(_MAX_OBJECT_BYTES, _FREE_DECODED_BYTES + _DECODED_FACTOR * layout.nbytes)
+    decoded = DecodedStream(store, file, layout).head(most + 1)
+    if len(decoded) > most:
         raise UnsafeError("the object is compressed too far", where=where, expected=f"at most {most} bytes")
-    raise UnsafeError(
-        "the object is too large", where=where, found=f"{layout.nbytes} bytes", expected=f"at most {_MAX_OBJECT_BYTES}"
-    )
+    return decoded
 
 
 def _anonymous_storage(reference: object) -> object:
