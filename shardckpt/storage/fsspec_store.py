@@ -118,8 +118,7 @@ class FsspecStore:
         known = self._sizes.get(name)
         if known is not None:
             return known
-        path, shown = self._path(name), self._shown(name)
-        entry: dict[str, Any] = retry(lambda: self._fs.info(path), "cannot find the size", shown)
+        entry, shown = self._get_info(name, "the size"), self._shown(name)
         if entry["type"] == "directory":
             raise MissingFileError("this is a folder, not a file", where=shown)
         if entry["size"] is None:
@@ -294,9 +293,7 @@ class FsspecStore:
             UnsafeError: The name leaves the root.
             StorageError: The store failed, after retries.
         """
-        path = self._path(name)
-        entry: dict[str, Any] = retry(lambda: self._fs.info(path), "cannot find its time", self._shown(name))
-        return _changed(entry)
+        return _changed(self._get_info(name, "its time"))
 
     def version(self, name: str) -> str:
         """Return a text that changes once a file is replaced; empty if the store does not report one.
@@ -306,14 +303,19 @@ class FsspecStore:
             UnsafeError: The name leaves the root.
             StorageError: The store failed, after retries.
         """
-        path = self._path(name)
-        entry: dict[str, Any] = retry(lambda: self._fs.info(path), "cannot find its version", self._shown(name))
+        entry = self._get_info(name, "its version")
         known = [f"{key} {entry[key]}" for key in (*_VERSIONS, *_TIMES) if entry.get(key) is not None]
         return f"{entry.get('size')} {' '.join(known)}" if known else ""
 
     def rename(self, source: str, target: str) -> None:
         """Refuse: this store cannot rename a folder in one step."""
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
+
+    def _get_info(self, name: str, what: str) -> dict[str, Any]:
+        """Return what the store reports of a file. Raises MissingFileError, UnsafeError, StorageError."""
+        path = self._path(name)
+        info: dict[str, Any] = retry(lambda: self._fs.info(path), f"cannot find {what}", self._shown(name))
+        return info
 
     def _forget(self, name: str) -> None:
         with self._lock:
