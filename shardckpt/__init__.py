@@ -106,33 +106,6 @@ _HOMES = {
     "shardckpt.offline.reshard": ("reshard",),
     "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
     "shardckpt.offline.verify": ("verify",),
-    "shardckpt.errors": (
-        "AmbiguousError",
-        "CheckpointError",
-        "ChecksumError",
-        "FormatError",
-        "IncompleteError",
-        "MissingFileError",
-        "MissingTorchError",
-        "NameCollisionError",
-        "NoCompleteCheckpoint",
-        "NoMemoryError",
-        "NoSpaceError",
-        "OverlapError",
-        "PrecisionError",
-        "RankError",
-        "ShardckptError",
-        "SourceNotFoundError",
-        "StateDictError",
-        "StorageError",
-        "TargetExistsError",
-        "TruncatedError",
-        "UnknownFormatError",
-        "UnknownNameError",
-        "UnsafeError",
-        "UnsupportedError",
-        "UsageError",
-    ),
     "shardckpt.state.keys.kinds": ("StateKind",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
     "shardckpt.state.model.model_state_dict": ("iter_full_state_dict", "model_state_dict"),
@@ -140,6 +113,8 @@ _HOMES = {
     "shardckpt.state.optim.optim_state_dict": ("optim_state_dict",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+"""The module of each public name; those that are missing here are errors."""
+
 _NEEDS_TORCH = ("shardckpt.checkpoint.", "shardckpt.state.")
 
 __version__ = "0.1.0"
@@ -220,9 +195,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module it lives in. Raises MissingTorchError where that needs torch, and none is."""
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
-    home = _HOME_OF[name]
+    home = _HOME_OF.get(name, "shardckpt.errors")
     if home.startswith(_NEEDS_TORCH):
         import_module("shardckpt.require_torch").require_torch(f"shardckpt.{name}")
     value = getattr(import_module(home), name)
