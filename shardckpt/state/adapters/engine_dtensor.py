@@ -15,13 +15,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class EngineDTensorAdapter(EngineBucketAdapter):
-    """A bucket of `fully_shard`.
-
-    Args:
-        registration: The bucket as it is registered on the modules.
-        names: The names of each member in the model, the first before its aliases.
-        ranks: The ranks that the model is on.
-    """
+    """A bucket of `fully_shard`. Arguments are those of `EngineBucketAdapter`."""
 
     def __init__(self, registration: DTensorRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
         super().__init__(registration, names, ranks)

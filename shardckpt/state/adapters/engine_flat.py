@@ -35,9 +35,9 @@ class EngineFlatAdapter(EngineBucketAdapter):
     """A bucket with a flat layout: one flat parameter, or original ones as 1-D views.
 
     Args:
-        registration: The bucket as it is registered on the modules.
-        names: The names of each member in the model, the first before its aliases.
-        ranks: The ranks that the model is on.
+        registration: As for `EngineBucketAdapter`.
+        names: As for `EngineBucketAdapter`.
+        ranks: As for `EngineBucketAdapter`.
         mesh: The ranks that share the bucket, with its shards along the last dimension; None where nothing is sharded.
         flat_name: Name of the flat parameter in the model; None where the original parameters are registered.
     """
