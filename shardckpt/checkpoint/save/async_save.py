@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle, require_on_event
-from shardckpt.checkpoint.save.save import EARLIER_NAMES, GetBase, check_save_options, saver_for
+from shardckpt.checkpoint.save.save import EARLIER_NAMES, GetBase, SaveArguments, saver_for
 from shardckpt.checkpoint.save.session import PlannedSave, SaveSession, StagedSave, WrittenSave, capture_error
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, buffer_size, make_buffer
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
@@ -81,9 +81,10 @@ def async_save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed.
     """
-    options, fault = check_save_options(
+    arguments = SaveArguments(
         path, overwrite, checksums, custom_metadata, base, store_digests, trainable_only, base_key_map
     )
+    options, fault = arguments.check()
     most = None
     try:
         most = _parse_max_staging_bytes(max_staging_bytes)

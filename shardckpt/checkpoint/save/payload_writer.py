@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-
-from typing_extensions import Self
+from contextlib import closing
 
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, tensor_bytes, view_box
 from shardckpt.format.native.partial_manifest import WrittenPayload
@@ -42,7 +40,7 @@ def write_payloads(
         StorageError: The storage failed.
     """
     written = []
-    with _Hashing() as hashing:
+    with closing(_Hashing()) as hashing:
         for payload in payloads:
             hasher = FileHasher(payload, blocks=checksums, chunks=digests)
             with publication.create(payload.name) as writer:
@@ -78,12 +76,8 @@ class _Hashing:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardckpt-hash")
         return self._pool.submit(hasher.update, data)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Wait for the thread."""
         if self._pool is not None:
             self._pool.shutdown()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -73,9 +73,10 @@ def save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed. Whatever was written is gone again.
     """
-    options, fault = check_save_options(
+    arguments = SaveArguments(
         path, overwrite, checksums, custom_metadata, base, store_digests, trainable_only, base_key_map
     )
+    options, fault = arguments.check()
     with PENDING_SAVE.entry:
         PENDING_SAVE.wait()
         refusal = fault or PENDING_SAVE.unretrieved_error()
@@ -86,49 +87,49 @@ GetBase = Callable[[], str | None]
 """Returns the path or URL of the base of a save; None for none."""
 
 
-def build_save_options(
-    path: object,
-    overwrite: bool,
-    checksums: bool,
-    custom_metadata: Mapping[str, str] | None,
-    base: str | os.PathLike[str] | GetBase | None,
-    store_digests: bool,
-    trainable_only: bool,
-    base_key_map: Mapping[str, str] | None,
-) -> SaveOptions:
-    """Return the way to save that these arguments of `save` mean.
+class SaveArguments(NamedTuple):
+    """The arguments that `save` and `async_save` share, as given: `save` describes them."""
 
-    Raises:
-        UsageError: They mean nothing.
-    """
-    require_bools(overwrite=overwrite, checksums=checksums, store_digests=store_digests, trainable_only=trainable_only)
-    if trainable_only and base is None:
-        raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
-    if (store_digests or base is not None) and not checksums:
-        raise UsageError("a save with a base or store_digests needs checksums", found="checksums=False")
-    url = None if base is None or callable(base) else as_url(base)
-    ask: GetBase = base if callable(base) else lambda: url
-    key_map = _require_texts("base_key_map", base_key_map)
-    if key_map:
-        compile_key_map(key_map)
-    wants_digests = store_digests or base is not None
-    return SaveOptions(
-        as_url(path), overwrite, checksums, read_notes(custom_metadata), ask, wants_digests, trainable_only, key_map
-    )
+    path: object
+    overwrite: bool
+    checksums: bool
+    custom_metadata: Mapping[str, str] | None
+    base: str | os.PathLike[str] | GetBase | None
+    store_digests: bool
+    trainable_only: bool
+    base_key_map: Mapping[str, str] | None
 
+    def check(self) -> tuple[SaveOptions, Exception | None]:
+        """Return the options, and the error in the arguments, which the first message sends to the other ranks."""
+        try:
+            return self._build_options(), None
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            shown = str(self.path) if isinstance(self.path, (str, os.PathLike)) else ""
+            return SaveOptions(shown, overwrite=False, checksums=False, custom_metadata={}), error
 
-def check_save_options(path: object, *arguments: Any) -> tuple[SaveOptions, Exception | None]:
-    """Return the options, or the error in the arguments, which the first message sends to the other ranks.
-
-    Args:
-        path: As for `build_save_options`.
-        *arguments: As for `build_save_options`.
-    """
-    try:
-        return build_save_options(path, *arguments), None
-    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-        shown = str(path) if isinstance(path, (str, os.PathLike)) else ""
-        return SaveOptions(shown, overwrite=False, checksums=False, custom_metadata={}), error
+    def _build_options(self) -> SaveOptions:
+        """Return the checked options. Raises UsageError."""
+        base, flags = self.base, ("overwrite", "checksums", "store_digests", "trainable_only")
+        require_bools(**{name: getattr(self, name) for name in flags})
+        if self.trainable_only and base is None:
+            raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
+        has_digests = self.store_digests or base is not None
+        if has_digests and not self.checksums:
+            raise UsageError("a save with a base or store_digests needs checksums", found="checksums=False")
+        url = None if base is None or callable(base) else as_url(base)
+        key_map = _require_texts("base_key_map", self.base_key_map)
+        if key_map:
+            compile_key_map(key_map)
+        return SaveOptions(
+            as_url(self.path),
+            self.overwrite,
+            self.checksums,
+            read_notes(self.custom_metadata),
+            base if callable(base) else lambda: url,
+            has_digests,
+            self.trainable_only,
+            key_map,
+        )
 
 
 class RunNotes(dict[str, str]):

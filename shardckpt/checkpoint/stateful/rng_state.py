@@ -49,13 +49,7 @@ class RNGState(PerRank):
             torch.cuda.set_rng_state(state["cuda"].cpu())
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
-        """Begin a stream of this rank's own, since nobody's of those that were saved is its own.
-
-        Args:
-            states: Of each rank that saved.
-            rank: This one.
-            world: Ranks there are now.
-        """
+        """Begin a stream of this rank's own: none of the saved ones is its own. Arguments are those of `PerRank`."""
         digest = hashlib.sha256(f"{rank} of {world}".encode())
         for state in states:
             digest.update(state["torch"].cpu().numpy().tobytes())
