@@ -66,13 +66,13 @@ class OptimizerLoadPlanner:
         self._builder.plan.after.append(lambda: targets.put(optim))
 
     def _compare_parameters(
-        self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState, path: Path
+        self, optim: torch.optim.Optimizer, index: ModelIndex, state: optimizers.OptimizerState, path: Path
     ) -> None:
         """Add the parameters that only one of the live and the saved optimizer has; groups may differ."""
-        live = dict.fromkeys(name for names in parameter_names(found, optim) for name in names)
+        live = dict.fromkeys(name for names in parameter_names(index, optim) for name in names)
         groups: Sequence[Mapping[str, Any]] = state.groups
-        saved = dict.fromkeys(_first(str(name), found) for group in groups for name in group.get("params", ()))
-        kept = dict.fromkeys(_first(key.rpartition("/")[0], found) for key in state.tensors)
+        saved = dict.fromkeys(_first(str(name), index) for group in groups for name in group.get("params", ()))
+        kept = dict.fromkeys(_first(key.rpartition("/")[0], index) for key in state.tensors)
         for name in {**saved, **kept}:
             if name not in live:
                 self._builder.add_problem((*path, "state", name), f"unexpected: {dotted((*path, 'state', name))}")
@@ -106,9 +106,9 @@ class OptimizerLoadPlanner:
         self._builder.plan.values.append(Taker(path, self._builder.source.find(root)[0], take))
 
     def _read_named_state(
-        self, root: Path, found: ModelIndex, optim: torch.optim.Optimizer
+        self, root: Path, index: ModelIndex, optim: torch.optim.Optimizer
     ) -> optimizers.OptimizerState:
-        shapes = {name: entry.shape for name, entry in found.entries.items()}
+        shapes = {name: entry.shape for name, entry in index.entries.items()}
         n = len(root)
         tensors = {path: entry for path, entry in self._builder.source.arrays.items() if path[:n] == root}
         small = {path: entry for path, entry in tensors.items() if path[n : n + 1] == ("param_groups",)}
@@ -117,8 +117,8 @@ class OptimizerLoadPlanner:
             {path[n:]: entry for path, entry in tensors.items() if path not in small},
             {path[n:]: value for path, value in values.items()},
         )
-        numbers = _names_by_number(parameter_names(found, optim), raw.values.get(("param_groups",)))
-        return optimizers.key_by_name(raw, shapes, numbers, clean=lambda name: _first(name, found))
+        numbers = _names_by_number(parameter_names(index, optim), raw.values.get(("param_groups",)))
+        return optimizers.key_by_name(raw, shapes, numbers, clean=lambda name: _first(name, index))
 
     def _select(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
         """Return what is to be loaded of an optimizer's state."""
@@ -137,14 +137,14 @@ class OptimizerLoadPlanner:
         return replace(state, tensors=tensors, scalars=scalars, groups=groups)
 
     def _plan_optim_targets(
-        self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState
+        self, optim: torch.optim.Optimizer, index: ModelIndex, state: optimizers.OptimizerState
     ) -> OptimTargets:
         slots: dict[str, dict[str, SavedSlot]] = {}
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
             slots.setdefault(name, {})[slot] = SavedSlot(entry.shape, torch_dtype(entry))
         return plan_optim_targets(
-            found,
+            index,
             optim,
             slots,
             state.scalars,
@@ -235,8 +235,8 @@ def _leaves(tree: Any, root: Path) -> dict[Path, Any]:
     return found
 
 
-def _first(name: str, found: ModelIndex) -> str:
-    return found.aliases.get(name, name)
+def _first(name: str, index: ModelIndex) -> str:
+    return index.aliases.get(name, name)
 
 
 def _below(root: Path, *keys: Any) -> Path:

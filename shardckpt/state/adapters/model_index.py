@@ -118,10 +118,10 @@ def index_complete_model(model: nn.Module) -> ModelIndex:
     Raises:
         FlatShardError: One is.
     """
-    found = index_model(model)
-    plain = [each for each in found.adapters if isinstance(each, ReplicatedAdapter)]
+    index = index_model(model)
+    plain = [each for each in index.adapters if isinstance(each, ReplicatedAdapter)]
     FlatShards().require_none((each.entries[0].name, each.exposed[0]) for each in plain)
-    return found
+    return index
 
 
 def reshard_all(model: nn.Module) -> None:

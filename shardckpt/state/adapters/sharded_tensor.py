@@ -37,15 +37,15 @@ def get_local_part(value: Any) -> torch.Tensor:
     return torch.empty((0, *value.shape[1:]), dtype=value.dtype)
 
 
-def to_local_parts(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
+def to_local_parts(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
     """Return a LOCAL state with this rank's parts for ShardedTensors.
 
     Args:
         values: Names of the unsharded model, and flat parameters, to whatever was given.
-        found: The model. Where it has no flat parameters, the parts of the originals stand beside torch's.
+        index: The model. Where it has no flat parameters, the parts of the originals stand beside torch's.
     """
     has_flat = any(
-        isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None for adapter in found.adapters
+        isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None for adapter in index.adapters
     )
     return {
         name: get_local_part(value) if is_flat_part(name, value) else value
@@ -54,7 +54,7 @@ def to_local_parts(values: Mapping[str, Any], found: ModelIndex) -> dict[str, An
     }
 
 
-def to_dtensors(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
+def to_dtensors(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
     """Return values with DTensors for ShardedTensors, over the mesh of the model's own parameter if that fits.
 
     Raises:
@@ -62,23 +62,23 @@ def to_dtensors(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     """
     if not any(map(is_sharded_tensor, values.values())):
         return dict(values)
-    placements = get_placements(found)
+    placements = get_placements(index)
     return {
-        name: as_dtensor(name, value, placements.get(found.aliases.get(name, name)))
+        name: as_dtensor(name, value, placements.get(index.aliases.get(name, name)))
         if is_sharded_tensor(value)
         else value
         for name, value in values.items()
     }
 
 
-def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], found: ModelIndex) -> dict[Any, Mapping[str, Any]]:
+def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], index: ModelIndex) -> dict[Any, Mapping[str, Any]]:
     """Return what is kept of parameters with DTensors for ShardedTensors.
 
     Arguments and errors are those of `to_dtensors`.
     """
     if not any(is_sharded_tensor(value) for slots in state.values() for value in slots.values()):
         return dict(state)
-    placements = get_placements(found)
+    placements = get_placements(index)
     return {
         name: {
             slot: as_dtensor(f"{name}/{slot}", value, placements.get(name)) if is_sharded_tensor(value) else value
@@ -88,11 +88,11 @@ def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], found: Model
     }
 
 
-def get_placements(found: ModelIndex) -> dict[str, MeshPlacements]:
+def get_placements(index: ModelIndex) -> dict[str, MeshPlacements]:
     """Return the meshes and placements of the model's sharded parameters."""
     return {
         entry.name: placed
-        for adapter in found.adapters
+        for adapter in index.adapters
         for entry, placed in zip(adapter.entries, adapter.placements(), strict=True)
         if placed is not None
     }

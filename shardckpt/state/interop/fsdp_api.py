@@ -179,15 +179,15 @@ def rekey_optim_state_dict(
     kind = optim_keys.get_key_type(state)
     if kind is None or (kind is str) == (key_type is OptimStateKeyType.PARAM_NAME):
         return state
-    found = index_model(model)
-    shared = sorted(found.aliases)
+    index = index_model(model)
+    shared = sorted(index.aliases)
     if shared:
         raise SharedParameterError(
             "a parameter has several names, so that names and numbers do not match",
-            found=", ".join(f"{name} is {found.aliases[name]}" for name in shared[:5]),
+            found=", ".join(f"{name} is {index.aliases[name]}" for name in shared[:5]),
         )
     live = optim or _Groups.from_input(model, optim_input)
-    groups = optimizer.map_optimizer_params(found, live).groups
+    groups = optimizer.map_optimizer_params(index, live).groups
     if kind is int:
         return optim_keys.to_names(state, groups)
     made = optim_keys.to_ids(state, groups)

@@ -225,31 +225,31 @@ def local_model(model: nn.Module) -> LocalModel:
     if torch_fsdp1.is_foreign(model):
         return _foreign_model(model)
     reshard_all(model)
-    found = index_complete_model(model)
+    index = index_complete_model(model)
     arrays: dict[str, TensorShards] = {}
-    packed = [adapter.packed for adapter in found.adapters]
-    for adapter, values in zip(found.adapters, packed, strict=True):
+    packed = [adapter.packed for adapter in index.adapters]
+    for adapter, values in zip(index.adapters, packed, strict=True):
         for entry, shards in zip(adapter.entries, get_adapter_shards(adapter, values), strict=True):
             arrays[entry.name] = TensorShards(entry.shape, values.dtype, shards)
-    buffers = {buffer.name: buffer for buffer in found.buffers if buffer.persistent}
+    buffers = {buffer.name: buffer for buffer in index.buffers if buffer.persistent}
     shown = {name: buffer.value.detach().to(buffer.dtype) for name, buffer in buffers.items()}
     arrays.update({name: get_tensor_shards(value) for name, value in shown.items()})
 
     def finish() -> None:
-        for adapter in found.adapters:
+        for adapter in index.adapters:
             adapter.mark_written()
         for name, buffer in buffers.items():
             _take(buffer, shown[name])
 
     return LocalModel(
-        found,
-        {name: arrays[name] for name in found.names if name in arrays},
-        dict(found.aliases),
+        index,
+        {name: arrays[name] for name in index.names if name in arrays},
+        dict(index.aliases),
         frozenset(buffers),
-        dict(found.extra),
-        found.names,
+        dict(index.extra),
+        index.names,
         finish,
-        frozenset(name for adapter in found.adapters for name in _frozen(adapter)),
+        frozenset(name for adapter in index.adapters for name in _frozen(adapter)),
     )
 
 

@@ -46,14 +46,14 @@ class LocalOptimizer:
     names: tuple[str, ...]
 
 
-def local_optimizer(found: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
+def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     """Return the shards of an optimizer's state on this rank; nothing is moved.
 
     Raises:
         ForeignParameterError: It holds a parameter that no model has.
         OpaqueStateError: Nobody knows how a value is sharded.
     """
-    of = map_optimizer_params(found, optim)
+    of = map_optimizer_params(index, optim)
     arrays: dict[tuple[str, str], TensorShards] = {}
     values: dict[tuple[str, str], Any] = {}
     for params in of.by_adapter:
@@ -70,14 +70,14 @@ def local_optimizer(found: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     return LocalOptimizer(arrays, values, groups, _list_names(of))
 
 
-def parameter_names(found: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
+def parameter_names(index: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
     """Return the names in each group in the order that an optimizer of the unsharded model has them in.
 
     Raises:
         ForeignParameterError: It holds a parameter that the model does not have.
     """
-    of = map_optimizer_params(found, optim)
-    places = {name: at for at, name in enumerate(found.names)}
+    of = map_optimizer_params(index, optim)
+    places = {name: at for at, name in enumerate(index.names)}
     flat = {
         name
         for params in of.by_adapter
@@ -193,7 +193,7 @@ class OptimTargets:
 
 
 def plan_optim_targets(
-    found: ModelIndex,
+    model_index: ModelIndex,
     optim: OptimizerLike,
     slots: Mapping[str, Mapping[str, SavedSlot]],
     values: Mapping[str, Mapping[str, Any]],
@@ -205,7 +205,7 @@ def plan_optim_targets(
     """Plan the targets of a saved state; an optimizer that never stepped gets new tensors. Nothing is changed yet.
 
     Args:
-        found: The model, or the models.
+        model_index: The model, or the models.
         optim: An optimizer of any part of their parameters.
         slots: The tensors that were saved, by the parameter's first name.
         values: Saved values that are not tensors.
@@ -217,9 +217,9 @@ def plan_optim_targets(
         ForeignParameterError: It holds a parameter that no model has.
         ConflictError: Parameters of one group were saved with different settings.
     """
-    of = map_optimizer_params(found, optim)
+    of = map_optimizer_params(model_index, optim)
     made = OptimTargets([], {}, match_settings(of.groups, groups), [])
-    scalars = _scalars(found, slots)
+    scalars = _scalars(model_index, slots)
     for index, names in enumerate(of.groups):
         flags = {**optim.param_groups[index], **made.changes[index]}
         on_device = bool(flags.get("capturable") or flags.get("fused"))
@@ -234,9 +234,9 @@ def _find_params(of: OptimizerParams, names: set[str]) -> Iterator[tuple[Adapter
     return ((params, p) for params in of.by_adapter for p in params.positions if params.names(p)[0] in names)
 
 
-def _scalars(found: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) -> set[str]:
+def _scalars(index: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) -> set[str]:
     """Return the slots that are numbers: the shape of a 0-dim parameter does not show it."""
-    entries = found.entries
+    entries = index.entries
     numbers = {"step"}
     for name, kept in slots.items():
         if name in entries and entries[name].shape:

@@ -30,12 +30,12 @@ def check_rank(note: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check_units(note: Mapping[str, Any], found: ModelIndex) -> list[str]:
+def check_units(note: Mapping[str, Any], index: ModelIndex) -> list[str]:
     """Return how the layouts of a LOCAL state differ from those of a model."""
     theirs = note.get("units")
     if theirs is None:
         return []
-    mine = units_metadata(found)
+    mine = units_metadata(index)
     if theirs == mine:
         return []
     ours = _index_layouts(mine)

@@ -62,25 +62,25 @@ def load_model_state_dict(
     if torch_fsdp1.is_foreign(model):
         return _load_foreign(model, state_dict, kind, strict=strict)
     reshard_all(model)
-    found = index_complete_model(model)
-    group = found.ranks.group
+    index = index_complete_model(model)
+    group = index.ranks.group
     keys = Keys()
-    with validate_input(found.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:
-        given = _IncomingModelState(state_dict, kind, found)
+    with validate_input(index.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:
+        given = _IncomingModelState(state_dict, kind, index)
         if agreed.has_to_check:
             keys = given.check(strict)
             agreed.digest, agreed.broadcast_error = given.digest, given.broadcast_error()
     if agreed.from_rank0:
         keys = _broadcast_keys(keys, group)
-    missing = {found.aliases.get(name, name) for name in keys.missing}
+    missing = {index.aliases.get(name, name) for name in keys.missing}
     staging = Staging()
     with torch.no_grad():
-        for adapter in found.adapters:
+        for adapter in index.adapters:
             _load(adapter, given, missing, staging, from_rank0=agreed.from_rank0)
-    for buffer in found.buffers:
-        _load_buffer(buffer, given, missing, found.ranks if agreed.from_rank0 else None)
-    extra = _broadcast_extra(given, group) if agreed.from_rank0 and found.extra else given.values
-    for name, module in found.extra.items():
+    for buffer in index.buffers:
+        _load_buffer(buffer, given, missing, index.ranks if agreed.from_rank0 else None)
+    extra = _broadcast_extra(given, group) if agreed.from_rank0 and index.extra else given.values
+    for name, module in index.extra.items():
         if name in extra:
             module.set_extra_state(extra[name])
     return keys
@@ -138,15 +138,15 @@ def _broadcast_keys(keys: Keys, group: Group) -> Keys:
 class _IncomingModelState:
     """A state to load, by names of the unsharded model."""
 
-    def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, found: ModelIndex) -> None:
+    def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, index: ModelIndex) -> None:
         self.kind = detect_kind(state) if kind is None else StateKind.parse(kind)
         self.note = get_metadata(state)
-        self._found = found
-        values = _clean_names(state, found)
+        self._found = index
+        values = _clean_names(state, index)
         if self.kind is StateKind.LOCAL:
-            self.values = sharded_tensor.to_local_parts(values, found)
+            self.values = sharded_tensor.to_local_parts(values, index)
         else:
-            self.values = module_hooks.run_load_hooks(found, sharded_tensor.to_dtensors(values, found))
+            self.values = module_hooks.run_load_hooks(index, sharded_tensor.to_dtensors(values, index))
 
     def value(self, name: str, aliases: tuple[str, ...]) -> Any:
         """Return what is given under one of an entry's names; None where there is nothing."""
@@ -258,12 +258,12 @@ def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
         raise StateMismatchError(f"the state does not fit the model: {problems[0]}", fix="Nothing was changed.")
 
 
-def _clean_names(state: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
+def _clean_names(state: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
     """Return a state by names of the unsharded model, whatever wrapped the one it was taken from."""
     cleaned = {clean(name): value for name, value in state.items()}
-    if found.names and not any(name in cleaned for name in found.names):
+    if index.names and not any(name in cleaned for name in index.names):
         stripped = {name.removeprefix("module."): value for name, value in cleaned.items()}
-        if any(name in stripped for name in found.names):
+        if any(name in stripped for name in index.names):
             return stripped
     return cleaned
 

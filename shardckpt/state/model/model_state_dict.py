@@ -46,21 +46,21 @@ def iter_full_state_dict(
     yield from _iter_full(index_complete_model(model), offload_to_cpu, rank0_only)
 
 
-def _iter_full(found: ModelIndex, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_full(index: ModelIndex, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
     staging = Staging()
-    for adapter in found.adapters:
+    for adapter in index.adapters:
         values = adapter.to_full(adapter.packed, staging, first_only=first_only)
         if values is None:
             continue
         for entry, value in zip(adapter.entries, values, strict=True):
             yield entry.name, value.cpu() if offload else value
-    for name, value in _buffers(found, StateKind.FULL, offload):
-        if not first_only or found.ranks.is_first:
+    for name, value in _buffers(index, StateKind.FULL, offload):
+        if not first_only or index.ranks.is_first:
             yield name, value
 
 
-def _buffers(found: ModelIndex, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    for buffer in found.buffers:
+def _buffers(index: ModelIndex, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for buffer in index.buffers:
         if buffer.persistent:
             value = _to_kind(buffer.value.detach().to(buffer.dtype), kind)
             yield buffer.name, _on_cpu(value) if offload else value
@@ -104,27 +104,27 @@ def model_state_dict(
             return torch_fsdp1.sharded_state(model, offload=offload_to_cpu)
         return torch_fsdp1.full_state(model, offload=offload_to_cpu, first_only=rank0_only)
     reshard_all(model)
-    found = index_complete_model(model)
+    index = index_complete_model(model)
     if kind is StateKind.FULL:
-        tensors: dict[str, Any] = dict(_iter_full(found, offload_to_cpu, rank0_only))
-        if rank0_only and not found.ranks.is_first:
-            return with_metadata(OrderedDict(), kind, found)
+        tensors: dict[str, Any] = dict(_iter_full(index, offload_to_cpu, rank0_only))
+        if rank0_only and not index.ranks.is_first:
+            return with_metadata(OrderedDict(), kind, index)
     else:
-        tensors = _sharded(found) if kind is StateKind.SHARDED else _local(found)
+        tensors = _sharded(index) if kind is StateKind.SHARDED else _local(index)
         if offload_to_cpu:
             tensors = {name: _on_cpu(value) for name, value in tensors.items()}
-        tensors.update(_buffers(found, kind, offload_to_cpu))
-    ordered = _ordered(tensors, found)
+        tensors.update(_buffers(index, kind, offload_to_cpu))
+    ordered = _ordered(tensors, index)
     if kind is not StateKind.LOCAL:
-        ordered = OrderedDict(module_hooks.run_save_hooks(found, ordered))
-    return with_metadata(ordered, kind, found)
+        ordered = OrderedDict(module_hooks.run_save_hooks(index, ordered))
+    return with_metadata(ordered, kind, index)
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
     return value.cpu() if not isinstance(value, DTensor) else value.to("cpu")
 
 
-def _sharded(found: ModelIndex) -> dict[str, torch.Tensor]:
+def _sharded(index: ModelIndex) -> dict[str, torch.Tensor]:
     """Return DTensors; while a unit's rows travel, the next unit's are put together."""
     stagings = Staging(), Staging()
     made: dict[str, torch.Tensor] = {}
@@ -134,7 +134,7 @@ def _sharded(found: ModelIndex) -> dict[str, torch.Tensor]:
         adapter, end = under_way.popleft()
         made.update({entry.name: value for entry, value in zip(adapter.entries, end(), strict=True)})
 
-    for number, adapter in enumerate(found.adapters):
+    for number, adapter in enumerate(index.adapters):
         under_way.append((adapter, adapter.start_to_sharded(adapter.packed, stagings[number % len(stagings)])))
         if len(under_way) == len(stagings):
             end_first()
@@ -143,10 +143,10 @@ def _sharded(found: ModelIndex) -> dict[str, torch.Tensor]:
     return made
 
 
-def _local(found: ModelIndex) -> dict[str, torch.Tensor]:
+def _local(index: ModelIndex) -> dict[str, torch.Tensor]:
     """Return what this rank holds: flat parameters under their own names, without padding."""
     tensors: dict[str, torch.Tensor] = {}
-    for adapter in found.adapters:
+    for adapter in index.adapters:
         if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
             tensors[adapter.flat_name] = adapter.packed[: adapter.unpadded_size]
         else:
@@ -155,27 +155,27 @@ def _local(found: ModelIndex) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _ordered(tensors: Mapping[str, Any], found: ModelIndex) -> OrderedDict[str, Any]:
+def _ordered(tensors: Mapping[str, Any], index: ModelIndex) -> OrderedDict[str, Any]:
     """Return the tensors under all their names, in the order of the unsharded model; others first."""
     made: OrderedDict[str, Any] = OrderedDict()
-    known = set(found.names)
+    known = set(index.names)
     made.update({name: value for name, value in tensors.items() if name not in known})
-    for name in found.names:
-        if name in found.extra:
-            made[name] = found.extra[name].get_extra_state()
+    for name in index.names:
+        if name in index.extra:
+            made[name] = index.extra[name].get_extra_state()
             continue
-        value = tensors.get(found.aliases.get(name, name))
+        value = tensors.get(index.aliases.get(name, name))
         if value is not None:
             made[name] = value
     return made
 
 
-def with_metadata(made: OrderedDict[str, Any], kind: StateKind, found: ModelIndex) -> OrderedDict[str, Any]:
+def with_metadata(made: OrderedDict[str, Any], kind: StateKind, index: ModelIndex) -> OrderedDict[str, Any]:
     """Write the kind and layout of a state into `_metadata`, where `torch.nn.Module` keeps versions."""
-    note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
+    note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(index.aliases)}
     if kind is StateKind.LOCAL:
         register_with_torch_dcp()  # LOCAL states need it, with either front end
-        note |= {**local_metadata(), "names": list(found.names), "units": units_metadata(found)}
+        note |= {**local_metadata(), "names": list(index.names), "units": units_metadata(index)}
     made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
     return made
 
@@ -185,13 +185,13 @@ def local_metadata() -> dict[str, Any]:
     return {"version": VERSION, "kind": StateKind.LOCAL.name, "rank": world().rank, "world": world().size}
 
 
-def units_metadata(found: ModelIndex) -> list[dict[str, Any]]:
+def units_metadata(index: ModelIndex) -> list[dict[str, Any]]:
     """Return the layouts of a model's parameters, as plain JSON values.
 
     Args:
-        found: The model.
+        index: The model.
     """
-    return [unit_metadata(adapter) for adapter in found.adapters]
+    return [unit_metadata(adapter) for adapter in index.adapters]
 
 
 def unit_metadata(adapter: ShardingAdapter) -> dict[str, Any]:

@@ -25,31 +25,31 @@ def is_bare() -> bool:
     return _BARE.get()
 
 
-def run_save_hooks(found: ModelIndex, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def run_save_hooks(index: ModelIndex, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Run the model's own save methods and hooks on a state; unchanged if it has none."""
-    if not any(_has_save_hooks(module) for module in found.root.modules()):
+    if not any(_has_save_hooks(module) for module in index.root.modules()):
         return values
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    with _register_tensors(found, tensors):
-        made = found.root.state_dict()
-    return {clean(name).removeprefix(_get_outer_prefix(found.root)): value for name, value in made.items()}
+    with _register_tensors(index, tensors):
+        made = index.root.state_dict()
+    return {clean(name).removeprefix(_get_outer_prefix(index.root)): value for name, value in made.items()}
 
 
-def run_load_hooks(found: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
+def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
     """Run the model's own load methods and hooks on a state; nothing is loaded."""
-    if not values or not any(_has_load_hooks(module) for module in found.root.modules()):
+    if not values or not any(_has_load_hooks(module) for module in index.root.modules()):
         return dict(values)
     shells = {
         entry.name: nn.Parameter(torch.empty(entry.shape, dtype=entry.dtype, device="meta"), requires_grad=False)
-        for entry in found.entries.values()
+        for entry in index.entries.values()
     }
-    full: dict[str, torch.Tensor] = {name: shells[found.aliases.get(name, name)] for name in found.places}
-    full |= {each.name: torch.empty_like(each.value, dtype=each.dtype, device="meta") for each in found.buffers}
+    full: dict[str, torch.Tensor] = {name: shells[index.aliases.get(name, name)] for name in index.places}
+    full |= {each.name: torch.empty_like(each.value, dtype=each.dtype, device="meta") for each in index.buffers}
     unexpected: list[str] = []
-    with _register_tensors(found, full):
-        _load(found.root, {name: value for name, value in values.items() if name not in found.extra}, "", unexpected)
-        made = {name: now for name, now in _iter_registered(found) if now is not full[name]}
-    left = [name for name in values if name in full or name in found.extra or name in unexpected]
+    with _register_tensors(index, full):
+        _load(index.root, {name: value for name, value in values.items() if name not in index.extra}, "", unexpected)
+        made = {name: now for name, now in _iter_registered(index) if now is not full[name]}
+    left = [name for name in values if name in full or name in index.extra or name in unexpected]
     return {**{name: values[name] for name in left}, **made}
 
 
@@ -86,18 +86,18 @@ def _get_outer_prefix(root: nn.Module) -> str:
 
 
 @contextmanager
-def _register_tensors(found: ModelIndex, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _register_tensors(index: ModelIndex, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Register tensors in place of a model's parameters and buffers inside the block."""
-    homes = [*found.flats, *found.places.values(), *((each.module, each.attribute) for each in found.buffers)]
+    homes = [*index.flats, *index.places.values(), *((each.module, each.attribute) for each in index.buffers)]
     kept = {id(m): (m, dict(m._parameters), dict(m._buffers), dict[str, Any]()) for m, _ in homes}
     for module, attribute in homes:
         if attribute in module.__dict__:
             kept[id(module)][3][attribute] = module.__dict__.pop(attribute)
-    for module, attribute in found.flats:
+    for module, attribute in index.flats:
         module._parameters[attribute] = None
-    for name, (module, attribute) in found.places.items():
+    for name, (module, attribute) in index.places.items():
         module._parameters[attribute] = tensors.get(name)  # type: ignore[assignment]
-    for buffer in found.buffers:
+    for buffer in index.buffers:
         buffer.module._buffers[buffer.attribute] = tensors.get(buffer.name, buffer.value)
     token = _BARE.set(True)
     try:
@@ -111,13 +111,13 @@ def _register_tensors(found: ModelIndex, tensors: Mapping[str, torch.Tensor]) ->
             module.__dict__.update(attributes)
 
 
-def _iter_registered(found: ModelIndex) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_registered(index: ModelIndex) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that are registered now."""
-    for name, (module, attribute) in found.places.items():
+    for name, (module, attribute) in index.places.items():
         value = module._parameters.get(attribute)
         if value is not None:
             yield name, value if value.is_meta else value.detach()
-    for buffer in found.buffers:
+    for buffer in index.buffers:
         yield buffer.name, buffer.value
 
 

@@ -160,13 +160,13 @@ def fit(
         raise UsageError("`missing` must be one of three words", found=missing, expected="skip, zeros or error")
     require_way_with_steps(unequal_steps)
     reshard_all(model)
-    found = index_complete_model(model)
-    group = found.ranks.group
+    index = index_complete_model(model)
+    group = index.ranks.group
     broadcast = b""
-    with validate_input(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
-        of = map_optimizer_params(found, optim)
+    with validate_input(index.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
+        of = map_optimizer_params(index, optim)
         given = _IncomingOptimState.from_state_dict(
-            state_dict, kind, found, layout=state_layout, unequal_steps=unequal_steps
+            state_dict, kind, index, layout=state_layout, unequal_steps=unequal_steps
         )
         rows: Survey = [{} for params in of.by_adapter for _ in params.adapter.entries]
         changes: list[dict[str, Any]] = []
@@ -292,7 +292,7 @@ class _IncomingOptimState:
         cls,
         given: Mapping[str, Any],
         kind: StateKind | str | None,
-        found: ModelIndex,
+        index: ModelIndex,
         *,
         layout: StateLayout | None,
         unequal_steps: UnequalSteps,
@@ -304,12 +304,12 @@ class _IncomingOptimState:
         return cls(
             state_kind,
             get_metadata(given),
-            optim_state_to_dtensors({_first(names.get(key, key), found): value for key, value in state.items()}, found),
+            optim_state_to_dtensors({_first(names.get(key, key), index): value for key, value in state.items()}, index),
             [
-                {**group, "params": _members([names.get(key, key) for key in group["params"]], found)}
+                {**group, "params": _members([names.get(key, key) for key in group["params"]], index)}
                 for group in groups
             ],
-            found,
+            index,
             layout,
             unequal_steps,
         )
@@ -430,20 +430,20 @@ class _IncomingOptimState:
         return Slot(Form.OPAQUE, dtype, list(value.shape))
 
 
-def _members(names: Sequence[Any], found: ModelIndex) -> list[Any]:
+def _members(names: Sequence[Any], index: ModelIndex) -> list[Any]:
     """Return the names of a group with a flat parameter's members for it."""
     flats = {
-        h.flat_name: [entry.name for entry in h.entries] for h in found.adapters if isinstance(h, EngineFlatAdapter)
+        h.flat_name: [entry.name for entry in h.entries] for h in index.adapters if isinstance(h, EngineFlatAdapter)
     }
-    return [each for name in names for each in flats.get(_first(name, found), [_first(name, found)])]
+    return [each for name in names for each in flats.get(_first(name, index), [_first(name, index)])]
 
 
-def _first(name: Any, found: ModelIndex) -> Any:
+def _first(name: Any, index: ModelIndex) -> Any:
     """Return the first name of a parameter, whatever wrapped the model that it was saved with."""
     if not isinstance(name, str):
         return name
     plain = clean(name)
-    return found.aliases.get(plain, plain)
+    return index.aliases.get(plain, plain)
 
 
 def _find_unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:

@@ -100,7 +100,7 @@ class OptimizerParams:
         return digest([each.names(at) for each in sharded for at in each.positions])
 
 
-def map_optimizer_params(found: ModelIndex, optim: OptimizerLike) -> OptimizerParams:
+def map_optimizer_params(model_index: ModelIndex, optim: OptimizerLike) -> OptimizerParams:
     """Map an optimizer's parameters to adapters and names.
 
     Raises:
@@ -108,7 +108,7 @@ def map_optimizer_params(found: ModelIndex, optim: OptimizerLike) -> OptimizerPa
     """
     where = {
         id(parameter): (adapter, position)
-        for adapter in found.adapters
+        for adapter in model_index.adapters
         for position, parameter in enumerate(adapter.exposed)
     }
     positions: dict[int, set[int]] = {}
@@ -127,7 +127,7 @@ def map_optimizer_params(found: ModelIndex, optim: OptimizerLike) -> OptimizerPa
             positions.setdefault(id(adapter), set()).add(position)
             names += AdapterParams(adapter, ()).names(position)
         groups.append(tuple(names))
-    params = [AdapterParams(h, tuple(sorted(positions[id(h)]))) for h in found.adapters if id(h) in positions]
+    params = [AdapterParams(h, tuple(sorted(positions[id(h)]))) for h in model_index.adapters if id(h) in positions]
     return OptimizerParams(tuple(params), tuple(groups))
 
 
@@ -188,27 +188,27 @@ def optim_state_dict(
             return torch_fsdp1.sharded_optim_state(model, optim, offload=offload_to_cpu)
         return torch_fsdp1.full_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
     reshard_all(model)
-    found = index_complete_model(model)
-    with found.ranks.group.collective("find the parameters of the optimizer") as piggyback:
-        of = map_optimizer_params(found, optim)
+    index = index_complete_model(model)
+    with index.ranks.group.collective("find the parameters of the optimizer") as piggyback:
+        of = map_optimizer_params(index, optim)
         piggyback.local = of.shared
-    _check_same(found.ranks.group, piggyback.gathered)
+    _check_same(index.ranks.group, piggyback.gathered)
     if kind is StateKind.LOCAL:
         kept = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     else:
-        kept = gather_survey(of, optim, found.ranks.group)
+        kept = gather_survey(of, optim, index.ranks.group)
     collector = _StateCollector(optim, kind, rank0_only, offload_to_cpu, state_layout)
     state: dict[str, dict[str, Any]] = {}
     rows = iter(kept)
     for each in of.by_adapter:
         collector.add_state(each, [next(rows) for _ in each.positions], state)
-    if rank0_only and not found.ranks.is_first:
-        return with_metadata(OrderedDict(state={}, param_groups=[]), kind, found)
+    if rank0_only and not index.ranks.is_first:
+        return with_metadata(OrderedDict(state={}, param_groups=[]), kind, index)
     groups = [
         {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
     ]
-    ordered = {name: state[name] for name in found.names if name in state}  # as on all ranks, whatever their groups
-    return with_metadata(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, found)
+    ordered = {name: state[name] for name in index.names if name in state}  # as on all ranks, whatever their groups
+    return with_metadata(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, index)
 
 
 class _StateCollector:
