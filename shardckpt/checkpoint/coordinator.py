@@ -162,7 +162,7 @@ class Coordinator:
                 raise message
             messages = [_frame(message), *self._gather_messages()]
             _raise_failed(step, messages)
-            answers = [_DONE + answer for answer in decide([each[1:] for each in messages])]
+            answers = [_DONE + answer for answer in decide([data[1:] for data in messages])]
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             failure = message if isinstance(message, Exception) else error
             self._send_all([_FAILED + _encode_failure(step, failure)] * self.size, suppressed=True)
@@ -238,9 +238,9 @@ class Coordinator:
 
     def _lost_rank_error(self, text: str) -> RankError:
         """Return the error for a loss that a rank has written to the store; no rank names itself."""
-        found = re.match(r"rank (\d+) of \d+ ", text)
-        if found is None or int(found[1]) != self.rank:
-            return _build_lost_error(text, int(found[1]) if found else -1)
+        match = re.match(r"rank (\d+) of \d+ ", text)
+        if match is None or int(match[1]) != self.rank:
+            return _build_lost_error(text, int(match[1]) if match else -1)
         return _build_lost_error(f"another rank of {self.size} is gone, or has stopped waiting for this one", -1)
 
     @property
@@ -266,7 +266,7 @@ def _frame(message: bytes | Exception) -> bytes:
 
 def _encode_error(error: BaseException) -> bytes:
     text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__}: {error}"
-    kind = next((each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__), "")
+    kind = next((base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__), "")
     return f"{kind}\n{text[:50_000]}".encode("utf-8", "replace")
 
 
@@ -327,9 +327,9 @@ def new_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
 
     def make() -> dist.ProcessGroup | None:
         local = group is not None
-        made: dist.ProcessGroup | None
-        made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
-        return made
+        created: dist.ProcessGroup | None
+        created = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
+        return created
 
     return Coordinator(make_group(given, make, timeout), timeout)
 
@@ -338,11 +338,11 @@ def _get_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return how long a group waits, which torch keeps private; torch's default where it cannot be read."""
     for device in ("cpu", "cuda"):
         try:
-            found = group._get_backend(torch.device(device)).options._timeout
+            timeout = group._get_backend(torch.device(device)).options._timeout
         except (RuntimeError, AttributeError):
             continue
-        if isinstance(found, timedelta):
-            return found
+        if isinstance(timeout, timedelta):
+            return timeout
     return timedelta(minutes=30)
 
 

@@ -246,7 +246,7 @@ class Checkpointer:
         numbers, signals = zip(*map(json.loads, messages), strict=True)
         number = numbers[0]
         if len(set(numbers)) > 1:
-            named = ", ".join(f"rank {rank} step {each}" for rank, each in list(enumerate(numbers))[:SHOWN])
+            named = ", ".join(f"rank {rank} step {step}" for rank, step in list(enumerate(numbers))[:SHOWN])
             raise UsageError("ranks save different steps", where=self.root, found=named)
         is_replaceable = self._finder.is_replaceable(number)
         unranked = self._retention.find_ranking_fault(number, names)
@@ -285,29 +285,29 @@ class Checkpointer:
         damages: dict[str, str] = {}
         removed_meanwhile = 0
         while removed_meanwhile < _LOOKS:
-            found = self._finder.find_step(wanted, damages, fault)
-            self._finder.require_readable(found.unreadable)
-            if found.save is None:
+            latest = self._finder.find_step(wanted, damages, fault)
+            self._finder.require_readable(latest.unreadable)
+            if latest.save is None:
                 break
-            path, is_last = self._finder.path(found.name), wanted is not None
+            path, is_last = self._finder.path(latest.name), wanted is not None
             damage = _load_step(state, path, self._group, options, is_last=is_last)
             if not damage:
-                faults = [*found.faults, *damages.values()]
+                faults = [*latest.faults, *damages.values()]
                 if faults and get_channels(self._group).main.rank == 0:
                     shown = "; ".join(faults[:SHOWN])
-                    text = f"newer steps cannot be loaded, restored step {found.number}: {shown}"
+                    text = f"newer steps cannot be loaded, restored step {latest.number}: {shown}"
                     warnings.warn(text, stacklevel=3)
-                self._restored, self._branch = found.number, found.branch
-                self._schedule.record_restore(found.number)
-                return found.number
-            if self._finder.has_save(found.save):
-                damages[found.save] = damage
-                self._finder.damaged.add(found.save)
+                self._restored, self._branch = latest.number, latest.branch
+                self._schedule.record_restore(latest.number)
+                return latest.number
+            if self._finder.has_save(latest.save):
+                damages[latest.save] = damage
+                self._finder.damaged.add(latest.save)
             else:
                 removed_meanwhile += 1
-        if found.save is None and wanted is None and not found.faults and not damages:
+        if latest.save is None and wanted is None and not latest.faults and not damages:
             return None
-        raise self._finder.build_no_checkpoint_error(wanted, list(damages.values()), found.faults)
+        raise self._finder.build_no_checkpoint_error(wanted, list(damages.values()), latest.faults)
 
     @property
     def stop_requested(self) -> bool:
@@ -393,15 +393,15 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
         raise UsageError(
             "`metrics` must be numbers by name", found=repr(metrics), expected='a dict such as {"loss": 0.5}'
         )
-    found = {}
+    numbers = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise UsageError("the name of a metric must be text", found=repr(name))
         try:
-            found[name] = float(value)
+            numbers[name] = float(value)
         except Exception as error:  # a value of any type, with a __float__ of its own
             raise UsageError("a metric must be a number", where=name, found=error) from error
-    return found
+    return numbers
 
 
 def _load_step(

@@ -95,7 +95,7 @@ class FsspecStore:
             )
         except MissingFileError:
             return []
-        found = []
+        listed = []
         for entry in entries:
             base = entry["name"].rstrip("/").rpartition("/")[2]
             if entry["name"].strip("/") == path.strip("/") or base in {"", ".", ".."}:
@@ -104,8 +104,8 @@ class FsspecStore:
             is_folder = entry["type"] == "directory"
             if not is_folder and entry["size"] is not None:
                 self._sizes[name] = entry["size"]
-            found.append(Listed(name, 0 if is_folder else entry["size"] or 0, is_folder))
-        return sorted(found)
+            listed.append(Listed(name, 0 if is_folder else entry["size"] or 0, is_folder))
+        return sorted(listed)
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes, without a request where it is known from a list.
@@ -279,11 +279,11 @@ class FsspecStore:
             StorageError: The store failed, after retries.
         """
         path = self._path(folder)
-        found: dict[str, dict[str, Any]] = retry(
+        entries: dict[str, dict[str, Any]] = retry(
             lambda: self._fs.find(path, detail=True), "cannot list", self._shown(folder)
         )
-        times = (_changed(entry) for entry in found.values())
-        return max((each for each in times if each is not None), default=None)
+        times = (_changed(entry) for entry in entries.values())
+        return max((time for time in times if time is not None), default=None)
 
     def written_at(self, name: str) -> float | None:
         """Return when a file was written, in seconds since the epoch; None if the store does not report it.

@@ -117,12 +117,12 @@ class LocalStore:
         prefix = f"{folder}/" if folder else ""
         try:
             with os.scandir(path) as entries:
-                found = [_to_listed(prefix, entry) for entry in islice(entries, most)]
+                listed = [_to_listed(prefix, entry) for entry in islice(entries, most)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise storage_error(error, "cannot list", path) from error
-        return sorted(found)
+        return sorted(listed)
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes.
@@ -226,10 +226,10 @@ class LocalStore:
             StorageError: It cannot be looked at.
         """
         path = self._path(folder)
-        found = [_changed(path)]
+        times = [_changed(path)]
         for inner, folders, files in os.walk(path):
-            found += [_changed(os.path.join(inner, name)) for name in (*folders, *files)]
-        return max((each for each in found if each is not None), default=None)
+            times += [_changed(os.path.join(inner, name)) for name in (*folders, *files)]
+        return max((time for time in times if time is not None), default=None)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder in one step, replacing a file.

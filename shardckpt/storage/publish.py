@@ -148,25 +148,25 @@ def _is_there_now(path: str) -> bool:
 
     A network file system may remember for a while that one of them did not exist; asked to make it, it looks again.
     """
-    made: list[str] = []
+    created: list[str] = []
     with convert_os_errors("cannot join the other ranks", path):
         try:
-            _make_missing(os.path.dirname(path), made)
+            _make_missing(os.path.dirname(path), created)
             return os.path.isdir(path)
         finally:
-            for folder in reversed(made):
+            for folder in reversed(created):
                 with suppress(OSError):
                     os.rmdir(folder)
 
 
-def _make_missing(folder: str, made: list[str]) -> None:
+def _make_missing(folder: str, created: list[str]) -> None:
     """Make a folder and those above it if they are missing, and note which."""
     if os.path.isdir(folder):
         return
-    _make_missing(os.path.dirname(folder), made)
+    _make_missing(os.path.dirname(folder), created)
     with suppress(FileExistsError):
         os.mkdir(folder)
-        made.append(folder)
+        created.append(folder)
 
 
 def overlaps(source: str, target: str) -> bool:
@@ -207,8 +207,8 @@ def missing_files(url: str, sizes: Mapping[str, int]) -> dict[str, int | None]:
     """
     there = {entry.name: entry.size for entry in open_store(url).list()}
     unseen = [name for name, nbytes in sizes.items() if there.get(name) != nbytes]
-    found = {name: _size(url, name) for name in unseen}  # lists may lag behind
-    return {name: size for name, size in found.items() if size != sizes[name]}
+    nbytes_now = {name: _size(url, name) for name in unseen}  # lists may lag behind
+    return {name: size for name, size in nbytes_now.items() if size != sizes[name]}
 
 
 def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> None:
@@ -227,18 +227,18 @@ def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> N
         return
     unseen = {name for name, size in missing.items() if size is None}
     elsewhere = [rank for rank, each in enumerate(sizes) if each and unseen.issuperset(each)]
-    found = ", ".join(list(missing)[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+    shown = ", ".join(list(missing)[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
     if elsewhere and 0 not in elsewhere:
         raise StorageError(
             f"rank 0 does not see the files that {format_ranks(elsewhere)} wrote: they see another folder of this name",
             where=url,
-            found=f"no {found}",
+            found=f"no {shown}",
             fix=SHARE_IT,
         )
     raise StorageError(
         "files that were just written are missing or truncated",
         where=url,
-        found=found,
+        found=shown,
         fix="If another job saves to the same place, give each its own.",
     )
 

@@ -246,7 +246,7 @@ class RemoteFolder(Publication):
         if not self._prefix:
             return []
         with suppress(StorageError):
-            return [each.name for each in self._store.list() if each.name.startswith(self._prefix)]
+            return [entry.name for entry in self._store.list() if entry.name.startswith(self._prefix)]
         return []
 
 
@@ -264,16 +264,16 @@ class RemoteFile(Publication):
     """
 
     def __init__(self, url: str, kind: FileKind, *, overwrite: bool) -> None:
-        found = kind_at(url)
-        if found == "folder":
+        what = kind_at(url)
+        if what == "folder":
             raise TargetExistsError(
                 "the target is a folder, but the result is one file", where=url, fix="Choose another name."
             )
-        if found == "file" and not overwrite:
+        if what == "file" and not overwrite:
             raise TargetExistsError("the target exists already", where=url, fix=REPLACE_IT)
         parent, self._name = split(url)
         self._store = open_remote(parent)
-        self._is_new = found == "missing"
+        self._is_new = what == "missing"
         if not self._is_new:
             require_file(kind, self._store, self._name, url)
         self._writer: DeferredWriter | None = None
@@ -305,7 +305,7 @@ def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
     Raises:
         TargetExistsError: It holds other content.
     """
-    found = []
+    partials = []
     for name in files_below(store.list, "", url):
         if not is_partial(name):
             is_complete = last is None or any(entry.name == last for entry in store.list())
@@ -314,5 +314,5 @@ def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
                 where=url,
                 fix=REPLACE_IT if is_complete else "If a killed run left them, pass overwrite=True (--overwrite).",
             )
-        found.append(name)
-    return found
+        partials.append(name)
+    return partials

@@ -125,7 +125,7 @@ def file_version(folder: str, name: str) -> str:
     where = os.path.join(path, name)
     with convert_os_errors("cannot look at it", where):
         try:
-            found = os.stat(where)
+            status = os.stat(where)
         except FileNotFoundError as error:
             raise MissingFileError("no such file", where=where) from error
-    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

@@ -97,8 +97,8 @@ class BaseCheckpoint:
         Args:
             chunk: What a rank is to write.
         """
-        found = self._row(chunk)
-        return None if found is None else found[2]
+        row = self._row(chunk)
+        return None if row is None else row[2]
 
     def _row(self, chunk: PayloadChunk) -> tuple[int, int, bytes] | None:
         record = self._records.get(chunk.path)
@@ -106,8 +106,8 @@ class BaseCheckpoint:
             return None
         if chunk.path not in self._rows:
             self._rows[chunk.path] = dict(_iter_rows(record))
-        found = self._rows[chunk.path].get(chunk.box)
-        return found if found is not None and self._is_there(found[0]) else None
+        row = self._rows[chunk.path].get(chunk.box)
+        return row if row is not None and self._is_there(row[0]) else None
 
     def _is_there(self, number: int) -> bool:
         assert self._contents is not None, "rows are those of a step"
@@ -122,9 +122,9 @@ class BaseCheckpoint:
         Args:
             chunk: One whose digest `get_digest` returned.
         """
-        found = self._row(chunk)
-        assert found is not None and self._contents is not None, "only what the base has is not written"
-        number, offset, digest = found
+        row = self._row(chunk)
+        assert row is not None and self._contents is not None, "only what the base has is not written"
+        number, offset, digest = row
         return BaseLocation(self._file(self._contents.files[number].place), offset, digest)
 
     # Arrays that are frozen
@@ -139,18 +139,18 @@ class BaseCheckpoint:
         Raises:
             UsageError: The base has no such array.
         """
-        found = self._source.arrays.get(path)
-        if found is None:
+        entry = self._source.arrays.get(path)
+        if entry is None:
             there = self._names(path[:-1], names)
-            found = next((self._source.arrays[there[each]] for each in self._spelt(names) if each in there), None)
-        if found is None:
+            entry = next((self._source.arrays[there[name]] for name in self._spelt(names) if name in there), None)
+        if entry is None:
             raise UsageError(
                 "a frozen parameter is not in the base",
                 where=dotted(path),
                 found=self.url,
                 fix="Pass base_key_map from the model's names to the base's, or save without trainable_only.",
             )
-        return found
+        return entry
 
     def _names(self, root: Path, names: Sequence[str]) -> Mapping[str, Path]:
         if root not in self._known_names:
@@ -176,8 +176,8 @@ class BaseCheckpoint:
             UnsupportedError: They are stored in a way that a step cannot refer to.
         """
         wanted = {path: self.find_entry(path, names) for path, names in frozen.items()}
-        found = dict(zip(wanted, self._source.locate(list(wanted.values())), strict=True))
-        for path, entry in found.items():
+        located = dict(zip(wanted, self._source.locate(list(wanted.values())), strict=True))
+        for path, entry in located.items():
             odd = [piece for piece in entry.pieces if not isinstance(piece.layout, Span) or "/" in piece.file]
             if entry.delivered not in ("", entry.stored) or (odd and not self._source.is_native):
                 raise UnsupportedError(
@@ -186,7 +186,7 @@ class BaseCheckpoint:
                     found=f"{self.url}: {self._source.manifest.format}",
                     fix="Convert the base first: shardckpt.consolidate(base, ...) writes safetensors.",
                 )
-        return found
+        return located
 
     def rows(self, entry: TensorEntry, hashes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Box, BaseLocation]]:
         """Yield where the pieces of a located array are stored.
@@ -304,12 +304,12 @@ class BaseCheckpoint:
             shares: How many there are.
         """
         buffer = memoryview(bytearray(BLOCK_BYTES))
-        found = []
+        hashes = []
         for number, (name, start, size) in enumerate(_blocks(files)):
             if number % shares == share:
                 self._reader.raw_store.read([Read(name, start, buffer[:size])])
-                found.append(xxhash.xxh3_64_intdigest(buffer[:size]))
-        return found
+                hashes.append(xxhash.xxh3_64_intdigest(buffer[:size]))
+        return hashes
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
         """Return the records of the folders that files of the step are in.
@@ -362,11 +362,11 @@ def merge_block_hashes(files: Mapping[str, int], shares: Sequence[Sequence[int]]
         files: Name to size, as the ranks got them.
         shares: The hashes of each rank.
     """
-    found: dict[str, list[int]] = {name: [] for name in files}
+    merged: dict[str, list[int]] = {name: [] for name in files}
     rest = [iter(share) for share in shares]
     for number, (name, _, _) in enumerate(_blocks(files)):
-        found[name].append(next(rest[number % len(rest)]))
-    return {name: tuple(hashes) for name, hashes in found.items()}
+        merged[name].append(next(rest[number % len(rest)]))
+    return {name: tuple(hashes) for name, hashes in merged.items()}
 
 
 class BaseReferences:

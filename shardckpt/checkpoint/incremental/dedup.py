@@ -96,8 +96,8 @@ class BaseHints:
             chunks: Of the rank's plan.
             arrays: The arrays of this rank.
         """
-        found = chunk_digests([chunks[at] for at in self.digests], arrays)
-        return tuple(at for (at, digest), own in zip(self.digests.items(), found, strict=True) if own == digest)
+        digests = chunk_digests([chunks[at] for at in self.digests], arrays)
+        return tuple(at for (at, digest), own in zip(self.digests.items(), digests, strict=True) if own == digest)
 
     def hash_blocks(self, rank: int, world: int) -> list[int]:
         """Hash this rank's share of the blocks of which the base stores no hash.
@@ -123,9 +123,9 @@ class FrozenParamCache:
 
     def copy(self) -> FrozenParamCache:
         """Return a copy for one save, which takes this one's place once that save is committed."""
-        made = FrozenParamCache()
-        made.hashes, made._key, made._digests = dict(self.hashes), self._key, dict(self._digests)
-        return made
+        copied = FrozenParamCache()
+        copied.hashes, copied._key, copied._digests = dict(self.hashes), self._key, dict(self._digests)
+        return copied
 
     def compare(
         self, chunks: Sequence[PayloadChunk], hints: BaseHints, flattened: FlattenedState, rules: Mapping[str, str]
@@ -243,8 +243,8 @@ class BaseDedup:
         Raises:
             UsageError: The step would refer to too many folders.
         """
-        for name, found in merge_block_hashes(self._asked, blocks).items():
-            known[self._file_key(name)] = found
+        for name, merged in merge_block_hashes(self._asked, blocks).items():
+            known[self._file_key(name)] = merged
         hashes = {name: known[self._file_key(name)] for name in self._unhashed}
         references = BaseReferences()
         for rank_plan, positions in zip(self._plan.rank_plans, unchanged, strict=True):

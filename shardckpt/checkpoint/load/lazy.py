@@ -84,11 +84,11 @@ class SavedTensor:
         box = Box(*map(tuple, zip(*map(_range, picks, shape), strict=True))) if shape else Box((), ())
         saved = self._source.saved
         (entry,) = saved.locate([self._entry])  # before memory is taken for it
-        made = allocate(entry, box.size)
-        saved.elements.read([(entry, TensorShards(shape, made.dtype, (LocalShard(box, made),)))])
+        tensor = allocate(entry, box.size)
+        saved.elements.read([(entry, TensorShards(shape, tensor.dtype, (LocalShard(box, tensor),)))])
         for dim in reversed(range(len(shape))):
-            made = _thinned(made, picks[dim], dim, shape[dim])
-        return made
+            tensor = _thinned(tensor, picks[dim], dim, shape[dim])
+        return tensor
 
     def __repr__(self) -> str:
         return f"SavedTensor({dotted(self._entry.path)!r}, shape={list(self._entry.shape)}, dtype={self.dtype})"
@@ -96,10 +96,10 @@ class SavedTensor:
 
 def _picks(index: tuple[Index, ...], dims: int) -> list[int | slice]:
     """Return what selects along each dimension."""
-    given = [each for each in index if each is not Ellipsis]
+    given = [item for item in index if item is not Ellipsis]
     if len(given) > dims or len(index) - len(given) > 1 or not all(isinstance(e, (int, slice)) for e in given):
         raise IndexError(f"{dims} dimensions are selected by as many integers and slices, not by {index!r}")
-    at = next((n for n, each in enumerate(index) if each is Ellipsis), len(index))
+    at = next((n for n, item in enumerate(index) if item is Ellipsis), len(index))
     fill: list[Any] = [slice(None)] * (dims - len(given))
     return [*given[:at], *fill, *given[at:]]
 
@@ -165,16 +165,16 @@ class Opened(Mapping[Any, Any]):
             path = paths[0] if paths else tuple(name.split("."))
         if path in saved.arrays:
             return SavedTensor(self._source, saved.arrays[path])
-        found, is_there = saved.find(path)
+        value, is_there = saved.find(path)
         if not is_there:
             raise UnknownNameError(
                 f"the checkpoint holds nothing called {name!r}",
                 where=saved.url,
                 fix="`list(opened)` gives every name.",
             )
-        if isinstance(found, TensorRef):
-            return SavedTensor(self._source, saved.arrays[found.path])
-        return saved.read_tree(found)
+        if isinstance(value, TensorRef):
+            return SavedTensor(self._source, saved.arrays[value.path])
+        return saved.read_tree(value)
 
     def close(self) -> None:
         """Close the files that were opened. Its names stay known; reading from it, or from its tensors, is an error."""

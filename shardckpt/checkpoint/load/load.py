@@ -25,7 +25,7 @@ from shardckpt.checkpoint.load.source import (
     require_way_to_verify,
 )
 from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest, as_pending_reads
-from shardckpt.checkpoint.stateful.flatten import Models
+from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
@@ -249,7 +249,7 @@ class LoadSession:
         """Return the message of this rank: the checkpoint's identity and the segments that it reads."""
         if not self.pending_reads:
             return self.saved.identity
-        reads = (read for each in self.pending_reads for read in each.reads)
+        reads = (read for pending in self.pending_reads for read in pending.reads)
         ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in reads)
         return self.saved.identity + self.segments.wanted(ranges, self.saved.grain).tobytes()
 
@@ -299,7 +299,7 @@ def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Co
 def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:
     """Plan the load, and check that everything is there and fits; nothing is changed."""
     source, options, broadcast_reads = order
-    models = cache(lambda: Models(state))
+    models = cache(lambda: LocalModels(state))
     saved = CheckpointSource(*source, get_shapes=lambda: find_param_shapes(models()))
     if options.takes_all:
         saved.expect_most()
@@ -307,7 +307,7 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
         saved.check_blocks(coordinator.rank, coordinator.size, own_only=options.is_own_only)
     plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
     _require_fit(plan)
-    wanted = saved.locate_requests([(each.entry, each.array) for each in plan.arrays])
+    wanted = saved.locate_requests([(target.entry, target.array) for target in plan.arrays])
     if coordinator.size == 1 or not (
         broadcast_reads or (broadcast_reads is None and not saved.store.capabilities.is_local)
     ):
@@ -320,21 +320,21 @@ def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[Br
     """Execute the plan; return its error, or an empty message."""
     values, failure = [], None
     try:
-        values = [each._replace(tree=session.saved.read_tree(each.tree)) for each in session.plan.values]
+        values = [taker._replace(tree=session.saved.read_tree(taker.tree)) for taker in session.plan.values]
     except Exception as error:  # noqa: BLE001  (others may wait for what this rank was to read)
         failure = error
     try:
         session.carry_out(coordinator, groups, failure)
         for finish in session.plan.after:
             finish()
-        for at, each in enumerate(values):
+        for at, taker in enumerate(values):
             try:
-                each.put(each.tree)  # from here, so that what is warned of on the way points at the caller of `load`
+                taker.put(taker.tree)  # from here, so that what is warned of on the way points at the caller of `load`
             except ShardckptError as error:
                 _name_taker(error, values, at)
                 raise
             except Exception as error:
-                failure = build_call_error("load_state_dict", each.path, error)
+                failure = build_call_error("load_state_dict", taker.path, error)
                 _name_taker(failure, values, at)
                 raise failure from error
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
@@ -344,7 +344,7 @@ def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[Br
 
 def _name_taker(error: ShardckptError, takers: Sequence[Taker], at: int) -> None:
     """Say in an error which object did not take what was read for it, which ones did, and which got nothing yet."""
-    before, after = (_listed(each.path for each in some) for some in (takers[:at], takers[at + 1 :]))
+    before, after = (_listed(taker.path for taker in some) for some in (takers[:at], takers[at + 1 :]))
     text = f"{dotted(takers[at].path) or 'the state'} did not take what was loaded"
     text += (f", {before} did" if before else "") + (f", and {after} got nothing yet" if after else "")
     _add_note(error, f"{text}.")
@@ -357,17 +357,17 @@ def _listed(paths: Iterable[Path]) -> str:
 
 def _shared(messages: list[bytes]) -> list[bytes]:
     """Assign segments to ranks. On rank 0."""
-    identities = [each[:_IDENTITY_BYTES] for each in messages]
-    odd = next((rank for rank, each in enumerate(identities) if each != identities[0]), None)
+    identities = [message[:_IDENTITY_BYTES] for message in messages]
+    odd = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
     if odd is not None:
         raise RankError(
             f"rank {odd} opened another checkpoint than rank 0: it was replaced in between",
             rank=odd,
             fix="Load again.",
         )
-    if not any(each[_IDENTITY_BYTES:] for each in messages):
+    if not any(message[_IDENTITY_BYTES:] for message in messages):
         return [b""] * len(messages)
-    wanted = [np.frombuffer(each[_IDENTITY_BYTES:], np.int64) for each in messages]
+    wanted = [np.frombuffer(message[_IDENTITY_BYTES:], np.int64) for message in messages]
     return [encode_groups(groups) for groups in assign_segments(wanted)]
 
 

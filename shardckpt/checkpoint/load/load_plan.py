@@ -281,9 +281,9 @@ def model_names(saved: CheckpointSource, path: Path, names: Iterable[str]) -> Ma
     if saved.is_native or any(name in here for name in names):
         clean = make_cleaner(here)
         return {**{clean(name): at for name, at in here.items()}, **here}
-    found = find_sections(saved.manifest)
-    depth = len(found.model)
+    sections = find_sections(saved.manifest)
+    depth = len(sections.model)
     back = dict(zip(saved.manifest.tensors, saved.arrays, strict=True))
-    stored = {back[at]: ".".join(map(str, at[depth:])) or dotted(at) for at in model_paths(saved.manifest, found)}
+    stored = {back[at]: ".".join(map(str, at[depth:])) or dotted(at) for at in model_paths(saved.manifest, sections)}
     clean = make_cleaner(stored.values())
     return {saved.rename_key(clean(name)): at for at, name in stored.items()}

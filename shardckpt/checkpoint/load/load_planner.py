@@ -17,7 +17,7 @@ from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.checkpoint.load.stateful_fill import hand_over
 from shardckpt.checkpoint.load.unflatten import iter_refs
 from shardckpt.checkpoint.stateful.flatten import (
-    Models,
+    LocalModels,
     TensorRef,
     require_no_flat_shard,
     view_as_dtensor,
@@ -41,7 +41,7 @@ from shardckpt.state.local.local_shards import get_tensor_shards
 
 
 def plan_load(
-    state: Any, saved: CheckpointSource, options: LoadOptions, rank: int, world: int, models: Models
+    state: Any, saved: CheckpointSource, options: LoadOptions, rank: int, world: int, models: LocalModels
 ) -> LoadPlan:
     """Plan a load: compare a state with a checkpoint; nothing of either is changed.
 
@@ -82,7 +82,7 @@ def _refuse(value: Any) -> None:
 class _LoadPlanner:
     """Visits a state, and adds what is wanted to a plan."""
 
-    def __init__(self, builder: LoadPlanBuilder, rank: int, world: int, models: Models) -> None:
+    def __init__(self, builder: LoadPlanBuilder, rank: int, world: int, models: LocalModels) -> None:
         self._builder, self._rank, self._world, self._models = builder, rank, world, models
         self._opened: set[Path] = set()  # lists whose entries are visited one by one
         self._shards = FlatShards()
@@ -99,8 +99,8 @@ class _LoadPlanner:
         """Yield a path; those of the entries of a list that is one value in the checkpoint and several objects here."""
         if path not in self._opened:
             return (path,)
-        found, _ = self._builder.source.find(path)
-        return _iter_parts(found, path, set(self._builder.source.arrays))
+        saved, _ = self._builder.source.find(path)
+        return _iter_parts(saved, path, set(self._builder.source.arrays))
 
     def visit(self, value: Any, path: Path, put: Put) -> None:
         """Add what is wanted of a value and everything in it."""
@@ -123,8 +123,8 @@ class _LoadPlanner:
         elif is_stateful(value):
             self._stateful(value, path)
         elif type(value) in (dict, OrderedDict) and value:
-            for key, each in value.items():
-                self.visit(each, (*path, path_key(key)), _setter(value, key))
+            for key, item in value.items():
+                self.visit(item, (*path, path_key(key)), _setter(value, key))
         elif type(value) in (list, tuple) and _holds_objects(value):
             self._sequence(value, path, put)
         elif isinstance(value, np.ndarray):
@@ -154,14 +154,14 @@ class _LoadPlanner:
 
     def _sequence(self, value: Any, path: Path, put: Put) -> None:
         self._opened.add(path)
-        found, is_there = self._builder.source.find(path)
-        if is_there and isinstance(found, (list, tuple)) and len(found) != len(value):
+        saved, is_there = self._builder.source.find(path)
+        if is_there and isinstance(saved, (list, tuple)) and len(saved) != len(value):
             self._builder.add_problem(
-                path, f"size mismatch for {dotted(path)}: found {len(found)} entries, expected {len(value)}"
+                path, f"size mismatch for {dotted(path)}: found {len(saved)} entries, expected {len(value)}"
             )
         held = value if isinstance(value, list) else list(value)
-        for at, each in enumerate(value):
-            self.visit(each, (*path, at), put if held is not value and put is _refuse else _setter(held, at))
+        for at, item in enumerate(value):
+            self.visit(item, (*path, at), put if held is not value and put is _refuse else _setter(held, at))
         if isinstance(value, tuple) and put is not _refuse:
             self._builder.plan.values.append(Taker(path, None, lambda _: put(tuple(held))))
 
@@ -172,21 +172,21 @@ class _LoadPlanner:
 
     def _stateful(self, value: Stateful, path: Path) -> None:
         """Want the tensors of an object's state in place, and hand it the rest with them."""
-        found, _ = self._builder.source.find(path)
-        if next(iter_refs(found), None) is None or not self._builder.wants(path):
+        saved, _ = self._builder.source.find(path)
+        if next(iter_refs(saved), None) is None or not self._builder.wants(path):
             self._builder.add_value(path, value.load_state_dict)
             return
         self._builder.plan.taken.add(path)
-        handover = hand_over(found, get_state_dict(value, path), path, self._builder.source.arrays)
+        handover = hand_over(saved, get_state_dict(value, path), path, self._builder.source.arrays)
         for fill in handover.fills:
             require_no_flat_shard(fill.tensor, fill.path, self._shards)
             self._builder.add_array(fill.path, fill.source, get_tensor_shards(fill.tensor))
-        for each in handover.missing:
-            self._builder.add_missing(each)
-        for each in handover.unplaced if self._builder.options.strict else ():
+        for place in handover.missing:
+            self._builder.add_missing(place)
+        for place in handover.unplaced if self._builder.options.strict else ():
             self._builder.add_problem(
-                each,
-                f"no tensor for {dotted(each)}: {type(value).__name__}.state_dict() has sharded tensors, none of this"
+                place,
+                f"no tensor for {dotted(place)}: {type(value).__name__}.state_dict() has sharded tensors, none of this"
                 " name, so that its sharding is not known (let the object make it before the load: torch's"
                 " `get_optimizer_state_dict` makes the state of an optimizer)",
             )
@@ -196,46 +196,46 @@ class _LoadPlanner:
         if variant.module is not None:
             self._module(variant.module, path)
         else:
-            for name, array in variant.arrays(self._models.of(variant.of)).items():
+            for name, array in variant.arrays(self._models.get(variant.of)).items():
                 self._builder.add_array((*path, name), (*path, name), array)
         for name, value in variant.extras.items():
             self.visit(value, (*path, name), _refuse)
         self._builder.plan.taken |= {(*path, name) for name in EXTRAS}
 
     def _module(self, module: nn.Module, path: Path) -> None:
-        model = self._models.of(module)
+        model = self._models.get(module)
         names = model_names(self._builder.source, path, model.arrays)
         for name, array in model.arrays.items():
             others = (alias for alias, first in model.aliases.items() if first == name)
-            found = next((each for each in (name, *others) if each in names), name)
-            self._builder.add_array((*path, name), names.get(found, (*path, found)), array)
+            key = next((spelling for spelling in (name, *others) if spelling in names), name)
+            self._builder.add_array((*path, name), names.get(key, (*path, key)), array)
         self._builder.plan.taken |= {names[alias] for alias in model.aliases if alias in names}
         for name, owner in model.extra.items():
             self._builder.add_value((*path, name), owner.set_extra_state)
         self._builder.plan.after.append(model.finish)
 
     def _per_rank(self, value: PerRank, path: Path) -> None:
-        found, is_there = self._builder.source.find(path)
+        saved, is_there = self._builder.source.find(path)
         if not is_there:
             self._builder.add_missing(path)
             return
         self._builder.plan.taken.add(path)
         if not self._builder.wants(path):
             return
-        if not isinstance(found, list):
+        if not isinstance(saved, list):
             self._builder.add_problem(
                 path, f"kind mismatch for {dotted(path)}: the checkpoint has no state of each rank there"
             )
-        elif len(found) == self._world:
-            self._builder.plan.values.append(Taker(path, found[self._rank], value.load_state_dict))
+        elif len(saved) == self._world:
+            self._builder.plan.values.append(Taker(path, saved[self._rank], value.load_state_dict))
         elif type(value).load_other_world is PerRank.load_other_world:
             text = f"every rank has its own {dotted(path)}, and there are more or fewer ranks than saved it"
-            found_text = f"found {len(found)}, expected {self._world}"
+            found_text = f"found {len(saved)}, expected {self._world}"
             self._builder.add_problem(
                 path, f"{text}: {found_text} (leave it out of the state; `load(path)` has all of them)"
             )
         else:
-            self._builder.plan.values.append(Taker(path, found, self._other_world(value, path)))
+            self._builder.plan.values.append(Taker(path, saved, self._other_world(value, path)))
 
     def _other_world(self, value: PerRank, path: Path) -> Put:
         def take(states: list[Any]) -> None:
@@ -260,21 +260,21 @@ def _setter(container: Any, key: Any) -> Put:
 
 def _holds_objects(value: Any) -> bool:
     return any(
-        isinstance(each, (torch.Tensor, nn.Module, PerRank, Variant, np.ndarray))
-        or is_stateful(each)
-        or (type(each) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(each)))
-        for each in value
+        isinstance(item, (torch.Tensor, nn.Module, PerRank, Variant, np.ndarray))
+        or is_stateful(item)
+        or (type(item) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(item)))
+        for item in value
     )
 
 
 def _iter_parts(value: Any, path: Path, arrays: Set[Path]) -> Iterator[Path]:
     """Yield the paths of the values in a tree, without those of arrays."""
     if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from _iter_parts(each, (*path, path_key(key)), arrays)
+        for key, part in value.items():
+            yield from _iter_parts(part, (*path, path_key(key)), arrays)
     elif type(value) in (list, tuple) and value:
-        for at, each in enumerate(value):
-            yield from _iter_parts(each, (*path, at), arrays)
+        for at, part in enumerate(value):
+            yield from _iter_parts(part, (*path, at), arrays)
     elif path not in arrays:
         yield path
 

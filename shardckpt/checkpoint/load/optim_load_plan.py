@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.checkpoint.load.load_plan import LoadItem, LoadPlanBuilder, Put, Taker
 from shardckpt.checkpoint.load.source import torch_dtype
-from shardckpt.checkpoint.stateful.flatten import Models, require_model_for
+from shardckpt.checkpoint.stateful.flatten import LocalModels, require_model_for
 from shardckpt.errors import ShardckptError
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.sections import find_sections
@@ -32,7 +32,7 @@ class OptimizerLoadPlanner:
         shards: The flat parameters of this process.
     """
 
-    def __init__(self, builder: LoadPlanBuilder, models: Models, shards: FlatShards) -> None:
+    def __init__(self, builder: LoadPlanBuilder, models: LocalModels, shards: FlatShards) -> None:
         self._builder, self._models, self._shards = builder, models, shards
 
     def plan(self, optim: torch.optim.Optimizer, path: Path) -> None:
@@ -42,27 +42,27 @@ class OptimizerLoadPlanner:
             optim: The optimizer.
             path: Its path in the state.
         """
-        description = self._models.description_for(optim)
+        index = self._models.find_index_for(optim)
         root = self._find_root(path)
         if root is None:
             self._builder.add_missing(path)
             return
-        if description is None:
+        if index is None:
             self._plan_unnamed(optim, path, root)
             return
         self._builder.plan.taken.add(root)
         if not self._builder.options.may_want_below(path):
             return
         try:
-            state = self._select(self._read_named_state(root, description, optim), path)
-            targets = self._plan_optim_targets(optim, description, state)
+            state = self._select(self._read_named_state(root, index, optim), path)
+            targets = self._plan_optim_targets(optim, index, state)
         except ShardckptError as error:
             self._builder.plan.problems.append(f"{dotted(path)}: {error}")
             return
         self._fill_optim_targets(targets, state, path)
         self._builder.plan.problems += [f"{dotted(path)}.{text}" for text in targets.problems]
         if self._builder.options.strict:
-            self._compare_parameters(optim, description, state, path)
+            self._compare_parameters(optim, index, state, path)
         self._builder.plan.after.append(lambda: targets.put(optim))
 
     def _compare_parameters(
@@ -84,11 +84,11 @@ class OptimizerLoadPlanner:
         """Return where the checkpoint has an optimizer's state: at its path, or the only one there is."""
         if self._builder.source.find(path)[1]:
             return path
-        found = find_sections(self._builder.source.manifest).optimizers
-        return found[0] if len(found) == 1 and not self._builder.source.is_native else None
+        roots = find_sections(self._builder.source.manifest).optimizers
+        return roots[0] if len(roots) == 1 and not self._builder.source.is_native else None
 
     def _plan_unnamed(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
-        model = self._models.foreign_for(optim)
+        model = self._models.find_foreign_for(optim)
         if model is None:
             require_model_for(optim, path, self._shards)
         self._builder.plan.taken.add(root)
@@ -167,7 +167,7 @@ class OptimizerLoadPlanner:
 
     def _read_shared_number(self, rows: Sequence[LoadItem], path: Path) -> Sequence[LoadItem]:
         """Return what is read into the one number that an optimizer keeps of all parameters of a flat one."""
-        values = [self._read_number(each.entry) for each in rows]
+        values = [self._read_number(tensor.entry) for tensor in rows]
         if all(value == values[0] for value in values):
             return rows[:1]
         if self._builder.options.unequal_steps == "error":
@@ -180,9 +180,9 @@ class OptimizerLoadPlanner:
         return (rows[values.index(max(values))],)
 
     def _read_number(self, entry: TensorEntry) -> Any:
-        made = torch.empty((), dtype=torch_dtype(entry))
-        self._builder.source.fill([(entry, get_tensor_shards(made))])
-        return made.item()
+        number = torch.empty((), dtype=torch_dtype(entry))
+        self._builder.source.fill([(entry, get_tensor_shards(number))])
+        return number.item()
 
 
 def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, str] | None:
@@ -190,9 +190,9 @@ def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, st
     if not isinstance(groups, (list, tuple)) or len(groups) != len(live):
         return None
     numbers = [list(group.get("params", ())) for group in groups if isinstance(group, dict)]
-    if [len(each) for each in numbers] != [len(names) for names in live]:
+    if [len(ids) for ids in numbers] != [len(names) for names in live]:
         return None
-    pairs = [pair for each, names in zip(numbers, live, strict=True) for pair in zip(each, names, strict=True)]
+    pairs = [pair for ids, names in zip(numbers, live, strict=True) for pair in zip(ids, names, strict=True)]
     return {number: name for number, name in pairs if type(number) is int} or None
 
 
@@ -223,16 +223,16 @@ def _is_array(value: Any) -> bool:
 
 def _leaves(tree: Any, root: Path) -> dict[Path, Any]:
     """Return the values of an optimizer's tree by path, groups as one value."""
-    found: dict[Path, Any] = {}
+    leaves: dict[Path, Any] = {}
     if isinstance(tree, dict):
         for key, value in tree.items():
             if key == "state" and isinstance(value, dict):
                 for name, slots in value.items():
                     if isinstance(slots, dict):
-                        found.update({_below(root, key, name, slot): each for slot, each in slots.items()})
+                        leaves.update({_below(root, key, name, slot): leaf for slot, leaf in slots.items()})
             else:
-                found[_below(root, key)] = value
-    return found
+                leaves[_below(root, key)] = value
+    return leaves
 
 
 def _first(name: str, index: ModelIndex) -> str:

@@ -125,18 +125,18 @@ class CheckpointSource:
         """The arrays, by path."""
         if not self._key_map:
             return self.manifest.tensors
-        found: dict[Path, TensorEntry] = {}
+        arrays: dict[Path, TensorEntry] = {}
         for path, entry in self.manifest.tensors.items():
             new = tuple(map(self.rename_key, path))
-            if new in found:
+            if new in arrays:
                 raise NameCollisionError(
                     "`key_map` gives two tensors one name",
                     where=dotted(new),
-                    found=f"{dotted(found[new].path)} and {dotted(path)}",
+                    found=f"{dotted(arrays[new].path)} and {dotted(path)}",
                     fix="Make the expressions narrower.",
                 )
-            found[new] = entry
-        return found
+            arrays[new] = entry
+        return arrays
 
     @cached_property
     def paths(self) -> list[Path]:
@@ -190,14 +190,14 @@ class CheckpointSource:
         """
         paths = list(dict.fromkeys(at.path for at in iter_refs(tree)))
         entries = self.locate([self.arrays[path] for path in paths])  # before memory is taken for them
-        made: dict[Path, torch.Tensor] = {}
+        tensors: dict[Path, torch.Tensor] = {}
         wanted = []
         for path, entry in zip(paths, entries, strict=True):
-            made[path] = allocate(entry, entry.shape)
-            shard = LocalShard(full_box(entry.shape), made[path])
-            wanted.append((entry, TensorShards(entry.shape, made[path].dtype, (shard,))))
+            tensors[path] = allocate(entry, entry.shape)
+            shard = LocalShard(full_box(entry.shape), tensors[path])
+            wanted.append((entry, TensorShards(entry.shape, tensors[path].dtype, (shard,))))
         self.elements.read(wanted)
-        return fill_tree(tree, made, skipped)
+        return fill_tree(tree, tensors, skipped)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         """Read the elements that this rank holds, and no others, into their places.
@@ -295,14 +295,14 @@ def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:
         raise UsageError("`key_map` must be a dict", found=key_map, expected=expected, fix="Pass a file as `rules`.")
     patterns = []
     for pattern, new in (key_map or {}).items():
-        found = f"{pattern!r}: {new!r}"
+        shown = f"{pattern!r}: {new!r}"
         if not (isinstance(pattern, str) and isinstance(new, str)):
-            raise UsageError("a key map must have two strings for each rule", where="key_map", found=found)
+            raise UsageError("a key map must have two strings for each rule", where="key_map", found=shown)
         try:
             compiled = re.compile(pattern)
             compiled.sub(new, "")  # the replacement may refer to a group that does not exist
         except (re.error, IndexError) as error:
-            raise UsageError(f"invalid regular expression: {error}", where="key_map", found=found) from error
+            raise UsageError(f"invalid regular expression: {error}", where="key_map", found=shown) from error
         patterns.append((compiled, new))
     return patterns
 
@@ -342,7 +342,7 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype:
     Raises:
         UnsupportedError: This torch has no such type.
     """
-    found = getattr(torch, entry.dtype, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
         raise UnsupportedError("torch has no such type", where=dotted(entry.path), found=entry.dtype)
-    return found
+    return dtype

@@ -64,15 +64,15 @@ def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntr
         arrays: The arrays of the checkpoint.
     """
     match = _Match(arrays)
-    made = match.made
+    handover = match.made
     own = _expanded(own, path)
-    made.tree = match.visit(saved, own, path)
+    handover.tree = match.visit(saved, own, path)
     dtensors = list(_dtensors(own, path))
-    filled = {fill.path for fill in made.fills}
-    made.missing = [each for each in dtensors if each not in filled]
+    filled = {fill.path for fill in handover.fills}
+    handover.missing = [place for place in dtensors if place not in filled]
     if not dtensors:
-        made.unplaced.clear()
-    return made
+        handover.unplaced.clear()
+    return handover
 
 
 class _Match:
@@ -86,12 +86,12 @@ class _Match:
             return self._array(saved, own, path)
         if isinstance(saved, dict):
             return type(saved)(
-                (key, self.visit(each, _member(own, key), (*path, path_key(key)))) for key, each in saved.items()
+                (key, self.visit(item, _member(own, key), (*path, path_key(key)))) for key, item in saved.items()
             )
         if type(saved) in (list, tuple):
             theirs = own if isinstance(own, list) and len(own) == len(saved) else [_MISSING] * len(saved)
             pairs = enumerate(zip(saved, theirs, strict=True))
-            return type(saved)(self.visit(each, its, (*path, at)) for at, (each, its) in pairs)
+            return type(saved)(self.visit(item, its, (*path, at)) for at, (item, its) in pairs)
         return saved
 
     def _array(self, saved: TensorRef, own: Any, path: Path) -> Any:
@@ -114,9 +114,9 @@ def _expanded(own: Any, path: Path) -> Any:
     if len(path) > MAX_DEPTH:
         raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
     if isinstance(own, Mapping):
-        return {key: _expanded(each, (*path, path_key(key))) for key, each in own.items()}
+        return {key: _expanded(item, (*path, path_key(key))) for key, item in own.items()}
     if isinstance(own, (list, tuple)):
-        return [_expanded(each, (*path, at)) for at, each in enumerate(own)]
+        return [_expanded(item, (*path, at)) for at, item in enumerate(own)]
     return own
 
 
@@ -126,7 +126,7 @@ def _member(own: Any, key: Any) -> Any:
         return _MISSING
     if key in own:
         return own[key]
-    return next((each for other, each in own.items() if str(other) == str(key)), _MISSING)
+    return next((member for other, member in own.items() if str(other) == str(key)), _MISSING)
 
 
 def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
@@ -146,8 +146,8 @@ def _dtensors(own: Any, path: Path) -> Iterator[Path]:
     if isinstance(own, DTensor) or is_sharded_tensor(own):
         yield path
     elif isinstance(own, dict):
-        for key, each in own.items():
-            yield from _dtensors(each, (*path, path_key(key)))
+        for key, item in own.items():
+            yield from _dtensors(item, (*path, path_key(key)))
     elif isinstance(own, list):
-        for at, each in enumerate(own):
-            yield from _dtensors(each, (*path, at))
+        for at, item in enumerate(own):
+            yield from _dtensors(item, (*path, at))

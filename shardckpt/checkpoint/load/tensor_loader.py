@@ -89,8 +89,8 @@ class ElementReader:
                 running.append(pool.submit(batch.carry_out, PieceReader(self._store)))
                 if len(running) > _READERS:
                     running.popleft().result()
-            for each in running:
-                each.result()
+            for future in running:
+                future.result()
 
 
 @dataclass
@@ -125,7 +125,7 @@ def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], 
     Args:
         wanted: As `CheckpointSource.ready` returned it.
     """
-    found: list[PendingRead] = []
+    pending: list[PendingRead] = []
     rest: list[ReadRequest] = []
     for entry, array in wanted:
         others = []
@@ -136,10 +136,10 @@ def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], 
                 others.append(shard)
             else:
                 request = entry, array._replace(shards=(shard,))
-                found.append(PendingRead(reads, finish, request))
+                pending.append(PendingRead(reads, finish, request))
         if others:
             rest.append((entry, array._replace(shards=tuple(others))))
-    return found, rest
+    return pending, rest
 
 
 def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadRequest]]:
@@ -149,11 +149,11 @@ def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadReques
     for entry, array in wanted:
         others = []
         for shard in array.shards:
-            found = _straight(shard, entry) if shard.box.volume else []
-            if found is None:
+            straight = _straight(shard, entry) if shard.box.volume else []
+            if straight is None:
                 others.append(shard)
             else:
-                reads += found
+                reads += straight
         if others:
             rest.append((entry, array._replace(shards=tuple(others))))
     return reads, rest

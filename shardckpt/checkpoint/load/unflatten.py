@@ -35,18 +35,18 @@ class ForeignValue:
 
 def find(tree: Any, path: Path) -> tuple[Any, bool]:
     """Return the value at a path of a tree, and whether there is one."""
-    found = tree
+    value = tree
     for key in path:
-        if isinstance(found, dict):
-            match = next((k for k in _spellings(key, found) if k in found), found)
-            if match is found:
+        if isinstance(value, dict):
+            match = next((k for k in _spellings(key, value) if k in value), value)
+            if match is value:
                 return None, False
-            found = found[match]
-        elif type(found) in (list, tuple) and isinstance(key, int) and 0 <= key < len(found):
-            found = found[key]
+            value = value[match]
+        elif type(value) in (list, tuple) and isinstance(key, int) and 0 <= key < len(value):
+            value = value[key]
         else:
             return None, False
-    return found, True
+    return value, True
 
 
 def iter_refs(tree: Any) -> Iterator[TensorRef]:
@@ -61,26 +61,28 @@ def iter_refs(tree: Any) -> Iterator[TensorRef]:
             yield from iter_refs(value)
 
 
-def fill_tree(tree: Any, made: Mapping[Path, torch.Tensor], skipped: list[Path] | None = None) -> Any:
+def fill_tree(tree: Any, tensors: Mapping[Path, torch.Tensor], skipped: list[Path] | None = None) -> Any:
     """Return a tree with its arrays, and values as plain ones.
 
     Args:
         tree: The tree.
-        made: The arrays.
+        tensors: The arrays.
         skipped: Gets the paths of entries of dicts that only their own library knows, which are left out.
 
     Raises:
         UnsupportedError: It holds something that only its own library knows, and nothing is to be left out.
     """
     if isinstance(tree, TensorRef):
-        return made[tree.path].numpy() if tree.kind == "numpy" else made[tree.path]
+        return tensors[tree.path].numpy() if tree.kind == "numpy" else tensors[tree.path]
     if isinstance(tree, ForeignValue):
         return tree.plain(skipped)
     if isinstance(tree, dict):
-        rows = ((key, lambda each=each: fill_tree(each, made, skipped), _get_path(each)) for key, each in tree.items())
+        rows = (
+            (key, lambda item=item: fill_tree(item, tensors, skipped), _get_path(item)) for key, item in tree.items()
+        )
         return type(tree)(_readable(rows, skipped))
     if type(tree) in (list, tuple):
-        return type(tree)(fill_tree(value, made, skipped) for value in tree)
+        return type(tree)(fill_tree(value, tensors, skipped) for value in tree)
     return tree
 
 
@@ -106,12 +108,12 @@ def _readable(
 def _plain(value: Any, path: Path, skipped: list[Path] | None) -> Any:
     if isinstance(value, dict):
         rows = (
-            (key, lambda each=each, at=(*path, str(key)): _plain(each, at, skipped), (*path, str(key)))
-            for key, each in value.items()
+            (key, lambda item=item, at=(*path, str(key)): _plain(item, at, skipped), (*path, str(key)))
+            for key, item in value.items()
         )
         return dict(_readable(rows, skipped))
     if type(value) in (list, tuple):
-        return type(value)(_plain(each, (*path, at), skipped) for at, each in enumerate(value))
+        return type(value)(_plain(item, (*path, at), skipped) for at, item in enumerate(value))
     if isinstance(value, Dtype):
         return from_named_value(NamedValue("dtype", value.name))
     if isinstance(value, InstanceStub) or type(value).__module__.startswith("shardckpt."):
@@ -119,8 +121,8 @@ def _plain(value: Any, path: Path, skipped: list[Path] | None) -> Any:
     return value
 
 
-def _spellings(key: Any, found: Mapping[Any, Any]) -> Iterator[Any]:
+def _spellings(key: Any, mapping: Mapping[Any, Any]) -> Iterator[Any]:
     """Yield the keys that a part of a path may stand for."""
     yield key
     if isinstance(key, str):
-        yield from (each for each in found if type(each) not in (str, int) and str(each) == key)
+        yield from (spelling for spelling in mapping if type(spelling) not in (str, int) and str(spelling) == key)

@@ -118,7 +118,7 @@ def require_one_path(reports: Sequence[RankReport]) -> None:
 
 
 def _rows(parts: Mapping[Path, RankSubtree]) -> list[object]:
-    return [[list(path), each.json, [list(p) for p in each.arrays]] for path, each in parts.items()]
+    return [[list(path), part.json, [list(p) for p in part.arrays]] for path, part in parts.items()]
 
 
 def _parts(rows: Sequence[Any]) -> dict[Path, RankSubtree]:
@@ -146,7 +146,7 @@ def _sort_keys(content: Any) -> Any:
         content: As `encoded` returned it.
     """
     if type(content) is list:
-        return [_sort_keys(each) for each in content]
+        return [_sort_keys(item) for item in content]
     if type(content) is not dict:
         return content
     if len(content) == 1:
@@ -154,7 +154,7 @@ def _sort_keys(content: Any) -> Any:
         if key in ("$dict", "$ordered"):
             return {
                 key: sorted(
-                    ([each, _sort_keys(its)] for each, its in value), key=lambda pair: encode_canonical(pair[0])
+                    ([item, _sort_keys(its)] for item, its in value), key=lambda pair: encode_canonical(pair[0])
                 )
             }
         if key in ("$set", "$frozenset"):
@@ -198,8 +198,8 @@ def build_contents(
         for name in [name for name, slots in state.items() if not slots]:
             del state[name]
     for rank, report in enumerate(reports):
-        for path, each in report.per_rank_values.items():
-            _at(tree, path)[rank] = each.decode()
+        for path, item in report.per_rank_values.items():
+            _at(tree, path)[rank] = item.decode()
     numbers = {path: at for at, path in enumerate(plan.order)}
     ties = {path: numbers[first] for path, first in plan.ties.items()}
     index = {**numbers, **ties}
@@ -207,7 +207,7 @@ def build_contents(
         save,
         (),
         tuple(ArrayRecord(path, "", (), array("q")) for path in plan.order),
-        encoded(tree, lambda each: index[each.path]),
+        encoded(tree, lambda item: index[item.path]),
         ties,
         {"world_size": len(reports)},
         {**ABOUT, **custom_metadata},
@@ -223,17 +223,17 @@ def _at(tree: Any, path: Path) -> Any:
 
 def _merge_optional_values(reports: Iterable[RankReport]) -> dict[Path, Any]:
     """Merge the values that a rank may lack; ranks that have one have the same."""
-    found: dict[Path, Any] = {}
+    merged: dict[Path, Any] = {}
     seen: dict[Path, tuple[int, bytes]] = {}
     for rank, report in enumerate(reports):
-        for path, each in report.optional_values.items():
-            data = encode_canonical([_sort_keys(each.json), [list(p) for p in each.arrays]])
+        for path, value in report.optional_values.items():
+            data = encode_canonical([_sort_keys(value.json), [list(p) for p in value.arrays]])
             first, known = seen.setdefault(path, (rank, data))
             if known != data:
                 raise UsageError(
                     f"`{dotted(path)}` differs between rank {first} and rank {rank}, which keep it of one parameter",
                     fix="Step the optimizers of all ranks alike, or load the same checkpoint on all.",
                 )
-            if path not in found:
-                found[path] = each.decode()
-    return found
+            if path not in merged:
+                merged[path] = value.decode()
+    return merged

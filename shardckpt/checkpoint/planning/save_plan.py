@@ -36,7 +36,7 @@ class LocalSavePlan:
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        kinds = [[at, kind] for at, each in enumerate(self.arrays) if (kind := self._kind(each.path))]
+        kinds = [[at, kind] for at, array in enumerate(self.arrays) if (kind := self._kind(array.path))]
         ties = [[list(path), list(first)] for path, first in self.ties.items()]
         rows = encode_rows(BoxRow(a.path, a.shape, a.dtype, a.boxes) for a in self.arrays)
         return pack_message([kinds, ties], rows)
@@ -101,7 +101,7 @@ class RankSavePlan:
     def decode(cls, data: bytes) -> RankSavePlan:
         """Return what `encode` wrote."""
         (count, replica_groups), rows = unpack_message(data)
-        positions = {number: [(a, b) for a, b in each] for number, each in replica_groups}
+        positions = {number: [(a, b) for a, b in pairs] for number, pairs in replica_groups}
         chunks = [PayloadChunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(rows)]
         return cls(tuple(chunks[:count]), positions, tuple(chunks[count:]))
 
@@ -162,9 +162,9 @@ def _frozen(local_plans: Sequence[LocalSavePlan]) -> frozenset[Path]:
     Raises:
         UsageError: A parameter is frozen on some ranks and not on others.
     """
-    found: frozenset[Path] = frozenset().union(*(local_plan.frozen for local_plan in local_plans))
-    for rank, local_plan in enumerate(local_plans) if found else ():
-        odd = next((each.path for each in local_plan.arrays if each.path in found - local_plan.frozen), None)
+    frozen: frozenset[Path] = frozenset().union(*(local_plan.frozen for local_plan in local_plans))
+    for rank, local_plan in enumerate(local_plans) if frozen else ():
+        odd = next((array.path for array in local_plan.arrays if array.path in frozen - local_plan.frozen), None)
         if odd is not None:
             raise UsageError(
                 "a parameter is frozen on some ranks and not on others",
@@ -172,7 +172,7 @@ def _frozen(local_plans: Sequence[LocalSavePlan]) -> frozenset[Path]:
                 found=f"rank {rank} trains it",
                 fix="Set requires_grad alike on every rank.",
             )
-    return found
+    return frozen
 
 
 def _build_rank_plan(
@@ -211,11 +211,11 @@ def create_single_rank_plan(flattened: FlattenedState, *, trainable_only: bool =
 def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:
     """Return the arrays of each rank; of a buffer only rank 0's, so that one rank's values are saved."""
     seen: set[Path] = set()
-    found = []
+    counted = []
     for local_plan in local_plans:
-        found.append([each for each in local_plan.arrays if each.path not in seen])
+        counted.append([array for array in local_plan.arrays if array.path not in seen])
         seen |= local_plan.buffers
-    return found
+    return counted
 
 
 def _find_replica_groups(

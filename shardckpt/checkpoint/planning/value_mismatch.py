@@ -71,13 +71,15 @@ def build_mismatch_error(
 
 
 def _differences(summaries: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
-    names = dict.fromkeys(name for each in summaries for name in each)
-    return [text for name in names if (text := _difference(name, [each.get(name) for each in summaries]))]
+    names = dict.fromkeys(name for summary in summaries for name in summary)
+    return [text for name in names if (text := _difference(name, [summary.get(name) for summary in summaries]))]
 
 
 def _difference(name: str, summaries: Sequence[Sequence[str] | None]) -> str:
     """Return how a value differs between rank 0 and another rank; empty if it does not."""
-    odd = next((rank for rank, each in enumerate(summaries) if (each or [""])[0] != (summaries[0] or [""])[0]), None)
+    odd = next(
+        (rank for rank, summary in enumerate(summaries) if (summary or [""])[0] != (summaries[0] or [""])[0]), None
+    )
     if odd is None:
         return ""
     one, other = summaries[0], summaries[odd]

@@ -143,15 +143,15 @@ class StepFinder:
     def _find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
         run = self.read()
         matching = [s for s in run.steps if wanted in (None, s.number) and s.save not in passed and not s.is_base]
-        found = next((step for step in reversed(run.complete) if step in matching), None)
+        newest = next((step for step in reversed(run.complete) if step in matching), None)
         faulty = [step for step in reversed(matching) if not step.is_complete]
-        newer = [step for step in faulty if found is None or step.number > found.number]
-        faults = [step.fault for step in newer if found is None or not step.is_foreign]
+        newer = [step for step in faulty if newest is None or step.number > newest.number]
+        faults = [step.fault for step in newer if newest is None or not step.is_foreign]
         unreadable = next((step.fault for step in newer if step.is_newer), "")
-        if found is None or unreadable:
+        if newest is None or unreadable:
             return FoundStep(faults, unreadable=unreadable)
-        branch = found.branch if found == run.complete[-1] else run.complete[-1].branch + 1
-        return FoundStep(faults, found.number, found.name, found.save, branch)
+        branch = newest.branch if newest == run.complete[-1] else run.complete[-1].branch + 1
+        return FoundStep(faults, newest.number, newest.name, newest.save, branch)
 
     def has_save(self, save: str) -> bool:
         """Return True if the step that a save wrote is still complete. Collective."""

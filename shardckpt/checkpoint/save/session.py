@@ -235,11 +235,11 @@ class StagedSave:
 
     def replica_group_digests(self) -> dict[str, str]:
         """Return one digest for each replica group."""
-        return {str(number): _digest(each.digest for each in boxes) for number, boxes in self.replicas.items()}
+        return {str(number): _digest(replica.digest for replica in boxes) for number, boxes in self.replicas.items()}
 
     def replica_digests(self) -> dict[str, str]:
         """Return one digest for each box that other ranks hold too, by its name."""
-        return {each.name: each.digest.hex() for boxes in self.replicas.values() for each in boxes}
+        return {replica.name: replica.digest.hex() for boxes in self.replicas.values() for replica in boxes}
 
 
 @dataclass(frozen=True)
@@ -509,8 +509,10 @@ class SaveSession:
         if base is not None:
             base.ask_for_hashes(self._saver.frozen_params.hashes)
         return [
-            PlanResponse(save_id, self._publication.staging_url, each, None if base is None else base.hints_for(each))
-            for each in plan.rank_plans
+            PlanResponse(
+                save_id, self._publication.staging_url, rank_plan, None if base is None else base.hints_for(rank_plan)
+            )
+            for rank_plan in plan.rank_plans
         ]
 
     def _publish(
@@ -594,7 +596,7 @@ def _open_base(options: SaveOptions, plan: GlobalSavePlan) -> BaseDedup | None:
 
 
 def _sizes(files: Iterable[FileRecord]) -> dict[str, int]:
-    return {each.name: each.nbytes for each in files}
+    return {file.name: file.nbytes for file in files}
 
 
 def _hash_replica(path: Path, array: TensorShards, which: int) -> Replica:
@@ -629,8 +631,8 @@ def _raise_values(messages: list[bytes]) -> list[bytes]:
 
 def _raise_replicas(messages: list[bytes]) -> list[bytes]:
     """Raise the error that names the arrays; a rank that does not hold one has no say."""
-    found = [json.loads(each) for each in messages]
-    first = {name: digest for each in reversed(found) for name, digest in each.items()}
+    digests = [json.loads(own) for own in messages]
+    first = {name: digest for own in reversed(digests) for name, digest in own.items()}
     raise build_mismatch_error(
-        [{name: (digest, "tensor", "") for name, digest in {**first, **each}.items()} for each in found]
+        [{name: (digest, "tensor", "") for name, digest in {**first, **own}.items()} for own in digests]
     )

@@ -277,8 +277,8 @@ class StagingArea:
             get_current_stream(device).synchronize()
         self._devices.clear()
         self.rounds += 1
-        for each in self._filled:
-            self._queue.put(each)
+        for block in self._filled:
+            self._queue.put(block)
         self._filled.clear()
 
     # The saver's side

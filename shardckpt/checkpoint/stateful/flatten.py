@@ -78,7 +78,7 @@ class FlattenedState:
     variants: dict[Path, Path | None] = field(default_factory=dict)
 
 
-class Models:
+class LocalModels:
     """The models of a state, each looked at once; optimizers find theirs here.
 
     Args:
@@ -86,44 +86,44 @@ class Models:
     """
 
     def __init__(self, state: Any) -> None:
-        self._found: dict[int, tuple[nn.Module, LocalModel]] = {}
-        self._look(state, ())
+        self._models: dict[int, tuple[nn.Module, LocalModel]] = {}
+        self._add_models(state, ())
 
-    def _look(self, value: Any, path: Path) -> None:
+    def _add_models(self, value: Any, path: Path) -> None:
         if isinstance(value, nn.Module):
-            if id(value) not in self._found:
-                self._found[id(value)] = (value, _local_model(value, path))
+            if id(value) not in self._models:
+                self._models[id(value)] = (value, _local_model(value, path))
         elif isinstance(value, Variant):
-            self._look(value.of, path)
-            self._look(value.module, path)
+            self._add_models(value.of, path)
+            self._add_models(value.module, path)
         elif isinstance(value, (Mapping, list, tuple)) and len(path) < tagged_json.MAX_DEPTH:
-            for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-                self._look(each, (*path, path_key(key)))
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                self._add_models(item, (*path, path_key(key)))
 
     def __iter__(self) -> Iterator[LocalModel]:
         """Yield this rank's part of each model, in the order of the state."""
-        return (found for _, found in self._found.values())
+        return (model for _, model in self._models.values())
 
-    def of(self, model: nn.Module) -> LocalModel:
+    def get(self, model: nn.Module) -> LocalModel:
         """Return this rank's part of a model."""
-        return self._found[id(model)][1]
+        return self._models[id(model)][1]
 
-    def description_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
+    def find_index_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
         """Return the one model that has all parameters of an optimizer; None where no single one has."""
-        for _, model in self._found.values():
-            if model.found is not None:
+        for _, model in self._models.values():
+            if model.index is not None:
                 try:
-                    map_optimizer_params(model.found, optim)
+                    map_optimizer_params(model.index, optim)
                 except ForeignParameterError:
                     continue
-                return model.found
+                return model.index
         return None
 
-    def foreign_for(self, optim: torch.optim.Optimizer) -> nn.Module | None:
+    def find_foreign_for(self, optim: torch.optim.Optimizer) -> nn.Module | None:
         """Return the model under torch's own wrapper that has an optimizer's parameters; None where none has."""
         wanted = {id(p) for group in optim.param_groups for p in group["params"]}
-        for module, model in self._found.values():
-            if model.found is None and wanted <= {id(p) for p in module.parameters()}:
+        for module, model in self._models.values():
+            if model.index is None and wanted <= {id(p) for p in module.parameters()}:
                 return module
         return None
 
@@ -177,7 +177,7 @@ def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShar
     Raises:
         UsageError: It is one.
     """
-    parameters = (each for group in optim.param_groups for each in group["params"])
+    parameters = (parameter for group in optim.param_groups for parameter in group["params"])
     if has_peers() and any(map(shards.has_parameter, parameters)):
         raise UsageError(
             "the optimizer holds flat parameters of FullyShardedDataParallel, and their model is not in the state",
@@ -199,11 +199,11 @@ def flatten_state(state: Any, rank: int, world: int) -> FlattenedState:
     Raises:
         UnsupportedError: Something that cannot be saved; the message names its dotted path.
     """
-    return _StateFlattener(Models(state), rank, world).run(state)
+    return _StateFlattener(LocalModels(state), rank, world).run(state)
 
 
 class _StateFlattener:
-    def __init__(self, models: Models, rank: int, world: int) -> None:
+    def __init__(self, models: LocalModels, rank: int, world: int) -> None:
         self._models, self._rank, self._world = models, rank, world
         self._made = FlattenedState()
         self._known: dict[Hashable, Path] = {}
@@ -227,10 +227,10 @@ class _StateFlattener:
             self._check_depth(path)
             if not self._is_per_rank and has_peers() and get_metadata(value).get("kind"):
                 require_not_local(value, dotted(path))
-            return kind((key, self._visit(each, (*path, path_key(key)))) for key, each in value.items())
+            return kind((key, self._visit(item, (*path, path_key(key)))) for key, item in value.items())
         if kind is list or kind is tuple:
             self._check_depth(path)
-            return kind(self._visit(each, (*path, at)) for at, each in enumerate(value))
+            return kind(self._visit(item, (*path, at)) for at, item in enumerate(value))
         if self._is_per_rank and isinstance(value, (nn.Module, torch.optim.Optimizer, Variant, PerRank)):
             raise UnsupportedError(
                 f"an object of the class {type(value).__name__} cannot be inside PerRank with other things",
@@ -291,7 +291,7 @@ class _StateFlattener:
         if self._made.model is None:
             self._made.model = path
         tree = self._weights(model, path)
-        self._made.frozen |= {(*path, name) for name in self._models.of(model).frozen} & self._made.arrays.keys()
+        self._made.frozen |= {(*path, name) for name in self._models.get(model).frozen} & self._made.arrays.keys()
         return tree
 
     def _variant(self, variant: Variant, path: Path) -> dict[str, Any]:
@@ -300,44 +300,44 @@ class _StateFlattener:
             tree = self._weights(variant.module, path)
         else:
             tree = {}
-            for name, array in variant.arrays(self._models.of(variant.of)).items():
+            for name, array in variant.arrays(self._models.get(variant.of)).items():
                 self._add((*path, name), array, ("variant", path, name))
                 tree[name] = TensorRef((*path, name))
         return {**tree, **{name: self._visit(value, (*path, name)) for name, value in variant.extras.items()}}
 
     def _weights(self, model: nn.Module, path: Path) -> dict[str, Any]:
-        found = self._models.of(model)
+        weights = self._models.get(model)
         tree: dict[str, Any] = {}
-        for name in found.names:
+        for name in weights.names:
             place = (*path, name)
-            if name in found.arrays:
-                array = found.arrays[name]
+            if name in weights.arrays:
+                array = weights.arrays[name]
                 if array.shards and array.shards[0].tensor.is_meta:
                     check_tensor(array.shards[0].tensor, place)
                 is_full = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
-                self._add(place, array, _memory(array) if is_full else ("model", id(found), name))
+                self._add(place, array, _memory(array) if is_full else ("model", id(weights), name))
                 tree[name] = TensorRef(place)
-                if name in found.buffers:
+                if name in weights.buffers:
                     self._made.buffers.add(place)
-            elif name in found.aliases:
-                first = (*path, found.aliases[name])
+            elif name in weights.aliases:
+                first = (*path, weights.aliases[name])
                 self._made.ties[place] = self._made.ties.get(first, first)
                 tree[name] = TensorRef(place)
-            elif name in found.extra:
-                tree[name] = self._visit(found.extra[name].get_extra_state(), place)
+            elif name in weights.extra:
+                tree[name] = self._visit(weights.extra[name].get_extra_state(), place)
         return tree
 
     def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> Any:
-        found = self._models.description_for(optim)
-        if found is None:
-            model = self._models.foreign_for(optim)
+        index = self._models.find_index_for(optim)
+        if index is None:
+            model = self._models.find_foreign_for(optim)
             if model is None:
                 if not self._is_per_rank:
                     require_model_for(optim, path, self._shards)
                 return self._visit(get_state_dict(optim, path), path)
             return self._visit(torch_fsdp1.full_optim_state(model, optim, offload=False, first_only=False), path)
         try:
-            taken = local_optimizer(found, optim)
+            taken = local_optimizer(index, optim)
         except OpaqueStateError as error:
             where = f"{dotted(path)}.{error.where}"
             raise OpaqueStateError(error.what, where=where, found=error.found, fix=error.fix) from error

@@ -41,9 +41,9 @@ class RNGState(PerRank):
         Args:
             state: As `state_dict` returned it.
         """
-        found = state["numpy"]
+        saved = state["numpy"]
         random.setstate(state["python"])
-        np.random.set_state((found["kind"], found["keys"], found["at"], found["has_gauss"], found["gauss"]))
+        np.random.set_state((saved["kind"], saved["keys"], saved["at"], saved["has_gauss"], saved["gauss"]))
         torch.set_rng_state(state["torch"].cpu())
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"].cpu())

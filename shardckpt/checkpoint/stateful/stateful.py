@@ -86,12 +86,12 @@ def _fill_in_place(held: Any, saved: Any) -> Any:
             return saved
         held[...] = saved
     elif isinstance(held, dict) and isinstance(saved, dict):
-        given = {key: _fill_in_place(held.get(key), each) for key, each in saved.items()}
+        given = {key: _fill_in_place(held.get(key), item) for key, item in saved.items()}
         held.clear()
         held.update(given)
     elif type(held) is list and type(saved) is list:
         rest = [None] * (len(saved) - len(held))
-        held[:] = [_fill_in_place(own, each) for own, each in zip((*held, *rest), saved, strict=False)]
+        held[:] = [_fill_in_place(own, item) for own, item in zip((*held, *rest), saved, strict=False)]
     else:
         return saved
     return held
@@ -107,7 +107,7 @@ def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
     if type(optim).state_dict is torch.optim.Optimizer.state_dict or optim.state:
         return False
     state: Any = optim.state_dict()
-    return any(tensors(each) for key, each in state.items() if not str(key).startswith("param_groups"))
+    return any(tensors(value) for key, value in state.items() if not str(key).startswith("param_groups"))
 
 
 def is_stateful(value: object) -> bool:
@@ -231,7 +231,7 @@ def from_named_value(value: NamedValue) -> object:
     if value.kind == "numpy":
         name, data = str(value.value).split(" ")
         return np.frombuffer(bytes.fromhex(data), name)[0]
-    found = getattr(torch, str(value.value), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(value.value), None)
+    if not isinstance(dtype, torch.dtype):
         raise UnsupportedError("this torch has no such type", found=value.value, fix="Read it with a newer torch.")
-    return found
+    return dtype

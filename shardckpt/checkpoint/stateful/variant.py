@@ -40,10 +40,10 @@ class Variant:
         if not isinstance(of, nn.Module):
             raise UsageError("a variant is of a model", found=type(of).__name__, expected="of=model")
         if not isinstance(weights, nn.Module) and not (
-            isinstance(weights, Mapping) and all(isinstance(each, torch.Tensor) for each in weights.values())
+            isinstance(weights, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
         ):
-            found = type(weights).__name__
-            raise UsageError("a variant's weights are none", found=found, expected="a module, or a dict of tensors")
+            shown = type(weights).__name__
+            raise UsageError("a variant's weights are none", found=shown, expected="a module, or a dict of tensors")
         self.weights = weights
         self.of = of
 
@@ -59,14 +59,14 @@ class Variant:
         """What is kept beside the weights: how often an average was updated."""
         return {"n_averaged": self.weights.n_averaged} if isinstance(self.weights, AveragedModel) else {}
 
-    def arrays(self, found: LocalModel) -> dict[str, TensorShards]:
+    def arrays(self, model: LocalModel) -> dict[str, TensorShards]:
         """Return this rank's part of a dict of tensors.
 
         Args:
-            found: This rank's part of the model.
+            model: This rank's part of the model.
 
         Raises:
             UnsupportedError: A tensor that does not fit its parameter.
         """
         assert isinstance(self.weights, Mapping), "a module's names are its own"
-        return map_ema_shards(self.of, found, self.weights)
+        return map_ema_shards(self.of, model, self.weights)

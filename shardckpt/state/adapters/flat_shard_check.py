@@ -51,14 +51,14 @@ class FlatShards:
         """
         flat_param: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
         handle = getattr(flat_param, "FlatParamHandle", Bucket)
-        found = set()
-        for each in gc.get_objects():
-            kind = type(each)
+        storages = set()
+        for item in gc.get_objects():
+            kind = type(item)
             if kind is Bucket:
-                found |= _shard_of_bucket(each)
+                storages |= _shard_of_bucket(item)
             elif kind is handle:
-                found |= _shard_of_handle(each)
-        return frozenset(found - {0})
+                storages |= _shard_of_handle(item)
+        return frozenset(storages - {0})
 
     def has_parameter(self, parameter: torch.Tensor) -> bool:
         """Return True if a registered parameter is a rank's shard of a flat parameter, or the flat parameter.

@@ -55,9 +55,9 @@ class Buffer:
     @property
     def value(self) -> torch.Tensor:
         """The buffer as it is now."""
-        found = self.module._buffers[self.attribute]
-        assert found is not None
-        return found
+        tensor = self.module._buffers[self.attribute]
+        assert tensor is not None
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def index_complete_model(model: nn.Module) -> ModelIndex:
         FlatShardError: One is.
     """
     index = index_model(model)
-    plain = [each for each in index.adapters if isinstance(each, ReplicatedAdapter)]
-    FlatShards().require_none((each.entries[0].name, each.exposed[0]) for each in plain)
+    plain = [adapter for adapter in index.adapters if isinstance(adapter, ReplicatedAdapter)]
+    FlatShards().require_none((adapter.entries[0].name, adapter.exposed[0]) for adapter in plain)
     return index
 
 
@@ -204,8 +204,8 @@ class _Walk:
         persistent = attribute not in module._non_persistent_buffers_set
         if persistent:
             self._names.append(name)
-        found = (unit.buffers.get_original_dtype(module, attribute) for unit in self._units)
-        dtype = next((dtype for dtype in found if dtype is not None), buffer.dtype)
+        dtypes = (unit.buffers.get_original_dtype(module, attribute) for unit in self._units)
+        dtype = next((dtype for dtype in dtypes if dtype is not None), buffer.dtype)
         self._buffers[name] = Buffer(name, module, attribute, persistent, dtype)
 
     def build(self) -> ModelIndex:
@@ -246,11 +246,11 @@ class _Walk:
 
 def get_process_groups(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
     """Return the process groups of a unit: its shards' and its replicas'."""
-    found: list[dist.ProcessGroup | None] = []
+    groups: list[dist.ProcessGroup | None] = []
     for registration in unit.registrations:
-        found += [registration.bucket.group.shard, registration.bucket.group.replicate]
-        found += [group for leaf in registration.bucket.unsharded.params for group in _mesh_groups(leaf)]
-    return found
+        groups += [registration.bucket.group.shard, registration.bucket.group.replicate]
+        groups += [group for leaf in registration.bucket.unsharded.params for group in _mesh_groups(leaf)]
+    return groups
 
 
 def _mesh_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:

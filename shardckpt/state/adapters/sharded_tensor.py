@@ -31,9 +31,9 @@ def get_local_part(value: Any) -> torch.Tensor:
     """Return what this rank has of a ShardedTensor; of none, elements of its type."""
     shards = value.local_shards()
     if shards:
-        found = shards[0].tensor
-        assert isinstance(found, torch.Tensor)
-        return found
+        part = shards[0].tensor
+        assert isinstance(part, torch.Tensor)
+        return part
     return torch.empty((0, *value.shape[1:]), dtype=value.dtype)
 
 
@@ -126,7 +126,7 @@ def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
 def _rows(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Rows | None:
     """Return the box of each rank of a DTensor; None if it is not split into rows."""
     coordinate = mesh.get_coordinate()
-    is_by_rows = placements[-1] == Shard(0) and all(each.is_replicate() for each in placements[:-1])
+    is_by_rows = placements[-1] == Shard(0) and all(placement.is_replicate() for placement in placements[:-1])
     if coordinate is None or not is_by_rows or not shape:
         return None
     ranks = mesh.mesh[tuple(coordinate[:-1])].tolist()

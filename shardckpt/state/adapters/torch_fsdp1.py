@@ -40,15 +40,15 @@ def find_torch_wrapper(kind: Any) -> Any:
 
     It is known by where it was defined: another class, such as ours, may have been put in its place in torch's modules.
     """
-    found = (base for base in kind.__mro__ if (base.__module__, base.__name__) == (_HOME, _WRAPPER))
-    return next(found, None)
+    wrappers = (base for base in kind.__mro__ if (base.__module__, base.__name__) == (_HOME, _WRAPPER))
+    return next(wrappers, None)
 
 
 def _find_wrappers(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that are torch's wrappers."""
     if _HOME not in sys.modules:
         return []
-    return [each for each in model.modules() if find_torch_wrapper(type(each)) is not None]
+    return [module for module in model.modules() if find_torch_wrapper(type(module)) is not None]
 
 
 def is_foreign(model: nn.Module) -> bool:
@@ -58,15 +58,16 @@ def is_foreign(model: nn.Module) -> bool:
 
 def get_ranks(model: nn.Module) -> Ranks:
     """Return the ranks of such a model."""
-    found: list[Any] = _find_wrappers(model)
-    is_hybrid = any("HYBRID" in each.sharding_strategy.name for each in found)  # its other group is private to it
-    return Ranks.from_groups([dist.group.WORLD] if is_hybrid else [each.process_group for each in found])
+    wrappers: list[Any] = _find_wrappers(model)
+    # The other group of a hybrid one is private to torch.
+    is_hybrid = any("HYBRID" in wrapper.sharding_strategy.name for wrapper in wrappers)
+    return Ranks.from_groups([dist.group.WORLD] if is_hybrid else [wrapper.process_group for wrapper in wrappers])
 
 
 def shapes_at_first(model: nn.Module) -> dict[str, Any]:
     """Return the entries of a full state as tensors without memory; on rank 0. Collective: it is gathered there."""
-    found = full_state(model, offload=True, first_only=True)
-    return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+    state = full_state(model, offload=True, first_only=True)
+    return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 def refuse_local(kind: StateKind) -> None:
@@ -113,7 +114,7 @@ def _require_wrappers(model: nn.Module, wrapper: Any) -> None:
     Raises:
         FlatShardError: It has some.
     """
-    inside = {id(p) for each in model.modules() if isinstance(each, wrapper) for p in each.parameters()}
+    inside = {id(p) for module in model.modules() if isinstance(module, wrapper) for p in module.parameters()}
     FlatShards().require_none((name, p) for name, p in model.named_parameters() if id(p) not in inside)
 
 
@@ -142,8 +143,8 @@ def _to_dtensor(name: str, value: Any) -> Any:
 
 def _to_full(name: str, value: Any) -> Any:
     """Return a sharded value unsharded. Collective."""
-    found = _to_dtensor(name, value)
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    tensor = _to_dtensor(name, value)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
@@ -173,15 +174,15 @@ def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offlo
         return _clean_names(wrapper.optim_state_dict(model, optim))
 
 
-def _clean_names(found: Mapping[str, Any]) -> dict[str, Any]:
+def _clean_names(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state by the names that the model has unsharded, with values of its own."""
     return {
         "state": {
             clean(name): {slot: copy_value(_to_dtensor(f"{name}/{slot}", value)) for slot, value in slots.items()}
-            for name, slots in found.get("state", {}).items()
+            for name, slots in state.get("state", {}).items()
         },
         "param_groups": [
-            {**group, "params": [clean(name) for name in group["params"]]} for group in found.get("param_groups", [])
+            {**group, "params": [clean(name) for name in group["params"]]} for group in state.get("param_groups", [])
         ],
     }
 

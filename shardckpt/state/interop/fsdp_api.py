@@ -65,18 +65,18 @@ def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], pr
     """Replace what torch's wrapper gave without a mesh, in torch's own copy of a user's state."""
     below = {name: clean(name[len(prefix) :]) for name in state if name.startswith(prefix)}
     taken = sharded_tensor.to_local_parts if kind is StateKind.LOCAL else sharded_tensor.to_dtensors
-    made = taken({plain: state[name] for name, plain in below.items()}, index_model(module))
+    converted = taken({plain: state[name] for name, plain in below.items()}, index_model(module))
     for name, plain in below.items():
-        if plain in made:
-            state[name] = made[plain]
+        if plain in converted:
+            state[name] = converted[plain]
         else:
             del state[name]
 
 
 def abandon_load(module: nn.Module) -> None:
     """Forget loads that an exception ended on the way, so that units have registered what they had."""
-    for each in module.modules():
-        loading = _LOADING.pop(each, None)
+    for submodule in module.modules():
+        loading = _LOADING.pop(submodule, None)
         if loading is not None:
             loading.abandon()
 
@@ -132,8 +132,8 @@ def full_optim_state_dict(
     del group
     _deprecated("full_optim_state_dict")
     _warn_of_input(optim_input)
-    found = optimizer.optim_state_dict(model, optim, StateKind.FULL, offload_to_cpu=True, rank0_only=rank0_only)
-    return dict(found) if found["param_groups"] else {}
+    taken = optimizer.optim_state_dict(model, optim, StateKind.FULL, offload_to_cpu=True, rank0_only=rank0_only)
+    return dict(taken) if taken["param_groups"] else {}
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def rekey_optim_state_dict(
     groups = optimizer.map_optimizer_params(index, live).groups
     if kind is int:
         return optim_keys.to_names(state, groups)
-    made = optim_keys.to_ids(state, groups)
-    pairs = zip(live.param_groups, made["param_groups"], strict=True)
-    return {**made, "param_groups": [{**settings(own), **group} for own, group in pairs]}
+    rekeyed = optim_keys.to_ids(state, groups)
+    pairs = zip(live.param_groups, rekeyed["param_groups"], strict=True)
+    return {**rekeyed, "param_groups": [{**settings(own), **group} for own, group in pairs]}
 
 
 def optim_state_dict(
@@ -204,7 +204,7 @@ def optim_state_dict(
     config = current.optim_state_dict_config
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     source: Any = optim if given is None else _own_state(model, optim, given)
-    found = optimizer.optim_state_dict(
+    taken = optimizer.optim_state_dict(
         model,
         source,
         nn_module_hooks.KINDS[current.state_dict_type],
@@ -212,8 +212,8 @@ def optim_state_dict(
         rank0_only=first_only,
     )
     if given is not None and "param_groups" not in given:
-        del found["param_groups"]
-    return found if found.get("param_groups", True) else {}
+        del taken["param_groups"]
+    return taken if taken.get("param_groups", True) else {}
 
 
 def optim_state_dict_to_load(
@@ -232,29 +232,29 @@ def optim_state_dict_to_load(
     kind = nn_module_hooks.KINDS[_settings(model).state_dict_type]
     if state is None and kind is StateKind.FULL and not index_model(model).ranks.is_first:
         state = {}
-    made = _numbered(model, optim, cast("Mapping[str, Any]", state), kind)  # None is refused there, on all ranks
+    converted = _numbered(model, optim, cast("Mapping[str, Any]", state), kind)  # None is refused there, on all ranks
     if is_named_optimizer:
         names = {id(p): name for name, p in model.named_parameters()}  # such optimizers have them from there
         order = [names[id(p)] for live in optim.param_groups for p in live["params"]]
-        made = optim_keys.to_names(made, _split(order, [len(live["params"]) for live in optim.param_groups]))
+        converted = optim_keys.to_names(converted, _split(order, [len(live["params"]) for live in optim.param_groups]))
     if load_directly:
-        optim.load_state_dict(made)
-    return made
+        optim.load_state_dict(converted)
+    return converted
 
 
 def _split(items: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
-    found, at = [], 0
+    groups, at = [], 0
     for size in sizes:
-        found.append(list(items[at : at + size]))
+        groups.append(list(items[at : at + size]))
         at += size
-    return found
+    return groups
 
 
 def _settings(model: nn.Module) -> StateDictSettings:
-    found = StateStatics.get_state_dict_type(model)
-    if found is None:
+    current = StateStatics.get_state_dict_type(model)
+    if current is None:
         return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
-    return found
+    return current
 
 
 def _own_state(model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any]) -> _Groups:

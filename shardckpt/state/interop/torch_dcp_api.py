@@ -59,7 +59,7 @@ class _Either(metaclass=_EitherMeta):
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+    return any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules())
 
 
 def _of(module: nn.Module) -> Any:
@@ -68,8 +68,8 @@ def _of(module: nn.Module) -> Any:
 
 def _theirs_in(module: nn.Module) -> Any:
     """Return torch's own wrapper where it is in a model, also if ours was put in its place in torch's modules."""
-    found = (find_torch_wrapper(type(each)) for each in module.modules())
-    return next((each for each in found if each is not None), FullyShardedDataParallel)
+    wrappers = (find_torch_wrapper(type(item)) for item in module.modules())
+    return next((item for item in wrappers if item is not None), FullyShardedDataParallel)
 
 
 def _translated(given: Any) -> Any:
@@ -96,7 +96,7 @@ def _names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         return _torch_names(model, name, *args, **kwargs)
     if kwargs.get("skip_ddp_prefix", True):  # only names that a module loads keep what compiling puts before them
         kwargs = {**kwargs, "skip_compiler_prefix": True}
-    return {found for each in members for found in _torch_names(model, each, *args, **kwargs)}
+    return {fqn for member in members for fqn in _torch_names(model, member, *args, **kwargs)}
 
 
 def _members(model: nn.Module, path: str, attribute: str) -> list[str]:
@@ -124,11 +124,11 @@ _torch_saved: Any = getattr(state_dict_saver, "_stateful_to_state_dict", None)
 
 def _saved(state_dict: Any) -> Any:
     """Return what `dcp.save` is about to write; a LOCAL state, of which it would keep one rank's, is refused."""
-    found = _torch_saved(state_dict)
+    saved = _torch_saved(state_dict)
     if has_peers():
-        for key, value in [("", state_dict), *found.items()]:
+        for key, value in [("", state_dict), *saved.items()]:
             require_not_local(value, str(key))
-    return found
+    return saved
 
 
 _KNOWN = {

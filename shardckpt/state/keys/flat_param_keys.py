@@ -33,7 +33,7 @@ def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
     Raises:
         UsageError: It has none.
     """
-    units = tuple(_unit(each) for each in get_metadata(state).get("units", ()) if each.get("flat"))
+    units = tuple(_unit(unit) for unit in get_metadata(state).get("units", ()) if unit.get("flat"))
     if not units:
         raise UsageError(
             "the state has no metadata of flat parameters",
@@ -71,8 +71,8 @@ def to_flat_parameters(state: Mapping[str, Any], units: Sequence[FlatUnit], rank
     """
     if rank is not None and not all(0 <= rank < unit.layout.world for unit in units):
         raise UsageError("the rank does not exist", found=rank, expected=f"below {min(u.layout.world for u in units)}")
-    made = _optim_to_flat(state, units, rank) if _is_optimizer(state) else _model_to_flat(state, units, rank)
-    return made if rank is None else _with_local_metadata(made, units, rank)
+    flat = _optim_to_flat(state, units, rank) if _is_optimizer(state) else _model_to_flat(state, units, rank)
+    return flat if rank is None else _with_local_metadata(flat, units, rank)
 
 
 def to_original_parameters(
@@ -107,9 +107,9 @@ def _is_optimizer(state: Mapping[str, Any]) -> bool:
     return isinstance(state.get("state"), Mapping) and "param_groups" in state
 
 
-def _with_local_metadata(made: dict[str, Any], units: Sequence[FlatUnit], rank: int) -> dict[str, Any]:
+def _with_local_metadata(state: dict[str, Any], units: Sequence[FlatUnit], rank: int) -> dict[str, Any]:
     """Add the metadata of a LOCAL state to a rank's part, so that its files can be merged and loaded."""
-    with_metadata = OrderedDict(made)
+    with_metadata = OrderedDict(state)
     worlds = {unit.layout.world for unit in units}
     if len(worlds) == 1:
         aliases = {alias: spec.name for unit in units for spec in unit.layout.specs for alias in spec.aliases}
@@ -171,13 +171,13 @@ def _unpad(unit: FlatUnit, parts: Sequence[torch.Tensor], is_full: bool, where: 
 
 def _members(unit: FlatUnit, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return each member's values as a tensor of its own, in its shape and memory order."""
-    made = {}
+    members = {}
     for spec, at in zip(unit.layout.specs, unit.layout.offsets, strict=True):
         value = flat[at : at + spec.numel].view(spec.memory_shape)
         if spec.order:
             value = value.permute([spec.order.index(dim) for dim in range(len(spec.order))])
-        made[spec.name] = value.clone()
-    return made
+        members[spec.name] = value.clone()
+    return members
 
 
 # ----------------------------------------------------------------------------------------------------------- models
@@ -188,14 +188,14 @@ def _model_to_flat(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: in
     if missing:
         raise UsageError("the state lacks members of flat parameters", found=", ".join(missing[:8]))
     unit_of = {name: unit for unit in units for spec in unit.layout.specs for name in (spec.name, *spec.aliases)}
-    made: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in state.items():
         unit = unit_of.get(name)
         if unit is None:
-            made[name] = value
-        elif unit.name not in made:
-            made[unit.name] = _pack_flat(unit, {each: state[each] for each in unit.names}, rank)
-    return made
+            flat[name] = value
+        elif unit.name not in flat:
+            flat[unit.name] = _pack_flat(unit, {member: state[member] for member in unit.names}, rank)
+    return flat
 
 
 def _model_to_originals(parts: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit], is_full: bool) -> dict[str, Any]:
@@ -203,16 +203,16 @@ def _model_to_originals(parts: Sequence[Mapping[str, Any]], units: Sequence[Flat
     if missing:
         raise UsageError("the state lacks flat parameters", found=", ".join(missing[:8]))
     unit_of = {unit.name: unit for unit in units}
-    made: dict[str, Any] = {}
+    originals: dict[str, Any] = {}
     for name, value in parts[0].items():
         if name not in unit_of:
-            made[name] = value
+            originals[name] = value
             continue
         unit = unit_of[name]
         values = _members(unit, _unpad(unit, [part[name] for part in parts], is_full, name))
         for spec in unit.layout.specs:
-            made.update(dict.fromkeys((spec.name, *spec.aliases), values[spec.name]))
-    return made
+            originals.update(dict.fromkeys((spec.name, *spec.aliases), values[spec.name]))
+    return originals
 
 
 # ------------------------------------------------------------------------------------------------------- optimizers
@@ -276,12 +276,12 @@ def _optim_to_originals(
         return {name: value for name, value in values.items() if slot not in missing.get(name, ())}
 
     state = split_slots(first["state"], units, split)
-    made = _original_groups(split_groups(first["param_groups"], units), groups, originals.get("groups"))
+    param_groups = _original_groups(split_groups(first["param_groups"], units), groups, originals.get("groups"))
     if groups is not None:
         chosen = set(chain.from_iterable(groups))
         state = {name: slots for name, slots in state.items() if name in chosen}
     rest = {key: value for key, value in first.items() if key not in ("state", "param_groups", ORIGINALS)}
-    return {**rest, "state": state, "param_groups": made}
+    return {**rest, "state": state, "param_groups": param_groups}
 
 
 def _original_groups(

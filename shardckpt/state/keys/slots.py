@@ -58,9 +58,9 @@ class Slot:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The tensor's type."""
-        found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     def scalar(self) -> Any:
         """Return the scalar, a tensor of its own where it is one; on the CPU."""
@@ -147,11 +147,11 @@ def build_survey(kept: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> Surv
     return [{name: to_slot(parameter, value) for name, value in state.items()} for parameter, state in kept]
 
 
-def pack_survey(found: Survey) -> bytes:
+def pack_survey(survey: Survey) -> bytes:
     """Return a survey as bytes; equal descriptions are written once."""
     forms: dict[tuple[str, str, str], int] = {}
     rows = []
-    for state in found:
+    for state in survey:
         row = []
         for name, slot in state.items():
             at = forms.setdefault((name, slot.form.value, slot.dtype), len(forms))
@@ -163,34 +163,34 @@ def pack_survey(found: Survey) -> bytes:
 def unpack_survey(data: bytes) -> Survey:
     """Return the survey that `pack_survey` wrote."""
     forms, rows = json.loads(data)
-    found = []
+    survey = []
     for row in rows:
         state = {}
-        for each in row:
-            at, value = each if isinstance(each, list) else (each, None)
+        for item in row:
+            at, value = item if isinstance(item, list) else (item, None)
             name, form, dtype = forms[at]
             state[name] = Slot(Form(form), dtype, value)
-        found.append(state)
-    return found
+        survey.append(state)
+    return survey
 
 
 def merge_surveys(surveys: Sequence[Survey]) -> Survey:
     """Join what ranks keep: of a parameter of which a rank has no part, it keeps nothing."""
-    made: Survey = [{} for _ in surveys[0]]
-    for each in surveys:
-        for mine, theirs in zip(made, each, strict=True):
+    merged: Survey = [{} for _ in surveys[0]]
+    for survey in surveys:
+        for mine, theirs in zip(merged, survey, strict=True):
             for name, slot in theirs.items():
                 mine.setdefault(name, slot)
-    return made
+    return merged
 
 
 def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, set[int]]]:
     """Return what is moved together: a slot's name, what it is, and which rows have it so."""
-    found: dict[tuple[str, Form, str], tuple[Slot, set[int]]] = {}
+    groups: dict[tuple[str, Form, str], tuple[Slot, set[int]]] = {}
     for index, row in enumerate(rows):
         for name, slot in row.items():
-            found.setdefault((name, *slot.kind), (slot, set()))[1].add(index)
-    return [(name, slot, having) for (name, *_), (slot, having) in found.items()]
+            groups.setdefault((name, *slot.kind), (slot, set()))[1].add(index)
+    return [(name, slot, having) for (name, *_), (slot, having) in groups.items()]
 
 
 UnequalSteps = Literal["error", "largest"]
@@ -212,18 +212,18 @@ def require_way_with_steps(unequal_steps: Any) -> None:
 
 def largest(values: Sequence[Any]) -> Any:
     """Return the largest of some numbers; None where they are none, or are equal."""
-    numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in values)
-    return max(values) if numbers and any(each != values[0] for each in values) else None
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    return max(values) if numbers and any(value != values[0] for value in values) else None
 
 
 def with_largest(rows: Survey) -> Survey:
     """Return what is given of the members of one flat parameter, with the largest number where these differ."""
     chosen: dict[str, Any] = {}
-    for slot in dict.fromkeys(name for row in rows for name, each in row.items() if each.form is Form.SCALAR):
-        found = largest([row[slot].value for row in rows if slot in row])
-        if found is not None:
-            chosen[slot] = found
+    for slot in dict.fromkeys(name for row in rows for name, kept in row.items() if kept.form is Form.SCALAR):
+        value = largest([row[slot].value for row in rows if slot in row])
+        if value is not None:
+            chosen[slot] = value
     return [
-        {name: replace(each, value=chosen[name]) if name in chosen else each for name, each in row.items()}
+        {name: replace(kept, value=chosen[name]) if name in chosen else kept for name, kept in row.items()}
         for row in rows
     ]

@@ -64,7 +64,7 @@ class DistributedInput:
         if has.index(True) > 0 or any(has[1:]):
             raise StateMismatchError(
                 "some ranks were given a state and some none",
-                found=f"none on rank {_numbers(group, [rank for rank, each in enumerate(has) if not each])}",
+                found=f"none on rank {_numbers(group, [rank for rank, is_given in enumerate(has) if not is_given])}",
                 expected="one on every rank, or on rank 0 alone",
             )
         self.from_rank0 = True
@@ -104,15 +104,15 @@ def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[Distribu
         RankError: Another rank failed.
     """
     with ranks.group.collective(what) as piggyback:
-        made = DistributedInput(given, ranks.is_first)
-        yield made
-        piggyback.local = made.encode()
-    made.decide(ranks.group, what, piggyback.gathered, compare=not ranks.guessed)
+        agreed = DistributedInput(given, ranks.is_first)
+        yield agreed
+        piggyback.local = agreed.encode()
+    agreed.decide(ranks.group, what, piggyback.gathered, compare=not ranks.guessed)
 
 
 def digest(value: Any) -> bytes:
     """Return a short digest of plain JSON values; of others their type counts."""
-    text = json.dumps(value, default=lambda each: type(each).__name__, separators=(",", ":"))
+    text = json.dumps(value, default=lambda item: type(item).__name__, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=_DIGEST).digest()
 
 
@@ -125,7 +125,7 @@ def check_form(given: Any) -> None:
     state: Any = given.get("state", {}) if isinstance(given, Mapping) else None
     groups: Any = given.get("param_groups", []) if isinstance(given, Mapping) else None
     fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
-    fits = fits and all(isinstance(each, Mapping) for each in state.values())
+    fits = fits and all(isinstance(slots, Mapping) for slots in state.values())
     if not fits or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
         raise StateMismatchError(
             "this is not a state of an optimizer",

@@ -15,14 +15,16 @@ from shardckpt.state.adapters.base import Entry, local
 from shardckpt.state.local.local_shards import LocalModel, LocalShard, TensorShards, get_tensor_shards
 
 
-def map_ema_shards(model: nn.Module, found: LocalModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorShards]:
+def map_ema_shards(
+    model: nn.Module, local_model: LocalModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, TensorShards]:
     """Return this rank's shards of some tensors, by the names of the unsharded model.
 
     A tensor may be a DTensor, have the shape of the parameter's local shard (and its place), or be unsharded.
 
     Args:
         model: Whose parameters they follow.
-        found: The model's shards of this rank.
+        local_model: The model's shards of this rank.
         tensors: By the names of `model.named_parameters()` or `named_buffers()`, with or without what wrappers add; a
             flat parameter's stands for all of its members. Tensors of other names are unsharded.
 
@@ -30,16 +32,16 @@ def map_ema_shards(model: nn.Module, found: LocalModel, tensors: Mapping[str, to
         UnsupportedError: A tensor of another shape than its parameter has here or anywhere.
     """
     given = {clean(name): tensor for name, tensor in tensors.items()}
-    made: dict[str, TensorShards] = {}
+    arrays: dict[str, TensorShards] = {}
     live = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
-    for adapter in found.found.adapters if found.found is not None else ():
+    for adapter in local_model.index.adapters if local_model.index is not None else ():
         exposed = adapter.exposed
         for parameter, entries in zip(exposed, _shares(adapter.entries, len(exposed)), strict=True):
             tensor = given.pop(live.get(id(parameter), ""), None)
             for entry in entries if tensor is not None else ():
                 assert tensor is not None
-                made[entry.name] = _array(tensor, parameter, entry, found.arrays[entry.name])
-    return {**made, **{name: get_tensor_shards(tensor) for name, tensor in given.items()}}
+                arrays[entry.name] = _array(tensor, parameter, entry, local_model.arrays[entry.name])
+    return {**arrays, **{name: get_tensor_shards(tensor) for name, tensor in given.items()}}
 
 
 def _shares(entries: tuple[Entry, ...], count: int) -> list[tuple[Entry, ...]]:

@@ -55,7 +55,7 @@ class LocalModel:
     """The shards of a model on this rank.
 
     Attributes:
-        found: The model, by names; None under torch's own wrapper, which gives full states only.
+        index: The model, by names; None under torch's own wrapper, which gives full states only.
         arrays: Parameters and persistent buffers by the names they have unsharded.
         aliases: Other names of tied parameters, with the first.
         buffers: Which of the arrays are buffers, of which ranks may have different ones.
@@ -65,7 +65,7 @@ class LocalModel:
         frozen: Which of the arrays are parameters that take no part in gradients.
     """
 
-    found: ModelIndex | None
+    index: ModelIndex | None
     arrays: dict[str, TensorShards]
     aliases: dict[str, str]
     buffers: frozenset[str]
@@ -101,11 +101,11 @@ def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
     if coordinate is None:
         return None
     box = _compute_box(tuple(tensor.shape), tuple(tensor.placements), _get_mesh_shape(mesh), tuple(coordinate))
-    found = tuple((local(tensor) if own is None else own).shape)
-    if found != box.size:
+    shape = tuple((local(tensor) if own is None else own).shape)
+    if shape != box.size:
         raise UnsupportedError(
             "the local tensor of a DTensor must have the box of its placements",
-            found=found,
+            found=shape,
             expected=box.size,
             fix="Redistribute it to plain Shard placements first.",
         )
@@ -149,7 +149,7 @@ def _sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Pla
 
     A strided one, which `fully_shard` uses if tensor parallelism shards the same dimension, splits last.
     """
-    return sorted(enumerate(placements), key=lambda each: hasattr(each[1], "split_factor"))
+    return sorted(enumerate(placements), key=lambda pair: hasattr(pair[1], "split_factor"))
 
 
 def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[tuple[LocalShard, ...]]:
@@ -169,13 +169,13 @@ def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tens
         part: This rank's part of it, as the bucket's `split_shard` gives it.
     """
     leaf = adapter.bucket.unsharded.params[index]
-    found = _iter_bucket_shards(adapter, index, part)
+    shards = _iter_bucket_shards(adapter, index, part)
     if not isinstance(leaf, DTensor):
-        return tuple(found)
+        return tuple(shards)
     box = get_box(leaf)  # tensor parallelism splits first: the bucket has a part of a part
     assert box is not None, "a rank that has a parameter is in its mesh"
     back = tuple(-at for at in box.offset)
-    return tuple(LocalShard(shift(each.box, back), each.tensor) for each in found)
+    return tuple(LocalShard(shift(shard.box, back), shard.tensor) for shard in shards)
 
 
 def _iter_bucket_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> Iterator[LocalShard]:

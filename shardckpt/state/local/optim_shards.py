@@ -149,8 +149,8 @@ def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterat
     adapter = params.adapter
     if params.is_flat:
         shards = get_adapter_shards(adapter, local(value))
-        for entry, each in zip(adapter.entries, shards, strict=True):
-            yield entry.name, TensorShards(entry.shape, value.dtype, each)
+        for entry, shard in zip(adapter.entries, shards, strict=True):
+            yield entry.name, TensorShards(entry.shape, value.dtype, shard)
         return
     entry = adapter.entries[position]
     if isinstance(adapter, EngineBucketAdapter):
@@ -218,16 +218,16 @@ def plan_optim_targets(
         ConflictError: Parameters of one group were saved with different settings.
     """
     of = map_optimizer_params(model_index, optim)
-    made = OptimTargets([], {}, match_settings(of.groups, groups), [])
+    targets = OptimTargets([], {}, match_settings(of.groups, groups), [])
     scalars = _scalars(model_index, slots)
     for index, names in enumerate(of.groups):
-        flags = {**optim.param_groups[index], **made.changes[index]}
+        flags = {**optim.param_groups[index], **targets.changes[index]}
         on_device = bool(flags.get("capturable") or flags.get("fused"))
         for params, position in _find_params(of, set(names)):
-            _TargetBuilder(made, slots, values, scalars, on_device, keeps_rest, unequal_steps).add_targets(
+            _TargetBuilder(targets, slots, values, scalars, on_device, keeps_rest, unequal_steps).add_targets(
                 params, position, optim
             )
-    return made
+    return targets
 
 
 def _find_params(of: OptimizerParams, names: set[str]) -> Iterator[tuple[AdapterParams, int]]:
@@ -240,7 +240,7 @@ def _scalars(index: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) ->
     numbers = {"step"}
     for name, kept in slots.items():
         if name in entries and entries[name].shape:
-            numbers |= {slot for slot, each in kept.items() if not each.shape}
+            numbers |= {slot for slot, saved_slot in kept.items() if not saved_slot.shape}
     return numbers
 
 
@@ -272,11 +272,11 @@ class _TargetBuilder:
         for slot in dict.fromkeys(slot for name in names for slot in self.slots.get(name, ())):
             saved = {e.name: self.slots[e.name][slot] for e in entries if slot in self.slots.get(e.name, ())}
             shapes = {e.name: e.shape for e in entries}
-            if all(each.shape == shapes[name] for name, each in saved.items()) and not (
-                slot in self.scalars and all(not each.shape for each in saved.values())
+            if all(saved_slot.shape == shapes[name] for name, saved_slot in saved.items()) and not (
+                slot in self.scalars and all(not saved_slot.shape for saved_slot in saved.values())
             ):
                 state[slot] = self._shaped(params, position, slot, saved, kept.get(slot))
-            elif all(not each.shape for each in saved.values()):
+            elif all(not saved_slot.shape for saved_slot in saved.values()):
                 state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
             else:
                 state[slot] = self._other(params, parameter, slot, saved, kept.get(slot))
@@ -285,18 +285,18 @@ class _TargetBuilder:
 
     def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:
         """Return saved values that are not tensors, once for all members of a flat parameter."""
-        found: dict[str, Any] = {}
+        values_by_name: dict[str, Any] = {}
         for slot in dict.fromkeys(slot for name in names for slot in self.values.get(name, ())):
             by_name = {name: self.values[name][slot] for name in names if slot in self.values.get(name, ())}
             values = list(by_name.values())
             top = largest(values)
-            found[slot] = values[0] if top is None else top
-            if any(each != values[0] for each in values) and (top is None or self.unequal_steps == "error"):
+            values_by_name[slot] = values[0] if top is None else top
+            if any(other != values[0] for other in values) and (top is None or self.unequal_steps == "error"):
                 firsts = {value: name for name, value in reversed(by_name.items())}
                 text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
                 end = LARGEST_NOTE if top is not None else ""
                 self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
-        return found
+        return values_by_name
 
     def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
         parameter = params.adapter.exposed[position]
@@ -327,40 +327,40 @@ class _TargetBuilder:
         self, params: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, SavedSlot], own: Any
     ) -> Any:
         """Load a tensor of another shape into an existing one, or into a new one if its sharding is known."""
-        name, each = next(iter(saved.items()))
-        if isinstance(own, torch.Tensor) and tuple(own.shape) == each.shape and own.dtype == each.dtype:
+        name, first = next(iter(saved.items()))
+        if isinstance(own, torch.Tensor) and tuple(own.shape) == first.shape and own.dtype == first.dtype:
             self.targets.arrays.append((name, slot, get_tensor_shards(own)))
             return own
         if isinstance(parameter, DTensor):
-            made = _beside(parameter, each)
-            self.targets.arrays.append((name, slot, get_tensor_shards(made)))
-            return made
+            target = _beside(parameter, first)
+            self.targets.arrays.append((name, slot, get_tensor_shards(target)))
+            return target
         if params.adapter.is_sharded or len(saved) > 1:
             self.targets.problems.append(
-                f"{name}/{slot}: size mismatch: found {each.shape}, expected {tuple(parameter.shape)}"
+                f"{name}/{slot}: size mismatch: found {first.shape}, expected {tuple(parameter.shape)}"
             )
             return None
-        plain = torch.zeros(each.shape, dtype=each.dtype, device=parameter.device)
+        plain = torch.zeros(first.shape, dtype=first.dtype, device=parameter.device)
         self.targets.arrays.append((name, slot, get_tensor_shards(plain)))
         return plain
 
     def _one_type(self, slot: str, saved: Mapping[str, SavedSlot]) -> torch.dtype:
-        types = {each.dtype: name for name, each in saved.items()}
+        types = {saved_slot.dtype: name for name, saved_slot in saved.items()}
         if len(types) > 1:
             dtypes = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
             self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {dtypes}")
         return next(iter(types))
 
 
-def _beside(parameter: DTensor, each: SavedSlot) -> DTensor:
+def _beside(parameter: DTensor, slot: SavedSlot) -> DTensor:
     """Return memory for a tensor of another shape: results of a DTensor do not depend on its placement.
 
     It is sharded as its parameter in dimensions of equal length, and replicated in others.
     """
     mesh, placements = parameter.device_mesh, list(parameter.placements)
-    if len(each.shape) != parameter.dim() or any(type(placement) not in (Shard, Replicate) for placement in placements):
+    if len(slot.shape) != parameter.dim() or any(type(placement) not in (Shard, Replicate) for placement in placements):
         placements = [Replicate()] * mesh.ndim
     like_parameter = [
-        p if isinstance(p, Shard) and each.shape[p.dim] == parameter.shape[p.dim] else Replicate() for p in placements
+        p if isinstance(p, Shard) and slot.shape[p.dim] == parameter.shape[p.dim] else Replicate() for p in placements
     ]
-    return zeros(*each.shape, dtype=each.dtype, device_mesh=mesh, placements=like_parameter)
+    return zeros(*slot.shape, dtype=slot.dtype, device_mesh=mesh, placements=like_parameter)

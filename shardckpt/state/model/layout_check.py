@@ -53,17 +53,17 @@ def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict
     def plain(name: str) -> str:
         return clean(name).removeprefix(prefix)
 
-    made: dict[str, Mapping[str, Any]] = {}
+    layouts: dict[str, Mapping[str, Any]] = {}
     for unit in units:
         entries = [
-            {**each, "name": plain(each["name"]), "aliases": sorted(map(plain, each.get("aliases", ())))}
-            for each in unit["entries"]
+            {**item, "name": plain(item["name"]), "aliases": sorted(map(plain, item.get("aliases", ())))}
+            for item in unit["entries"]
         ]
         if unit.get("layout") is not None:
             flat = unit.get("flat")
-            layout = {**unit["layout"], "params": [_without_names(each) for each in unit["layout"]["params"]]}
-            made[entries[0]["name"]] = {**unit, "layout": layout, "entries": entries, "flat": flat and plain(flat)}
-    return made
+            layout = {**unit["layout"], "params": [_without_names(item) for item in unit["layout"]["params"]]}
+            layouts[entries[0]["name"]] = {**unit, "layout": layout, "entries": entries, "flat": flat and plain(flat)}
+    return layouts
 
 
 def _without_names(param: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class _IncomingModelState:
     def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, index: ModelIndex) -> None:
         self.kind = detect_kind(state) if kind is None else StateKind.parse(kind)
         self.note = get_metadata(state)
-        self._found = index
+        self._index = index
         values = _clean_names(state, index)
         if self.kind is StateKind.LOCAL:
             self.values = sharded_tensor.to_local_parts(values, index)
@@ -150,14 +150,14 @@ class _IncomingModelState:
 
     def value(self, name: str, aliases: tuple[str, ...]) -> Any:
         """Return what is given under one of an entry's names; None where there is nothing."""
-        return next((self.values[each] for each in (name, *aliases) if each in self.values), None)
+        return next((self.values[key] for key in (name, *aliases) if key in self.values), None)
 
     @property
     def digest(self) -> bytes:
         """What has to be the same on all ranks; of a LOCAL state each has its own."""
         if self.kind is StateKind.LOCAL:
             return digest(self.kind.name)
-        known = set(self._found.names)
+        known = set(self._index.names)
         rows = [
             (name, *((list(v.shape), str(v.dtype), isinstance(v, DTensor)) if isinstance(v, torch.Tensor) else ()))
             for name, v in self.values.items()
@@ -191,7 +191,7 @@ class _IncomingModelState:
     @property
     def extra(self) -> dict[str, Any]:
         """State of modules' own making."""
-        return {name: self.values[name] for name in self._found.extra if name in self.values}
+        return {name: self.values[name] for name in self._index.extra if name in self.values}
 
     def extra_as_json(self) -> bytes:
         """Return the extra state for other ranks, to which no objects are sent."""
@@ -206,41 +206,41 @@ class _IncomingModelState:
             ) from error
 
     def _keys(self) -> Keys:
-        expected = dict.fromkeys(self._found.names)
+        expected = dict.fromkeys(self._index.names)
         if self.kind is StateKind.LOCAL:
-            for adapter in self._found.adapters:
+            for adapter in self._index.adapters:
                 if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
                     expected[adapter.flat_name] = None
                     for entry in adapter.entries:
                         for name in (entry.name, *entry.aliases):
                             expected.pop(name, None)
-        ties = self._found.aliases
+        ties = self._index.aliases
         has = {ties.get(name, name) for name in self.values}
         missing = [name for name in expected if name not in self.values and ties.get(name, name) not in has]
-        known = set(expected) | set(self._found.names)
+        known = set(expected) | set(self._index.names)
         return Keys(tuple(missing), tuple(name for name in self.values if name not in known))
 
     def _problems(self) -> list[str]:
-        found = []
-        for entry in self._found.entries.values():
+        problems = []
+        for entry in self._index.entries.values():
             value = self.value(entry.name, entry.aliases)
             if value is not None:
-                found += _misfit(entry.name, value, entry.shape, entry.dtype)
-        for buffer in self._found.buffers:
+                problems += _misfit(entry.name, value, entry.shape, entry.dtype)
+        for buffer in self._index.buffers:
             if buffer.name in self.values:
-                found += _misfit(buffer.name, self.values[buffer.name], tuple(buffer.value.shape), buffer.dtype)
-        return found
+                problems += _misfit(buffer.name, self.values[buffer.name], tuple(buffer.value.shape), buffer.dtype)
+        return problems
 
     def _local_problems(self) -> list[str]:
         """Compare layouts: they alone show which elements a shard has."""
         problems = check_rank(self.note)
         if problems:
             return problems
-        found = check_units(self.note, self._found)
-        for adapter in self._found.adapters:
+        misfits = check_units(self.note, self._index)
+        for adapter in self._index.adapters:
             for name, value, held in _local_values(adapter, self.values):
-                found += _misfit(name, value, tuple(held.shape), held.dtype)
-        return found
+                misfits += _misfit(name, value, tuple(held.shape), held.dtype)
+        return misfits
 
 
 def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:

@@ -127,12 +127,12 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
 def _sharded(index: ModelIndex) -> dict[str, torch.Tensor]:
     """Return DTensors; while a unit's rows travel, the next unit's are put together."""
     stagings = Staging(), Staging()
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     under_way: deque[tuple[ShardingAdapter, Callable[[], list[torch.Tensor]]]] = deque()
 
     def end_first() -> None:
         adapter, end = under_way.popleft()
-        made.update({entry.name: value for entry, value in zip(adapter.entries, end(), strict=True)})
+        tensors.update({entry.name: value for entry, value in zip(adapter.entries, end(), strict=True)})
 
     for number, adapter in enumerate(index.adapters):
         under_way.append((adapter, adapter.start_to_sharded(adapter.packed, stagings[number % len(stagings)])))
@@ -140,7 +140,7 @@ def _sharded(index: ModelIndex) -> dict[str, torch.Tensor]:
             end_first()
     while under_way:
         end_first()
-    return made
+    return tensors
 
 
 def _local(index: ModelIndex) -> dict[str, torch.Tensor]:
@@ -157,27 +157,27 @@ def _local(index: ModelIndex) -> dict[str, torch.Tensor]:
 
 def _ordered(tensors: Mapping[str, Any], index: ModelIndex) -> OrderedDict[str, Any]:
     """Return the tensors under all their names, in the order of the unsharded model; others first."""
-    made: OrderedDict[str, Any] = OrderedDict()
+    state: OrderedDict[str, Any] = OrderedDict()
     known = set(index.names)
-    made.update({name: value for name, value in tensors.items() if name not in known})
+    state.update({name: value for name, value in tensors.items() if name not in known})
     for name in index.names:
         if name in index.extra:
-            made[name] = index.extra[name].get_extra_state()
+            state[name] = index.extra[name].get_extra_state()
             continue
         value = tensors.get(index.aliases.get(name, name))
         if value is not None:
-            made[name] = value
-    return made
+            state[name] = value
+    return state
 
 
-def with_metadata(made: OrderedDict[str, Any], kind: StateKind, index: ModelIndex) -> OrderedDict[str, Any]:
+def with_metadata(state: OrderedDict[str, Any], kind: StateKind, index: ModelIndex) -> OrderedDict[str, Any]:
     """Write the kind and layout of a state into `_metadata`, where `torch.nn.Module` keeps versions."""
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(index.aliases)}
     if kind is StateKind.LOCAL:
         register_with_torch_dcp()  # LOCAL states need it, with either front end
         note |= {**local_metadata(), "names": list(index.names), "units": units_metadata(index)}
-    made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
-    return made
+    state._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
+    return state
 
 
 def local_metadata() -> dict[str, Any]:
@@ -197,7 +197,7 @@ def units_metadata(index: ModelIndex) -> list[dict[str, Any]]:
 def unit_metadata(adapter: ShardingAdapter) -> dict[str, Any]:
     """Return the layout of an adapter's tensors, as plain JSON values."""
     entries = [
-        {"name": each.name, "aliases": list(each.aliases), "shape": list(each.shape), "dtype": str(each.dtype)[6:]}
-        for each in adapter.entries
+        {"name": entry.name, "aliases": list(entry.aliases), "shape": list(entry.shape), "dtype": str(entry.dtype)[6:]}
+        for entry in adapter.entries
     ]
     return {"entries": entries, **adapter.layout_metadata()}

@@ -31,8 +31,8 @@ def run_save_hooks(index: ModelIndex, values: Mapping[str, Any]) -> Mapping[str,
         return values
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     with _register_tensors(index, tensors):
-        made = index.root.state_dict()
-    return {clean(name).removeprefix(_get_outer_prefix(index.root)): value for name, value in made.items()}
+        state = index.root.state_dict()
+    return {clean(name).removeprefix(_get_outer_prefix(index.root)): value for name, value in state.items()}
 
 
 def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,13 +44,13 @@ def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, An
         for entry in index.entries.values()
     }
     full: dict[str, torch.Tensor] = {name: shells[index.aliases.get(name, name)] for name in index.places}
-    full |= {each.name: torch.empty_like(each.value, dtype=each.dtype, device="meta") for each in index.buffers}
+    full |= {buffer.name: torch.empty_like(buffer.value, dtype=buffer.dtype, device="meta") for buffer in index.buffers}
     unexpected: list[str] = []
     with _register_tensors(index, full):
         _load(index.root, {name: value for name, value in values.items() if name not in index.extra}, "", unexpected)
-        made = {name: now for name, now in _iter_registered(index) if now is not full[name]}
+        changed = {name: now for name, now in _iter_registered(index) if now is not full[name]}
     left = [name for name in values if name in full or name in index.extra or name in unexpected]
-    return {**{name: values[name] for name in left}, **made}
+    return {**{name: values[name] for name in left}, **changed}
 
 
 def _is_users(function: Any) -> bool:
@@ -65,11 +65,11 @@ def _overrides(module: nn.Module, *names: str) -> bool:
 
 @cache
 def _class_overrides(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
-    return any(name in vars(each) and _is_users(vars(each)[name]) for each in kind.__mro__ for name in names)
+    return any(name in vars(base) and _is_users(vars(base)[name]) for base in kind.__mro__ for name in names)
 
 
 def _has_hooks(*hooks: Mapping[int, Any]) -> bool:
-    return any(_is_users(getattr(each, "hook", each)) for of in hooks for each in of.values())
+    return any(_is_users(getattr(hook, "hook", hook)) for of in hooks for hook in of.values())
 
 
 def _has_save_hooks(module: nn.Module) -> bool:
@@ -88,7 +88,11 @@ def _get_outer_prefix(root: nn.Module) -> str:
 @contextmanager
 def _register_tensors(index: ModelIndex, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Register tensors in place of a model's parameters and buffers inside the block."""
-    homes = [*index.flats, *index.places.values(), *((each.module, each.attribute) for each in index.buffers)]
+    homes = [
+        *index.flats,
+        *index.places.values(),
+        *((saved_buffer.module, saved_buffer.attribute) for saved_buffer in index.buffers),
+    ]
     kept = {id(m): (m, dict(m._parameters), dict(m._buffers), dict[str, Any]()) for m, _ in homes}
     for module, attribute in homes:
         if attribute in module.__dict__:

@@ -37,7 +37,7 @@ KINDS = {
 
 def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
     """Return who holds the parameters of one wrapped module; names are those from the module on."""
-    found: list[EngineFlatAdapter] = []
+    adapters: list[EngineFlatAdapter] = []
     ranks = Ranks.from_groups(get_process_groups(unit))
     for registration in unit.registrations:
         assert isinstance(registration, (FlatParamRegistration, OrigParamsRegistration)), (
@@ -45,8 +45,8 @@ def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
         )
         names = [[place.fqn for place in member.places] for member in registration.bucket.members]
         flat_name = registration.home.attribute if isinstance(registration, FlatParamRegistration) else None
-        found.append(EngineFlatAdapter(registration, names, ranks, get_bucket_mesh(registration.bucket), flat_name))
-    return found
+        adapters.append(EngineFlatAdapter(registration, names, ranks, get_bucket_mesh(registration.bucket), flat_name))
+    return adapters
 
 
 class _ShownTensors:
@@ -122,16 +122,16 @@ def module_state_dict(
     adapters = build_adapters(unit)
     with _ShownTensors(adapters, kind, first_only=first_only).shown():
         nn.Module.state_dict(module, **given)
-    made: MutableMapping[str, Any] = given["destination"]
-    _cleaned(made, prefix)
+    target: MutableMapping[str, Any] = given["destination"]
+    _cleaned(target, prefix)
     if kind is StateKind.LOCAL:
-        _note_units(made, prefix, adapters)
+        _note_units(target, prefix, adapters)
     if first_only and not Ranks.from_groups(get_process_groups(unit)).is_first:
-        for name in [name for name in made if name.startswith(prefix)]:
-            del made[name]
-        return made
-    _finish_state(made, prefix, module, unit, settings)
-    return made
+        for name in [name for name in target if name.startswith(prefix)]:
+            del target[name]
+        return target
+    _finish_state(target, prefix, module, unit, settings)
+    return target
 
 
 def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
@@ -159,14 +159,14 @@ def _note_units(destination: MutableMapping[str, Any], prefix: str, adapters: Se
     for adapter in adapters:
         unit = _rename_unit(unit_metadata(adapter), lambda name: prefix + clean(name))
         note["units"].append(unit)
-        note["aliases"] |= {alias: each["name"] for each in unit["entries"] for alias in each["aliases"]}
+        note["aliases"] |= {alias: entry["name"] for entry in unit["entries"] for alias in entry["aliases"]}
 
 
 def _rename_unit(unit: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
     """Return a unit's note under other names."""
     entries = [
-        {**each, "name": rename(each["name"]), "aliases": [rename(alias) for alias in each["aliases"]]}
-        for each in unit["entries"]
+        {**entry, "name": rename(entry["name"]), "aliases": [rename(alias) for alias in entry["aliases"]]}
+        for entry in unit["entries"]
     ]
     flat = unit.get("flat")
     return {**unit, "entries": entries, "flat": flat and rename(flat)}
@@ -210,8 +210,8 @@ class Loading:
         self._shown = _ShownTensors(self._adapters, kind)
         for adapter, values in zip(self._adapters, self._shown.values, strict=True):
             if values is not None:
-                made = [nn.Parameter(value, requires_grad=False) for value in values]
-                adapter.show(made, is_flat=kind is StateKind.LOCAL)
+                parameters = [nn.Parameter(value, requires_grad=False) for value in values]
+                adapter.show(parameters, is_flat=kind is StateKind.LOCAL)
 
     def finish(self) -> None:
         """Take what was loaded as the unit's parameters. Collective for sharded states."""
@@ -249,7 +249,11 @@ def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) 
         unit: Its unit. If flat parameters themselves are given under their names, as torch's
             `set_model_state_dict` does beside the state, there is nothing to load.
     """
-    flats = [each.flat.data_ptr() for each in unit.registrations if isinstance(each, FlatParamRegistration)]
+    flats = [
+        registration.flat.data_ptr()
+        for registration in unit.registrations
+        if isinstance(registration, FlatParamRegistration)
+    ]
     for name in [name for name, value in state.items() if name.startswith(prefix) and _is_any(value, flats)]:
         del state[name]
     compiled = list(_find_compiled(unit.modules[0]))

@@ -215,7 +215,7 @@ def _pack_for_broadcast(
 def _pack(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
     """Return rank 0's findings as bytes for the others."""
     try:
-        text = json.dumps([{k: _plain(v) for k, v in each.items()} for each in changes])
+        text = json.dumps([{k: _plain(v) for k, v in change.items()} for change in changes])
     except TypeError as error:
         raise UsageError(
             f"settings of a group cannot be sent to the other ranks: {error}",
@@ -227,7 +227,7 @@ def _pack(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _unpack(data: bytes) -> tuple[Survey, list[dict[str, Any]]]:
     rows, text = json.loads(data)
-    return unpack_survey(rows.encode()), [{k: _rich(v) for k, v in each.items()} for each in json.loads(text)]
+    return unpack_survey(rows.encode()), [{k: _rich(v) for k, v in change.items()} for change in json.loads(text)]
 
 
 def _plain(value: Any) -> Any:
@@ -235,7 +235,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype)[6:]}
     if isinstance(value, tuple):
-        return {"tuple": [_plain(each) for each in value]}
+        return {"tuple": [_plain(item) for item in value]}
     return value
 
 
@@ -243,7 +243,7 @@ def _rich(value: Any) -> Any:
     if isinstance(value, dict) and "tensor" in value:
         return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
     if isinstance(value, dict) and "tuple" in value:
-        return tuple(_rich(each) for each in value["tuple"])
+        return tuple(_rich(item) for item in value["tuple"])
     return value
 
 
@@ -255,14 +255,14 @@ class _IncomingOptimState:
     note: Mapping[str, Any]
     state: dict[str, Mapping[str, Any]]
     groups: list[dict[str, Any]]
-    found: ModelIndex
+    index: ModelIndex
     layout: StateLayout | None
     unequal_steps: UnequalSteps = "error"
 
     @cached_property
     def scalars(self) -> frozenset[str]:
         """Slots that are scalars: the shape of a 0-dim parameter does not show it."""
-        entries = self.found.entries
+        entries = self.index.entries
         shaped: dict[str, bool] = {"step": False}
         for name, slots in self.state.items():
             if name in entries and entries[name].shape:
@@ -274,7 +274,7 @@ class _IncomingOptimState:
     @cached_property
     def _usually_shaped(self) -> frozenset[str]:
         """Slots that have the shapes of more parameters than not: of another shape, they are wrong."""
-        known = self.found.entries
+        known = self.index.entries
         counts: dict[str, int] = {}
         for name in self.state.keys() & known.keys():
             for slot, value in self.state[name].items():
@@ -324,10 +324,10 @@ class _IncomingOptimState:
         problems += [
             f"{name!r} is the number of a parameter, not its name" for name in self._keys() if not isinstance(name, str)
         ]
-        known = set(self.found.entries) | {h.flat_name for h in self.found.adapters if isinstance(h, EngineFlatAdapter)}
+        known = set(self.index.entries) | {h.flat_name for h in self.index.adapters if isinstance(h, EngineFlatAdapter)}
         problems += [f"Unexpected key: {name}" for name in self._keys() if isinstance(name, str) and name not in known]
         if self.kind is StateKind.LOCAL:
-            problems += check_rank(self.note) or check_units(self.note, self.found)
+            problems += check_rank(self.note) or check_units(self.note, self.index)
         checks = [self._check_adapter(params, missing) for params in of.by_adapter]
         problems += [problem for _, misfits in checks for problem in misfits]
         if problems:
@@ -379,22 +379,22 @@ class _IncomingOptimState:
 
     def _find_misfits(self, params: AdapterParams, rows: Survey) -> list[str]:
         """List values of other shapes whose sharding is unknown."""
-        found = []
+        misfits = []
         for index, (entry, row) in enumerate(zip(params.adapter.entries, rows, strict=True)):
-            for slot, each in row.items():
+            for slot, slot_value in row.items():
                 value = self.state[entry.name][slot]
-                if each.form is not Form.OPAQUE or isinstance(value, DTensor):
+                if slot_value.form is not Form.OPAQUE or isinstance(value, DTensor):
                     continue
                 if not params.adapter.is_sharded and slot not in self._usually_shaped:
                     continue
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 if isinstance(value, torch.Tensor) and self.parts(params, index, slot, value) is not None:
                     continue
-                found.append(
+                misfits.append(
                     f"size mismatch for {entry.name}/{slot}: found {shape}, expected {entry.shape}; "
                     "`state_layout` may return its sharding"
                 )
-        return found
+        return misfits
 
     def parts(self, params: AdapterParams, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
         """Return each rank's part of a value of a shape of its own, one where all have the same; None if unknown.
@@ -435,7 +435,7 @@ def _members(names: Sequence[Any], index: ModelIndex) -> list[Any]:
     flats = {
         h.flat_name: [entry.name for entry in h.entries] for h in index.adapters if isinstance(h, EngineFlatAdapter)
     }
-    return [each for name in names for each in flats.get(_first(name, index), [_first(name, index)])]
+    return [member for name in names for member in flats.get(_first(name, index), [_first(name, index)])]
 
 
 def _first(name: Any, index: ModelIndex) -> Any:
@@ -448,17 +448,19 @@ def _first(name: Any, index: ModelIndex) -> Any:
 
 def _find_unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
     """Name scalars and types that differ among parameters that are one flat parameter now."""
-    found = []
+    unequal = []
     for slot in dict.fromkeys(name for row in rows for name in row):
         values: dict[str, str] = {}
         for entry, row in zip(entries, rows, strict=True):
             if slot in row:
-                each = row[slot]
-                values.setdefault(str(each.value) if each.form is Form.SCALAR else each.dtype, entry.name)
+                slot_value = row[slot]
+                values.setdefault(
+                    str(slot_value.value) if slot_value.form is Form.SCALAR else slot_value.dtype, entry.name
+                )
         if len(values) > 1:
             different = ", ".join(f"{value} of {name}" for value, name in values.items())
-            found.append(f"{slot} differs among parameters of one flat parameter: {different}{LARGEST_NOTE}")
-    return found
+            unequal.append(f"{slot} differs among parameters of one flat parameter: {different}{LARGEST_NOTE}")
+    return unequal
 
 
 class _StateLoader:
@@ -477,34 +479,36 @@ class _StateLoader:
         """Return what an optimizer is to keep of an adapter's parameters. Collective."""
         if self._given.kind is StateKind.LOCAL:
             return self._get_local(params)
-        made: dict[int, dict[str, Any]] = {position: {} for position in params.positions}
+        loaded: dict[int, dict[str, Any]] = {position: {} for position in params.positions}
         for name, slot, having in group_by_slot(rows):
             if slot.form is Form.SHAPED:
-                self._shaped(params, name, slot, having, made)
+                self._shaped(params, name, slot, having, loaded)
             elif slot.form is Form.SCALAR:
                 for position in params.positions:
                     source = min(having) if params.is_flat else position
                     if source in having:
-                        made[position][name] = self._scalar(params, source, name, rows[source][name])
+                        loaded[position][name] = self._scalar(params, source, name, rows[source][name])
             else:
-                self._opaque(params, name, rows, having, made)
-        return {params.adapter.exposed[at]: state for at, state in made.items() if not _has_no_part(params.adapter, at)}
+                self._opaque(params, name, rows, having, loaded)
+        return {
+            params.adapter.exposed[at]: state for at, state in loaded.items() if not _has_no_part(params.adapter, at)
+        }
 
     def _scalar(self, params: AdapterParams, index: int, name: str, slot: Slot) -> Any:
         entry = params.adapter.entries[index]
         value = self._given.state.get(entry.name, {}).get(name)
         if not isinstance(value, torch.Tensor):
             return slot.scalar()
-        made = local(value.detach()).clone()
-        return made.fill_(slot.value) if params.is_flat and self._given.unequal_steps == "largest" else made
+        scalar = local(value.detach()).clone()
+        return scalar.fill_(slot.value) if params.is_flat and self._given.unequal_steps == "largest" else scalar
 
     def _shaped(
-        self, params: AdapterParams, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]
+        self, params: AdapterParams, name: str, slot: Slot, having: set[int], state: dict[int, dict[str, Any]]
     ) -> None:
         adapter, dtype = params.adapter, slot.torch_dtype
         places: list[torch.Tensor | None] = [None] * len(adapter.entries)
         for position in params.positions if params.is_flat else sorted(having):
-            made[position][name] = target = self._get_target(adapter, position, name, dtype)
+            state[position][name] = target = self._get_target(adapter, position, name, dtype)
             if not params.is_flat:
                 places[position] = local(target.detach())
                 continue
@@ -515,7 +519,7 @@ class _StateLoader:
         if self._from_rank0 and not self._given.groups:
             adapter.from_rank0(None, places, dtype, self._staging)
             return
-        values = [self._value(each, name, dtype) if at in having else None for at, each in enumerate(adapter.entries)]
+        values = [self._value(entry, name, dtype) if at in having else None for at, entry in enumerate(adapter.entries)]
         if self._from_rank0:
             adapter.from_rank0(values, places, dtype, self._staging)
         elif self._given.kind is StateKind.SHARDED and are_sharded_as(adapter, values):
@@ -543,7 +547,7 @@ class _StateLoader:
         return adapter.empty_like(position, dtype)
 
     def _opaque(
-        self, params: AdapterParams, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]
+        self, params: AdapterParams, name: str, rows: Survey, having: set[int], state: dict[int, dict[str, Any]]
     ) -> None:
         for position in params.positions:
             value = self._given.state.get(params.adapter.entries[position].name, {}).get(name)
@@ -552,7 +556,7 @@ class _StateLoader:
             if self._from_rank0:
                 slot, ranks = rows[position][name], params.adapter.ranks
                 value = broadcast_from_rank0(ranks, slot.value, slot.torch_dtype, params.adapter.device, value)
-            made[position][name] = self._placed(params, position, name, value)
+            state[position][name] = self._placed(params, position, name, value)
 
     def _placed(self, params: AdapterParams, position: int, name: str, value: Any) -> Any:
         """Return this rank's part of a value of a shape of its own."""
@@ -564,19 +568,19 @@ class _StateLoader:
             if parts is None:
                 raise OpaqueStateError("the sharding of this value is unknown", where=name, found=tuple(value.shape))
             mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(params.adapter.shard_group)]
-        made = mine.clone()
-        return made if isinstance(made, DTensor) else made.to(params.adapter.exposed[position].device)
+        copied = mine.clone()
+        return copied if isinstance(copied, DTensor) else copied.to(params.adapter.exposed[position].device)
 
     def _get_local(self, params: AdapterParams) -> dict[nn.Parameter, dict[str, Any]]:
-        found = {}
+        parts = {}
         for position in params.positions:
             parameter = params.adapter.exposed[position]
             kept = self._given.get_local_slots(params, position)
             scalars = self._given.scalars
             adapter = params.adapter
             owned = adapter.unpadded_size if isinstance(adapter, EngineFlatAdapter) and params.is_flat else -1
-            found[parameter] = {s: _to_local(value, parameter, s in scalars, owned) for s, value in kept.items()}
-        return found
+            parts[parameter] = {s: _to_local(value, parameter, s in scalars, owned) for s, value in kept.items()}
+        return parts
 
 
 def _has_no_part(adapter: ShardingAdapter, position: int) -> bool:
@@ -613,10 +617,10 @@ def _to_local(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) 
     if isinstance(parameter, DTensor):
         if tuple(value.shape) != tuple(local(parameter).shape):
             return value.detach().clone()
-        made = value.detach().clone()
-        return wrap_local(made, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+        part = value.detach().clone()
+        return wrap_local(part, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
     if tuple(value.shape) == (owned,):
-        made = value.new_zeros(parameter.shape)
-        made[: value.numel()] = value
-        return made
+        part = value.new_zeros(parameter.shape)
+        part[: value.numel()] = value
+        return part
     return value.detach().clone()

@@ -91,13 +91,13 @@ class OptimizerParams:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in an order that is the same on all ranks."""
-        return [each.adapter.exposed[position] for each in self.by_adapter for position in each.positions]
+        return [params.adapter.exposed[position] for params in self.by_adapter for position in params.positions]
 
     @property
     def shared(self) -> bytes:
         """What of this has to be equal on all ranks, in short: the parameters of which each rank has a part."""
-        sharded = [each for each in self.by_adapter if each.adapter.is_sharded and each.adapter.is_everywhere]
-        return digest([each.names(at) for each in sharded for at in each.positions])
+        sharded = [params for params in self.by_adapter if params.adapter.is_sharded and params.adapter.is_everywhere]
+        return digest([params.names(at) for params in sharded for at in params.positions])
 
 
 def map_optimizer_params(model_index: ModelIndex, optim: OptimizerLike) -> OptimizerParams:
@@ -133,7 +133,7 @@ def map_optimizer_params(model_index: ModelIndex, optim: OptimizerLike) -> Optim
 
 def _check_same(group: Group, digests: Sequence[bytes]) -> None:
     """Raise if optimizers of ranks have different parameters: the state of a part of a parameter is incomplete."""
-    odd = [str(group.global_rank(rank)) for rank, each in enumerate(digests) if each != digests[0]]
+    odd = [str(group.global_rank(rank)) for rank, value in enumerate(digests) if value != digests[0]]
     if odd:
         raise StateMismatchError(
             "the optimizers of the ranks have different ones of the parameters that the ranks share",
@@ -200,8 +200,8 @@ def optim_state_dict(
     collector = _StateCollector(optim, kind, rank0_only, offload_to_cpu, state_layout)
     state: dict[str, dict[str, Any]] = {}
     rows = iter(kept)
-    for each in of.by_adapter:
-        collector.add_state(each, [next(rows) for _ in each.positions], state)
+    for params in of.by_adapter:
+        collector.add_state(params, [next(rows) for _ in params.positions], state)
     if rank0_only and not index.ranks.is_first:
         return with_metadata(OrderedDict(state={}, param_groups=[]), kind, index)
     groups = [
@@ -270,7 +270,7 @@ class _StateCollector:
         return params.names(position)
 
     def _shaped(
-        self, params: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+        self, params: AdapterParams, slot: str, surveyed: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
     ) -> None:
         adapter = params.adapter
         parts = [
@@ -282,18 +282,20 @@ class _StateCollector:
             self._get_local(params, slot, parts, state)
             return
         has = set(range(len(adapter.entries))) if params.is_flat else set(having)
-        for index, (entry, value) in enumerate(zip(adapter.entries, self._moved(adapter, parts, found), strict=False)):
+        for index, (entry, value) in enumerate(
+            zip(adapter.entries, self._moved(adapter, parts, surveyed), strict=False)
+        ):
             if index in has:
                 own = value.clone() if _is_within(value, parts[0 if params.is_flat else index]) else value
                 state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
 
     def _moved(
-        self, adapter: ShardingAdapter, parts: Sequence[torch.Tensor | None], found: Slot
+        self, adapter: ShardingAdapter, parts: Sequence[torch.Tensor | None], surveyed: Slot
     ) -> Iterable[torch.Tensor]:
         """Return each entry's value as it is asked for; nothing on the ranks that get none. Collective."""
         if self._kind is StateKind.SHARDED:
-            return adapter.to_sharded(adapter.pack(parts, found.torch_dtype), self._staging)
-        packed = adapter.pack(parts, found.torch_dtype, self._staging)
+            return adapter.to_sharded(adapter.pack(parts, surveyed.torch_dtype), self._staging)
+        packed = adapter.pack(parts, surveyed.torch_dtype, self._staging)
         return adapter.to_full(packed, self._staging, first_only=self._first_only) or ()
 
     def _get_local(
@@ -311,29 +313,29 @@ class _StateCollector:
                     state.setdefault(name, {})[slot] = own.cpu() if self._offload else own
 
     def _opaque(
-        self, params: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+        self, params: AdapterParams, slot: str, surveyed: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
     ) -> None:
         gives = not self._first_only or params.adapter.ranks.is_first
         for position in having:
             own = self._own(params, position, slot)
             for name in self._names(params, position):
-                value = self._joined(params, name, slot, found, own)
+                value = self._joined(params, name, slot, surveyed, own)
                 if gives:
                     moves = self._offload and isinstance(value, torch.Tensor)
                     state.setdefault(name, {})[slot] = value.cpu() if moves else value
 
-    def _joined(self, params: AdapterParams, name: str, slot: str, found: Slot, own: Any) -> Any:
+    def _joined(self, params: AdapterParams, name: str, slot: str, surveyed: Slot, own: Any) -> Any:
         """Return a value of another shape: unchanged if it is not sharded, joined if its sharding is known."""
         if isinstance(own, DTensor):
             return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
         if self._kind is StateKind.LOCAL or not params.adapter.is_sharded:
             return copy_value(own)
-        if found.dtype and params.adapter.shard_group is not None:
-            piece = torch.empty(0, dtype=found.torch_dtype) if own is None else own.detach()
+        if surveyed.dtype and params.adapter.shard_group is not None:
+            piece = torch.empty(0, dtype=surveyed.torch_dtype) if own is None else own.detach()
             answer = ask_layout(self._layout, name, slot, piece)
             several = params.is_flat and len(params.adapter.entries) > 1  # joined, it would be no single parameter's
             if answer == "replicated" or (isinstance(answer, int) and not several):
-                pieces = gather_uneven(own, found.torch_dtype, params.adapter.shard_group)
+                pieces = gather_uneven(own, surveyed.torch_dtype, params.adapter.shard_group)
                 return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
         raise OpaqueStateError(
             "state is neither shaped like its parameter nor a number, and state_layout did not return how it is "
@@ -362,7 +364,7 @@ def gather_uneven(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.Proc
         ranks: Who takes part.
     """
     encoded = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
-    shapes = [None if each == b"-" else torch.Size(int(n) for n in each.decode().split(",") if n) for each in encoded]
+    shapes = [None if text == b"-" else torch.Size(int(n) for n in text.decode().split(",") if n) for text in encoded]
     device = get_group_device(ranks, torch.device("cpu") if own is None else own.device)
     padded = torch.zeros(max(shape.numel() for shape in shapes if shape is not None), dtype=dtype, device=device)
     if own is not None:

@@ -90,9 +90,9 @@ def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:
 def _padded(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
     if part.shape[dim] == rows:
         return part.contiguous()
-    made = part.new_zeros([rows if d == dim else n for d, n in enumerate(part.shape)])
-    made.narrow(dim, 0, part.shape[dim]).copy_(part)
-    return made
+    padded = part.new_zeros([rows if d == dim else n for d, n in enumerate(part.shape)])
+    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return padded
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -117,13 +117,13 @@ def plan_exchange(layout: FlatLayout, rank: int) -> Exchange:
 
 
 def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, getter: int) -> list[ElementRun]:
-    found = []
+    spans = []
     for run in _runs(layout, giver):
         starts = rows[run.index].starts
         start, stop = max(run.start, starts[getter]), min(run.stop, starts[getter + 1])
         if start < stop:
-            found.append(ElementRun(run.index, run.offset + start - run.start, start - starts[getter], stop - start))
-    return found
+            spans.append(ElementRun(run.index, run.offset + start - run.start, start - starts[getter], stop - start))
+    return spans
 
 
 @lru_cache(maxsize=4096)
@@ -134,12 +134,12 @@ def _runs(layout: FlatLayout, rank: int) -> tuple[ShardRun, ...]:
 @lru_cache(maxsize=4096)
 def find_first_owners(layout: FlatLayout) -> dict[int, int]:
     """Return for each parameter with elements the lowest rank that has some."""
-    found: dict[int, int] = {}
+    owners: dict[int, int] = {}
     for rank in range(layout.world):
         for run in _runs(layout, rank):
             if run.stop > run.start:
-                found.setdefault(run.index, rank)
-    return found
+                owners.setdefault(run.index, rank)
+    return owners
 
 
 def start_flat_to_rows(
@@ -245,12 +245,12 @@ def _slice_targets(
     starts: Mapping[int, int],
 ) -> list[torch.Tensor]:
     """Return where spans go of the parameters that are not left alone."""
-    found = []
+    targets = []
     for span in spans:
         place, at = into[span.index], span.flat - starts[span.index]
         if place is not None and parts[span.index] is not None:
-            found.append(place[at : at + span.numel])
-    return found
+            targets.append(place[at : at + span.numel])
+    return targets
 
 
 def _to_shape(part: torch.Tensor, shape: tuple[int, ...], spec: ParamSpec) -> torch.Tensor:

@@ -89,10 +89,10 @@ class _Grid(Group):
     @property
     def rank(self) -> int:
         """Its place, counted along the fastest direction first."""
-        found = 0
+        rank = 0
         for axis in self._axes:
-            found = found * axis.size + axis.rank
-        return found
+            rank = rank * axis.size + axis.rank
+        return rank
 
     @property
     def size(self) -> int:
@@ -102,7 +102,8 @@ class _Grid(Group):
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gather lengths, then the bytes, padded to the longest."""
         lengths = [
-            int.from_bytes(each, "big") for each in self.all_gather_equal(len(data).to_bytes(_LENGTH_BYTES, "big"))
+            int.from_bytes(data_length, "big")
+            for data_length in self.all_gather_equal(len(data).to_bytes(_LENGTH_BYTES, "big"))
         ]
         rows = self.all_gather_equal(data.ljust(max(lengths), b"\0")) if any(lengths) else [b""] * self.size
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
