@@ -99,11 +99,15 @@ class CommHook:
         return self
 
 
-class AllGatherOp(Protocol):
-    """A custom all-gather."""
+class CollectiveOp(Protocol):
+    """A custom collective, with the buffers it works on."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor to gather into."""
+        """Return a tensor to gather into, or to reduce from."""
+
+
+class AllGatherOp(CollectiveOp, Protocol):
+    """A custom all-gather."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -111,11 +115,8 @@ class AllGatherOp(Protocol):
         """Fill the output with everyone's input, in rank order; return what can be waited for, or None."""
 
 
-class ReduceScatterOp(Protocol):
+class ReduceScatterOp(CollectiveOp, Protocol):
     """A custom reduce-scatter."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor to reduce from."""
 
     def __call__(
         self,
@@ -128,9 +129,7 @@ class ReduceScatterOp(Protocol):
         """Fill the output with this rank's part of the reduced inputs; return what can be waited for, or None."""
 
 
-def allocate(
-    custom: AllGatherOp | ReduceScatterOp | None, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def allocate(custom: CollectiveOp | None, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a 1-D buffer for a collective, from a user's own collective if there is one.
 
     Args:
@@ -188,17 +187,17 @@ class ShardGroup:
         """Ranks that share the bucket."""
         return self.shard.size() if self.shard is not None else 1
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This rank's place among them."""
         return self.shard.rank() if self.shard is not None else 0
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Ranks that hold this rank's shard."""
         return self.replicate.size() if self.replicate is not None else 1
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Ranks whose gradients are averaged."""
         return self.size * self.replicas

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup, allocate
-from shardckpt.core.modules.fqn_and_params import Name
-from shardckpt.core.params.buffer_layout import Packing
-from shardckpt.core.params.stored_shard import StoredShard
+from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
 from shardckpt.devices import Event, copy_to_pinned, has_streams
 
@@ -107,28 +105,14 @@ class GradientReducer:
     Args:
         stored: The shard that the gradient is of.
         unsharded: The full parameters, which have the gradients to reduce.
-        packing: Layout of the parameters.
-        group: The ranks.
-        name: What messages call the bucket.
-        keeps_full: Every rank keeps everything.
+        layout: The bucket's layout over ranks.
     """
 
-    def __init__(
-        self,
-        stored: StoredShard,
-        unsharded: UnshardedParams,
-        packing: Packing,
-        group: ShardGroup,
-        name: Name,
-        *,
-        keeps_full: bool,
-    ) -> None:
+    def __init__(self, stored: StoredShard, unsharded: UnshardedParams, layout: BucketLayout) -> None:
         self._stored = stored
         self._unsharded = unsharded
-        self._packing = packing
-        self._group = group
-        self._name = name
-        self._keeps_full = keeps_full
+        self._layout = layout
+        self._group = layout.group
         self._hook: CommHook | None = None
         self._comms = CustomCollectives()
         self._reduction: _Reduction | None = None
@@ -137,10 +121,10 @@ class GradientReducer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         """Return one for a copy of the bucket, without the gradients of this one."""
-        stored, unsharded, name = copy.deepcopy((self._stored, self._unsharded, self._name), memo)
-        copied = GradientReducer(stored, unsharded, self._packing, self._group, name, keeps_full=self._keeps_full)
+        stored, unsharded, layout = copy.deepcopy((self._stored, self._unsharded, self._layout), memo)
+        copied = GradientReducer(stored, unsharded, layout)
         memo[id(self)] = copied
-        copied.set_collectives(hook=self._hook, comms=self._comms)
+        copied.set_collectives(hook=self._hook, comms=self._comms, group=self._group)
         return copied
 
     @property
@@ -219,14 +203,14 @@ class GradientReducer:
         )
 
     def _launch_reduce_scatter(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
-        chunk, size, count = self._packing.layout.chunk, self._group.size, len(gradients)
+        chunk, size, count = self._layout.packing.layout.chunk, self._group.size, len(gradients)
         row = chunk + count
         device = how.device
         own = self._comms.reduce_scatter
         source = allocate(own, size * row, how.dtype, device)
         rows = source.view(size, row)
         has = tuple(gradient is not None for gradient in gradients)
-        self._packing.pack(_pop_all(gradients), rows)
+        self._layout.packing.pack(_pop_all(gradients), rows)
         _write_flags(rows[:, chunk:], has)
         before, _ = how.divisors(self._group.world)
         if before != 1:
@@ -234,20 +218,20 @@ class GradientReducer:
         if size == 1 and own is None:
             return _Reduction(how, source, source, has, Pending(None, ""))
         out = torch.empty(row, dtype=how.dtype, device=device)
-        pending = self._group.reduce_scatter(out, source, f"reduce {self._name}", own)
+        pending = self._group.reduce_scatter(out, source, f"reduce {self._layout.name}", own)
         return _Reduction(how, out, source if own is not None or has_streams(device) else None, has, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; flags of who had a gradient are reduced separately."""
         assert self._hook is not None
-        chunk, size = self._packing.layout.chunk, self._group.size
+        chunk, size = self._layout.packing.layout.chunk, self._group.size
         source = torch.empty(size * chunk, dtype=how.dtype, device=how.device)
         has = tuple(gradient is not None for gradient in gradients)
         flags = torch.empty(len(has), device=source.device)
         _write_flags(flags.view(1, -1), has)
-        self._packing.pack(_pop_all(gradients), source.view(size, chunk))
-        self._group.all_reduce_flags(flags, f"count the gradients of {self._name}")
-        if self._keeps_full:
+        self._layout.packing.pack(_pop_all(gradients), source.view(size, chunk))
+        self._group.all_reduce_flags(flags, f"count the gradients of {self._layout.name}")
+        if self._layout.keeps_full:
             out = source
             self._hook.call(self._hook.state, source)
         else:
@@ -274,15 +258,15 @@ class GradientReducer:
 
     def _finish(self, reduction: _Reduction) -> ReducedGrad | None:
         """Sum over replicas and divide; None if the sum over this rank's group waits for a later reduction."""
-        chunk = self._packing.layout.chunk
+        chunk = self._layout.packing.layout.chunk
         if reduction.hook_flags is not None:
             return _build_result(reduction.out[:chunk], reduction.has, reduction.hook_flags)
-        if not (reduction.how.all_reduce or self._keeps_full) and self._group.replicas > 1:
+        if not (reduction.how.all_reduce or self._layout.keeps_full) and self._group.replicas > 1:
             self._keep_partial(reduction.out)
             return None
         out = self._add_partial(reduction.out)
         if self._group.replicas > 1:
-            self._group.all_reduce(out, f"reduce {self._name} over replicas").wait()
+            self._group.all_reduce(out, f"reduce {self._layout.name} over replicas").wait()
         gradient = out[:chunk]
         _, after = reduction.how.divisors(self._group.world)
         if after != 1:

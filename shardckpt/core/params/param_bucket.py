@@ -18,7 +18,7 @@ from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.params.buffer_layout import DimPacking, FlatPacking, Packing
 from shardckpt.core.params.gradient_reduction import GradientReducer
-from shardckpt.core.params.stored_shard import StoredShard
+from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.layout import ALIGNMENT, Layout
 
@@ -79,13 +79,12 @@ class Bucket:
         if spec.placements:
             values = [place.local(value) for place, value in zip(spec.placements, values, strict=True)]
         self.packing = self._build_packing(values, spec, precision)
+        self._layout = BucketLayout(name, self.packing, group, spec.keeps_full)
         shard = self._allocate_shard(values[0], self.packing.layout.chunk)
         self.packing.write_shard(values, group.rank, shard)
         self.stored = StoredShard(shard, precision, offload)
         self.unsharded = self._build_unsharded(values[0].device, spec)
-        self.reducer = GradientReducer(
-            self.stored, self.unsharded, self.packing, group, name, keeps_full=spec.keeps_full
-        )
+        self.reducer = GradientReducer(self.stored, self.unsharded, self._layout)
         self.initial_checksums = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
@@ -116,10 +115,7 @@ class Bucket:
         group = spec.post_forward_group
         return UnshardedParams(
             self.stored,
-            self.packing,
-            self.group,
-            self.name,
-            keeps_full=spec.keeps_full,
+            self._layout,
             placements=spec.placements,
             device=device,
             trains=[member.parameter.requires_grad for member in self.members],

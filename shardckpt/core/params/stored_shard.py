@@ -1,4 +1,4 @@
-"""The shard of a bucket: what this rank stores of its parameters, and the types that follow from its type."""
+"""The shard of a bucket: its layout over ranks, what this rank stores, the types that follow from its type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.config import Offload, Precision
+from shardckpt.core.modules.fqn_and_params import Name
+from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.devices import pinned
 
 
@@ -39,6 +42,23 @@ class BucketDtypes:
         reduced = precision.reduced(stored)
         gradient = reduced if precision.keep_low_precision_grads else stored
         return cls(stored, precision.computed(stored), reduced, gradient)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """How the parameters of one bucket are placed in buffers, and on which ranks.
+
+    Attributes:
+        name: What messages call the bucket.
+        packing: Layout of the parameters in the shard and in the buffers of collectives.
+        group: The ranks that share them.
+        keeps_full: Every rank keeps everything.
+    """
+
+    name: Name
+    packing: Packing
+    group: ShardGroup
+    keeps_full: bool
 
 
 class StoredShard:

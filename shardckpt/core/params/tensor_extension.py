@@ -17,16 +17,16 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.boxes import chunk_range
-from shardckpt.core.comm.collectives import Pending, ShardGroup
+from shardckpt.core.comm.collectives import Pending
 from shardckpt.core.comm.streams import ResizableStorage, use_gather_stream, wait_for_gather
 from shardckpt.core.config import Precision
-from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
+from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.modules.pytree import tensors
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
-from shardckpt.core.params.stored_shard import StoredShard
+from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.devices import record_event, record_stream
@@ -106,24 +106,24 @@ class _Outputs:
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         """Free these too, unless they are views of what is known."""
         for tensor in tensors:
-            known = {each.tensor.untyped_storage().data_ptr() for each in self.buffers}
+            known = {buffer.tensor.untyped_storage().data_ptr() for buffer in self.buffers}
             if tensor.untyped_storage().data_ptr() not in known:
                 self.buffers.append(ResizableStorage.from_tensor(tensor))
 
     def allocate(self) -> None:
         """Give all of them memory."""
-        for each in self.buffers:
-            each.allocate()
+        for buffer in self.buffers:
+            buffer.allocate()
 
     def record_current_stream(self) -> None:
         """Note that the current stream uses all of them, memory of the stream that gathers."""
-        for each in self.buffers:
-            record_stream(each.tensor)
+        for buffer in self.buffers:
+            record_stream(buffer.tensor)
 
     def free(self) -> None:
         """Take their memory."""
-        for each in self.buffers:
-            each.free()
+        for buffer in self.buffers:
+            buffer.free()
 
 
 class ExtensionBucket(Bucket):
@@ -152,9 +152,7 @@ class ExtensionBucket(Bucket):
         return like.new_zeros(numel)
 
     def _build_unsharded(self, device: torch.device, spec: ShardSpec) -> UnshardedParams:
-        return ExtendedParams(
-            self.stored, self.packing, self.group, self.name, self.members[0], spec.placements[0], device
-        )
+        return ExtendedParams(self.stored, self._layout, self.members[0], spec.placements[0], device)
 
 
 class ExtendedParams(UnshardedParams):
@@ -164,9 +162,7 @@ class ExtendedParams(UnshardedParams):
 
     Args:
         stored: The shard.
-        packing: Layout of the parameter.
-        group: The ranks that share it.
-        name: What messages call the bucket.
+        layout: Its layout over ranks.
         member: The parameter.
         placement: Its placement on a mesh.
         device: Where the unit computes.
@@ -175,9 +171,7 @@ class ExtendedParams(UnshardedParams):
     def __init__(
         self,
         stored: StoredShard,
-        packing: Packing,
-        group: ShardGroup,
-        name: Name,
+        layout: BucketLayout,
         member: ParamInfo,
         placement: ParamPlacement,
         device: torch.device,
@@ -188,10 +182,7 @@ class ExtendedParams(UnshardedParams):
         self._forget()
         super().__init__(
             stored,
-            packing,
-            group,
-            name,
-            keeps_full=False,
+            layout,
             placements=(placement,),
             device=device,
             trains=[member.parameter.requires_grad],
@@ -226,11 +217,11 @@ class ExtendedParams(UnshardedParams):
     def _extended_tensor(self) -> Any:
         local = self._local
         if local is None:
-            local = self._packing.split_shard(self._stored.data.data, self._group.rank)[0]
+            local = self._layout.packing.split_shard(self._stored.data.data, self._layout.group.rank)[0]
         if not is_extended(local):
             raise ExtensionError(
                 f"the local tensor of a parameter has no {_PRE} and {_POST}, by which it was to be gathered",
-                where=f"{self._name}, {self._member.fqn}",
+                where=f"{self._layout.name}, {self._member.fqn}",
                 found=type(local).__name__,
                 fix="Put them on the new local tensor after whatever replaced it: to, to_empty, load_state_dict with "
                 "assign, a copy of the model.",
@@ -295,10 +286,10 @@ class ExtendedParams(UnshardedParams):
     def start_all_gather(self, *, full_precision: bool = False) -> bool:
         """Start the all-gather of what `fsdp_pre_all_gather` returns. Collective."""
         del full_precision
-        size = self._group.size
+        size = self._layout.group.size
         if self.is_unsharded or self._pending is not None:
             return False
-        with profile_range("all_gather", self._name.text), use_gather_stream(self.device):
+        with profile_range("all_gather", self._layout.name.text), use_gather_stream(self.device):
             self._inputs, self._metadata = self._call_pre_all_gather()
             if self._outputs is None:
                 self._outputs = _Outputs(
@@ -306,9 +297,9 @@ class ExtendedParams(UnshardedParams):
                 )
             self._outputs.allocate()
             pairs = zip(self._outputs.gathered, self._inputs, strict=True)
-            what = f"gather {self._name}"
+            what = f"gather {self._layout.name}"
             own = self.custom_all_gather
-            works = [self._group.all_gather(out.tensor, part.reshape(-1), what, own) for out, part in pairs]
+            works = [self._layout.group.all_gather(out.tensor, part.reshape(-1), what, own) for out, part in pairs]
             self._pending = _All(works, what)
             self._gather_event = record_event(self.device)
         return True
@@ -322,7 +313,7 @@ class ExtendedParams(UnshardedParams):
         else:
             known = self._stored.precision
             policy = MixedPrecisionPolicy(known.param_dtype, known.reduce_dtype, known.output_dtype, known.cast_inputs)
-            shape = torch.Size(self._packing.layout.specs[0].shape)
+            shape = torch.Size(self._layout.packing.layout.specs[0].shape)
             module = self._member.places[0].module
             inputs, metadata = before(self._placement.ring, shape, _steps(shape), module, policy)
         rows = self._rows
@@ -331,8 +322,8 @@ class ExtendedParams(UnshardedParams):
     @property
     def _rows(self) -> int:
         """Rows that every rank sends: those of the first."""
-        shape = self._packing.layout.specs[0].shape
-        return chunk_range(shape[0], self._group.size, 0)[1]
+        shape = self._layout.packing.layout.specs[0].shape
+        return chunk_range(shape[0], self._layout.group.size, 0)[1]
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
         """Wait for the all-gather and make the full parameter by `fsdp_post_all_gather`."""
@@ -347,7 +338,7 @@ class ExtendedParams(UnshardedParams):
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
         gathered = tuple(out.tensor.view(-1, *each.shape[1:]) for out, each in pairs)
         behind = getattr(self._extended_tensor, _POST)
-        with profile_range("all_gather_copy_out", self._name.text), torch.no_grad():
+        with profile_range("all_gather_copy_out", self._layout.name.text), torch.no_grad():
             if self._shown is None:
                 made, inner = behind(gathered, self._metadata, self._stored.dtypes.compute)
                 self._outputs.add(inner)
@@ -364,7 +355,7 @@ class ExtendedParams(UnshardedParams):
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
         stood = self._leaves.params[0]
-        shape = self._packing.layout.specs[0].shape
+        shape = self._layout.packing.layout.specs[0].shape
         full = torch.as_strided(made, shape, _steps(shape), storage_offset=0)
         leaf = nn.Parameter(self._placement.full(full), requires_grad=stood.requires_grad)
         # a user's attributes, not what a subclass keeps its content in

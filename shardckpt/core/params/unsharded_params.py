@@ -12,10 +12,9 @@ from torch import nn
 from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup, allocate
 from shardckpt.core.comm.streams import ResizableStorage, make_gathers_wait, use_gather_stream, wait_for_gather
 from shardckpt.core.modules.autograd_hooks import GradientWatch
-from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.params.buffer_layout import Packing
-from shardckpt.core.params.stored_shard import StoredShard
+from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.devices import Event, record_event, record_stream
 
 
@@ -88,10 +87,7 @@ class UnshardedParams:
 
     Args:
         stored: The shard to gather.
-        packing: Layout of the parameters.
-        group: The ranks that share them.
-        name: What messages call the bucket.
-        keeps_full: Every rank keeps everything.
+        layout: Its layout over ranks.
         placements: Placement of each parameter on a mesh; empty if all are plain.
         device: Where the unit computes.
         trains: Whether each parameter requires gradients.
@@ -108,21 +104,15 @@ class UnshardedParams:
     def __init__(
         self,
         stored: StoredShard,
-        packing: Packing,
-        group: ShardGroup,
-        name: Name,
+        layout: BucketLayout,
         *,
-        keeps_full: bool,
         placements: Sequence[ParamPlacement],
         device: torch.device,
         trains: Sequence[bool],
         post_forward_group: ShardGroup | None = None,
     ) -> None:
         self._stored = stored
-        self._packing = packing
-        self._group = group
-        self._name = name
-        self._keeps_full = keeps_full
+        self._layout = layout
         self._placements = tuple(placements)
         self.post_forward_group = post_forward_group
         self.custom_all_gather: AllGatherOp | None = None
@@ -138,19 +128,19 @@ class UnshardedParams:
         """Make the full parameters, without their values unless they are the shard."""
         data, dtypes = self._stored.data, self._stored.dtypes
         self.device = device
-        self.is_aliased = self._keeps_full and dtypes.compute == dtypes.stored and data.device == device
+        self.is_aliased = self._layout.keeps_full and dtypes.compute == dtypes.stored and data.device == device
         self.is_unsharded = self.is_aliased
         if self.is_aliased:
             buffer = ResizableStorage.from_tensor(data)
-            self._leaves = _Leaves(self._packing, self._placements, buffer, trains, self.watch)
+            self._leaves = _Leaves(self._layout.packing, self._placements, buffer, trains, self.watch)
         else:
             self._leaves = self._build_freed(dtypes.compute, trains)
         self._stored_dtype_leaves: _Leaves | None = None  # kept: unsharded again, valid for what autograd saved
         self._current = self._leaves
 
     def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Leaves:
-        buffer = ResizableStorage(self._packing.unsharded_numel, dtype, self.device)
-        leaves = _Leaves(self._packing, self._placements, buffer, trains, self.watch)
+        buffer = ResizableStorage(self._layout.packing.unsharded_numel, dtype, self.device)
+        leaves = _Leaves(self._layout.packing, self._placements, buffer, trains, self.watch)
         leaves.buffer.free()
         return leaves
 
@@ -167,7 +157,7 @@ class UnshardedParams:
         self.reshard()
         copied = memo[id(self)] = copy.copy(self)
         copied._stored = copy.deepcopy(self._stored, memo)
-        copied._name = copy.deepcopy(self._name, memo)
+        copied._layout = copy.deepcopy(self._layout, memo)
         copied._placements = copy.deepcopy(self._placements, memo)
         copied.watch = GradientWatch()
         copied.rebuild(self.device)
@@ -242,7 +232,7 @@ class UnshardedParams:
             return False
         if full_precision and not self.is_full_precision:
             self._use_stored_dtype()
-        with profile_range("all_gather", self._name.text), use_gather_stream(self.device):
+        with profile_range("all_gather", self._layout.name.text), use_gather_stream(self.device):
             self._pending = self._launch_all_gather(self._current.buffer)
             self._gather_event = record_event(self.device)
         return True
@@ -256,12 +246,12 @@ class UnshardedParams:
             self._current.set_requires_grad(index, on)
 
     def _launch_all_gather(self, buffer: ResizableStorage) -> Pending:
-        what, dtype = f"gather {self._name.text}", buffer.tensor.dtype
-        if self._packing.is_direct:
+        what, dtype = f"gather {self._layout.name.text}", buffer.tensor.dtype
+        if self._layout.packing.is_direct:
             buffer.allocate()
             incoming = buffer.tensor
         else:
-            numel = self._packing.all_gather_numel
+            numel = self._layout.packing.all_gather_numel
             incoming = self._gather_output = allocate(self.custom_all_gather, numel, dtype, self.device)
         if self._partial_shard is not None and self.post_forward_group is not None:
             make_gathers_wait(self.device, self._partial_shard_event)
@@ -269,9 +259,9 @@ class UnshardedParams:
         own = self._stored.data.detach()
         if own.dtype != dtype or own.device != incoming.device:
             chunk = own.numel()  # cast to where it goes: a gather may read from its own place
-            rank = self._group.rank
+            rank = self._layout.group.rank
             own = incoming[rank * chunk : (rank + 1) * chunk].copy_(own, non_blocking=True)
-        return self._group.all_gather(incoming, own, what, self.custom_all_gather)
+        return self._layout.group.all_gather(incoming, own, what, self.custom_all_gather)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
         """Wait for the all-gather: then the full parameters can be read.
@@ -290,9 +280,9 @@ class UnshardedParams:
         if keep_partial_shard:
             self._keep_partial_shard(gathered)
         if self._gather_output is not None:
-            with profile_range("all_gather_copy_out", self._name.text):
+            with profile_range("all_gather_copy_out", self._layout.name.text):
                 buffer.allocate()
-                self._packing.unpack(self._gather_output, buffer.tensor)
+                self._layout.packing.unpack(self._gather_output, buffer.tensor)
             self._gather_output = None
         self.is_unsharded = True
 

@@ -335,9 +335,7 @@ class FSDPUnit:
         self.config = config
         self.buffers = buffers if buffers is not None else Buffers(())
         self._device = device
-        self.units_to_prefetch: dict[
-            Phase, Sequence[FSDPUnit]
-        ] = {}  # for FORWARD and PRE_BACKWARD; else the order decides
+        self.units_to_prefetch: dict[Phase, Sequence[FSDPUnit]] = {}  # FORWARD, PRE_BACKWARD; else the order decides
         self.phase = Phase.IDLE
         self.root: RootHooks | None = None
         self._running_calls = 0

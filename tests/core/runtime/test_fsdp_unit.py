@@ -158,6 +158,27 @@ def test_the_docstring_shows_each_hook_of_the_table():
     assert shown == {hook for _, hook, _ in TRANSITIONS}
 
 
+@contextmanager
+def recorded_reductions() -> Iterator[list[str]]:
+    """Yield the starts of reductions that happen inside, and the waits for them."""
+    events: list[str] = []
+    start, wait = GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter
+
+    def started(self, **options):
+        events.append("start")
+        start(self, **options)
+
+    def waited(self):
+        events.extend([] if self._reduction is None else ["wait"])
+        return wait(self)
+
+    GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter = started, waited
+    try:
+        yield events
+    finally:
+        GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter = start, wait
+
+
 def test_buckets_of_a_unit_reduce_at_the_same_time():
     """A bucket waits for an earlier reduction of its unit, not for those of the other buckets."""
 
@@ -171,24 +192,42 @@ def test_buckets_of_a_unit_reduce_at_the_same_time():
                 return self.wide(self.single(x).double())
 
         model = fully_shard(Mixed())
-        events = []
-        start, wait = GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter
-
-        def started(self, **options):
-            events.append("start")
-            start(self, **options)
-
-        def waited(self):
-            events.extend([] if self._reduction is None else ["wait"])
-            return wait(self)
-
-        GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter = started, waited
-        try:
+        with recorded_reductions() as events:
             for _ in range(2):
                 model(torch.ones(2, 4)).sum().backward()
-        finally:
-            GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter = start, wait
         assert all(parameter.grad is not None for parameter in model.parameters())
         return events
 
     assert run(2, body) == [["start", "start", "wait", "wait"] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "then"),
+    [
+        ("one forward", "grad start grad start", "grad start grad start"),
+        ("two forwards in one loss", "grad grad grad start grad start", "grad start grad start"),
+        ("a forward that no backward follows", "grad grad start start", "grad start grad start"),
+    ],
+)
+def test_a_unit_is_reduced_once_behind_the_last_call_that_a_backward_may_reach(how, first, then):
+    def body(rank, world):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        x = torch.ones(2, 4, requires_grad=True)
+        with recorded_reductions() as events:
+            for layer in model:
+                layer.register_full_backward_hook(lambda *_: events.append("grad"))
+            loss = model(x).sum()
+            if how == "two forwards in one loss":
+                loss = loss + model(x).sum()
+            elif how == "a forward that no backward follows":
+                loss = model(x).sum()
+            loss.backward()
+            found = [event for event in events if event != "wait"]
+            events.clear()
+            model(x).sum().backward()
+            return " ".join(found), " ".join(event for event in events if event != "wait")
+
+    assert run(2, body) == [(first, then)] * 2
