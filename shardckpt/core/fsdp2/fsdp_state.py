@@ -61,14 +61,14 @@ class FullyShardOptions:
 
 def get_fsdp_state(module: nn.Module) -> FSDPState | None:
     """Return the state of a module; None if `fully_shard` was not applied to it."""
-    found: FSDPState | None = module.__dict__.get(STATE)
-    return found
+    state: FSDPState | None = module.__dict__.get(STATE)
+    return state
 
 
 def fsdp_states_below(module: nn.Module) -> list[FSDPState]:
     """Return the states of a module and of all below it, outer ones first, each once."""
-    found = [get_fsdp_state(each) for each in module.modules()]
-    return list(dict.fromkeys(each for each in found if each is not None))
+    states = [get_fsdp_state(child) for child in module.modules()]
+    return list(dict.fromkeys(state for state in states if state is not None))
 
 
 class UnitCollectives:
@@ -152,11 +152,11 @@ class FSDPState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPState:
         """Return a copy, which has no root yet."""
-        made = object.__new__(FSDPState)
-        memo[id(self)] = made
+        copied = object.__new__(FSDPState)
+        memo[id(self)] = copied
         for name, value in self.__dict__.items():
-            made.__dict__[name] = None if name == "root_state" else copy.deepcopy(value, memo)
-        return made
+            copied.__dict__[name] = None if name == "root_state" else copy.deepcopy(value, memo)
+        return copied
 
     # ------------------------------------------------------------------------------------------------- the unit
 
@@ -168,11 +168,11 @@ class FSDPState:
     @property
     def _excluded_params(self) -> set[nn.Parameter]:
         exempt = set(self._options.ignored)
-        for each in fsdp_states_below(self._one_module):
-            if each is not self:
+        for state in fsdp_states_below(self._one_module):
+            if state is not self:
                 exempt |= {
-                    p for registration in each.unit.registrations for p in registration.parameters
-                } | each._options.ignored
+                    p for registration in state.unit.registrations for p in registration.parameters
+                } | state._options.ignored
         for instance in FullyShardedDataParallel.fsdp_modules(self._one_module):
             exempt.update(instance.parameters())
         return exempt
@@ -185,11 +185,17 @@ class FSDPState:
         managed = managed_parameters(self._one_module, self._excluded_params)
         name = Name(", ".join(type(module).__name__ for module in self.modules))
         sets: dict[tuple[Any, ...], list[tuple[ParamInfo, MeshPlacement]]] = {}
-        for each in managed:
-            placement = place_param(each.fqn, each.parameter, self._options.info, self._options.choose)
-            alone = id(each) if needs_extension(placement.local(each.parameter)) else None
-            key = (each.parameter.dtype, each.parameter.requires_grad, id(placement.info), placement.dim is None, alone)
-            sets.setdefault(key, []).append((each, placement))
+        for member in managed:
+            placement = place_param(member.fqn, member.parameter, self._options.info, self._options.choose)
+            alone = id(member) if needs_extension(placement.local(member.parameter)) else None
+            key = (
+                member.parameter.dtype,
+                member.parameter.requires_grad,
+                id(placement.info),
+                placement.dim is None,
+                alone,
+            )
+            sets.setdefault(key, []).append((member, placement))
         _check_meshes([placement for members in sets.values() for _, placement in members])
         self._move(managed)
         registrations = [self._build_registration(name, members, config) for members in sets.values()]
@@ -198,7 +204,9 @@ class FSDPState:
 
     def _own_modules(self) -> list[nn.Module]:
         """Return the modules below that no nested unit has, each once."""
-        nested = {module for each in fsdp_states_below(self._one_module) if each is not self for module in each.modules}
+        nested = {
+            module for state in fsdp_states_below(self._one_module) if state is not self for module in state.modules
+        }
         below = walk(self._one_module, lambda module: module in nested or is_incompatible(module))
         return list(dict.fromkeys(module for _, module in below))
 
@@ -255,15 +263,15 @@ class FSDPState:
         """
         if len(self.modules) > 1:
             raise StateError(
-                f"FSDP requires a single root module but got {[type(each).__name__ for each in self.modules]}",
+                f"FSDP requires a single root module but got {[type(module).__name__ for module in self.modules]}",
                 fix="Apply fully_shard to a module above them as well, and run that.",
             )
         names: dict[FSDPState, list[str]] = {}
         for name, module in self.modules[0].named_modules():
-            each = get_fsdp_state(module)
-            if each is not None:
-                names.setdefault(each, []).append(clean(name))
-        ran = [", ".join(name) for each, name in names.items() if each.root_state is not None]
+            state = get_fsdp_state(module)
+            if state is not None:
+                names.setdefault(state, []).append(clean(name))
+        ran = [", ".join(name) for state, name in names.items() if state.root_state is not None]
         if ran:
             raise StateError(
                 f"FSDP state has already been lazily initialized for {ran[0]}; "
@@ -273,14 +281,14 @@ class FSDPState:
             )
         self._refuse_foreign_params(names)
         units = [
-            (", ".join(filter(None, name)) or type(each.modules[0]).__name__, each) for each, name in names.items()
+            (", ".join(filter(None, name)) or type(state.modules[0]).__name__, state) for state, name in names.items()
         ]
-        for name, each in units:
-            each.check_materialized(name, names[each][0])
-        root_state = RootState(self.unit, [(name, each.unit) for name, each in units])
+        for name, state in units:
+            state.check_materialized(name, names[state][0])
+        root_state = RootState(self.unit, [(name, state.unit) for name, state in units])
         root_state.set_is_last_backward(self._is_last_backward)
-        for each in names:
-            each.root_state = root_state
+        for state in names:
+            state.root_state = root_state
         return root_state
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -373,12 +381,12 @@ class FSDPState:
 def _check_meshes(placements: Sequence[MeshPlacement]) -> None:
     """Refuse two descriptions of the same ranks: they would make two buckets by mistake."""
     seen: dict[ShardGroup, DataParallelMeshInfo] = {}
-    for each in placements:
-        first = seen.setdefault(each.info.group, each.info)
-        if first is not each.info:
+    for placement in placements:
+        first = seen.setdefault(placement.info.group, placement.info)
+        if first is not placement.info:
             raise ArgumentError(
                 "Params sharing the same process group must use the same FSDPMeshInfo object, "
-                f"but got different objects: {first} vs {each.info}"
+                f"but got different objects: {first} vs {placement.info}"
             )
 
 
@@ -391,10 +399,10 @@ def _group(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return a process group of some ranks, one a purpose. Collective among them when it is asked for first."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has been made, so there is a world"
-    made = _GROUPS.setdefault(world, {})
-    if (purpose, ranks) not in made:
-        made[purpose, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made[purpose, ranks]
+    groups = _GROUPS.setdefault(world, {})
+    if (purpose, ranks) not in groups:
+        groups[purpose, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups[purpose, ranks]
 
 
 def _group_for_slices(group: ShardGroup, count: int) -> dist.ProcessGroup | None:

@@ -136,9 +136,9 @@ def fully_shard(
     )
     config = _resolve_reshard(config, reshard_after_forward, info)
     FSDPState(modules, FullyShardOptions(info, shard_placement_fn, frozenset(ignored_params or ()), config))
-    for each in modules:
-        each.__class__ = _sharded_class(type(each))
-        register_fully_shard(each)
+    for sharded in modules:
+        sharded.__class__ = _sharded_class(type(sharded))
+        register_fully_shard(sharded)
     return module
 
 
@@ -149,23 +149,23 @@ def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     given = list(dict.fromkeys(module))
     if not given:
         raise ArgumentError("fully_shard was given no module")
-    below = {inner for each in given for inner in each.modules() if inner is not each}
-    return [each for each in given if each not in below]
+    below = {inner for outer in given for inner in outer.modules() if inner is not outer}
+    return [outer for outer in given if outer not in below]
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
-    for each in modules:
-        if get_fsdp_state(each) is not None:
+    for module in modules:
+        if get_fsdp_state(module) is not None:
             raise MisuseError(
                 "Each distinct composable distributed API can only be applied to a module once. "
-                f"fully_shard has already been applied to the following module:\n{each}"
+                f"fully_shard has already been applied to the following module:\n{module}"
             )
-        if isinstance(each, FullyShardedDataParallel):
+        if isinstance(module, FullyShardedDataParallel):
             raise ArgumentError(
                 "fully_shard was given a FullyShardedDataParallel", fix="Use one or the other for a module."
             )
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
-            raise ArgumentError(f"fully_shard does not support containers that do not implement forward: {each}")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise ArgumentError(f"fully_shard does not support containers that do not implement forward: {module}")
 
 
 def _resolve_reshard(config: UnitConfig, answer: bool | int | None, info: DataParallelMeshInfo) -> UnitConfig:
@@ -235,19 +235,19 @@ class FSDPModule:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the original class: what a sharded container gives for a slice of it is not sharded."""
         original: Any = cls.__mro__[2]
-        made = original.__new__(original)
-        made.__init__(*args, **kwargs)  # it is not an instance of cls, so Python would not call it
-        return made
+        module = original.__new__(original)
+        module.__init__(*args, **kwargs)  # it is not an instance of cls, so Python would not call it
+        return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded module of its own, over the same ranks."""
         self.reshard()
-        made = object.__new__(type(self))
-        memo[id(self)] = made
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
         copy.deepcopy(self._fsdp_state, memo)
         for name, value in self.__dict__.items():
-            made.__dict__[name] = copy.deepcopy(value, memo)
-        return made
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        return copied
 
     @compiler_disabled_shallow
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,10 +272,10 @@ class FSDPModule:
 
     @property
     def _fsdp_state(self) -> FSDPState:
-        found = get_fsdp_state(self._as_module)
-        if found is None:
+        state = get_fsdp_state(self._as_module)
+        if state is None:
             raise MisuseError(f"No FSDP state found on {type(self).__name__}")
-        return found
+        return state
 
     def _get_fsdp_state(self) -> FSDPState:
         return self._fsdp_state
@@ -397,7 +397,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._fsdp_state.unit.units_to_prefetch[Phase.FORWARD] = [each.unit for each in _fsdp_states(modules)]
+        self._fsdp_state.unit.units_to_prefetch[Phase.FORWARD] = [state.unit for state in _fsdp_states(modules)]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Say what is gathered while this module's gradients are computed, instead of what came before it in forward.
@@ -408,7 +408,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._fsdp_state.unit.units_to_prefetch[Phase.PRE_BACKWARD] = [each.unit for each in _fsdp_states(modules)]
+        self._fsdp_state.unit.units_to_prefetch[Phase.PRE_BACKWARD] = [state.unit for state in _fsdp_states(modules)]
 
     # ---------------------------------------------------------------------------------------------- gradients
 
@@ -633,12 +633,12 @@ def _run_on_stream(stream: Stream, hook: Callable[[torch.Tensor], None]) -> Call
 
 
 def _fsdp_states(modules: Iterable[Any]) -> list[FSDPState]:
-    found = []
-    for each in modules:
-        if not isinstance(each, FSDPModule):
-            raise ArgumentError(f"Expects FSDPModule but got {type(each)}: {each}")
-        found.append(each._fsdp_state)
-    return found
+    states = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ArgumentError(f"Expects FSDPModule but got {type(module)}: {module}")
+        states.append(module._fsdp_state)
+    return states
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -679,6 +679,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ArgumentError: One is not sharded.
     """
-    for each in modules:
-        if not isinstance(each, FSDPModule):
-            raise ArgumentError(f"Expects list of FSDPModules but got {each}")
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ArgumentError(f"Expects list of FSDPModules but got {module}")

@@ -47,8 +47,8 @@ def isolate_storage(part: torch.Tensor) -> torch.Tensor:
     if storage.nbytes() == extent * width:
         return part
     start = part.storage_offset() * width
-    made = torch.empty(0, dtype=part.dtype, device=part.device)
-    return made.set_(storage[start : start + extent * width], 0, part.shape, part.stride())
+    isolated = torch.empty(0, dtype=part.dtype, device=part.device)
+    return isolated.set_(storage[start : start + extent * width], 0, part.shape, part.stride())
 
 
 def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
@@ -167,20 +167,20 @@ class FlatPacking(Packing):
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return each parameter's part of a rank's shard as a 1-D view."""
-        found = [shard[0:0]] * len(self._layout.specs)
+        parts = [shard[0:0]] * len(self._layout.specs)
         for run in self._layout.runs(rank):
-            found[run.index] = shard[run.offset : run.offset + run.numel]
-        return found
+            parts[run.index] = shard[run.offset : run.offset + run.numel]
+        return parts
 
     def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of full values, 1-D."""
         nothing = next((value.new_empty(0) for value in values if value is not None), None)
-        found = [None if value is None else nothing for value in values]
+        parts = [None if value is None else nothing for value in values]
         for run in self._layout.runs(rank):
             value = values[run.index]
             if value is not None:
-                found[run.index] = self._flat(value, run.index)[run.start : run.stop]
-        return found
+                parts[run.index] = self._flat(value, run.index)[run.start : run.stop]
+        return parts
 
     def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
         """Nothing to do: they are the same."""
@@ -213,23 +213,23 @@ class FlatPacking(Packing):
     @cached_property
     def _runs_by_param(self) -> tuple[tuple[tuple[int, ShardRun], ...], ...]:
         """For each parameter the ranks that have a part of it, each with that part."""
-        found: list[list[tuple[int, ShardRun]]] = [[] for _ in self._layout.specs]
+        runs_by_param: list[list[tuple[int, ShardRun]]] = [[] for _ in self._layout.specs]
         for rank, runs in enumerate(self._runs):
             for run in runs:
-                found[run.index].append((rank, run))
-        return tuple(tuple(runs) for runs in found)
+                runs_by_param[run.index].append((rank, run))
+        return tuple(tuple(runs) for runs in runs_by_param)
 
     @cached_property
     def _holes(self) -> tuple[tuple[int, int, int], ...]:
         """Padding: `(rank, start, stop)` in its shard."""
-        found = []
+        holes = []
         for rank, runs in enumerate(self._runs):
             at = 0
             for run in runs:
-                found.append((rank, at, run.offset))
+                holes.append((rank, at, run.offset))
                 at = run.offset + run.numel
-            found.append((rank, at, self._layout.chunk))
-        return tuple(hole for hole in found if hole[1] < hole[2])
+            holes.append((rank, at, self._layout.chunk))
+        return tuple(hole for hole in holes if hole[1] < hole[2])
 
 
 class DimPacking(Packing):
@@ -277,11 +277,11 @@ class DimPacking(Packing):
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of their buffer."""
-        found = []
+        params = []
         for spec, place, order in zip(self._layout.specs, self._layout.places, self._orders, strict=True):
             at = place * self._layout.world
-            found.append(view_in_order(full[at : at + spec.numel], spec.shape, order))
-        return found
+            params.append(view_in_order(full[at : at + spec.numel], spec.shape, order))
+        return params
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return each parameter's part of a rank's shard, in its shape; with a size of 0 if it is empty."""

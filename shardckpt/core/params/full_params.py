@@ -144,15 +144,15 @@ def concat_shards(
     """
     size, device = bucket.packing.layout.chunk, bucket.compute_device
     if staging is None:
-        made = torch.zeros(size, dtype=dtype, device=device)
+        joined = torch.zeros(size, dtype=dtype, device=device)
     else:
-        made = staging.place(bucket.packing.all_gather_numel, dtype, device)[bucket.rank * size :][:size]
-    for place, part in zip(bucket.split_shard(made), parts, strict=True):
+        joined = staging.place(bucket.packing.all_gather_numel, dtype, device)[bucket.rank * size :][:size]
+    for place, part in zip(bucket.split_shard(joined), parts, strict=True):
         if part is not None:
             place.copy_(part)
         elif staging is not None:
             place.zero_()
-    return made
+    return joined
 
 
 def write_shard(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -108,8 +108,8 @@ def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
         mesh: The tensor-parallel mesh.
     """
     plain: tuple[LocalParam, ...] = (LocalParam(),) * len(bucket.members)
-    found = [each for each in bucket.placements if isinstance(each, LocalParam)] or plain
-    return [each.count_replicas(mesh) for each in found]
+    params = [param for param in bucket.placements if isinstance(param, LocalParam)] or plain
+    return [param.count_replicas(mesh) for param in params]
 
 
 def build_tp_params(members: Sequence[ParamInfo]) -> tuple[LocalParam, ...]:

@@ -38,12 +38,12 @@ class DTensorRegistration(PerParamRegistration):
 
     def _build_parameter(self, index: int) -> nn.Parameter:
         member = self.bucket.members[index]
-        made = nn.Parameter(
+        sharded = nn.Parameter(
             self._placements[index].sharded(self._views[index]), requires_grad=member.parameter.requires_grad
         )
-        for each in (made, self.bucket.unsharded.params[index]):
-            each.__dict__.update(_user_attributes(member.parameter))
-        return made
+        for parameter in (sharded, self.bucket.unsharded.params[index]):
+            parameter.__dict__.update(_user_attributes(member.parameter))
+        return sharded
 
     @property
     def placements(self) -> tuple[ParamPlacement, ...]:
@@ -53,8 +53,8 @@ class DTensorRegistration(PerParamRegistration):
     def copy_parameters(self, memo: dict[int, Any]) -> None:
         """Copy the DTensors."""
         for parameter, placement, view in zip(self._parameters, self._placements, self._views, strict=True):
-            made = nn.Parameter(placement.sharded(view.clone()), requires_grad=parameter.requires_grad)
-            memo.setdefault(id(parameter), made)
+            copied = nn.Parameter(placement.sharded(view.clone()), requires_grad=parameter.requires_grad)
+            memo.setdefault(id(parameter), copied)
 
     def _get_local_data(self) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -103,12 +103,12 @@ class DTensorRegistration(PerParamRegistration):
 
     def _select(self, kind: type[DTensorRegistration], of: type[Bucket], indices: Sequence[int]) -> DTensorRegistration:
         device = self.bucket.compute_device
-        made = kind(self.bucket.select(of, indices), self._unit, [self._placements[index] for index in indices])
-        made._parameters = [self._parameters[index] for index in indices]
-        made.register_sharded()
-        made.pull_user_changes()
-        made.bucket.set_compute_device(device)
-        return made
+        selected = kind(self.bucket.select(of, indices), self._unit, [self._placements[index] for index in indices])
+        selected._parameters = [self._parameters[index] for index in indices]
+        selected.register_sharded()
+        selected.pull_user_changes()
+        selected.bucket.set_compute_device(device)
+        return selected
 
     def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add each parameter's part to its gradient; nothing for what no rank used."""
@@ -121,7 +121,7 @@ class DTensorRegistration(PerParamRegistration):
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return this rank's part of each parameter's gradient."""
-        return [None if each.grad is None else _to_local(each.grad) for each in self._parameters]
+        return [None if parameter.grad is None else _to_local(parameter.grad) for parameter in self._parameters]
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Set each parameter's gradient."""
@@ -133,15 +133,15 @@ class DTensorRegistration(PerParamRegistration):
     ) -> list[nn.Parameter]:
         """Register full parameters instead of the DTensors, with their attributes."""
         rows = zip(self._parameters, self._placements, values, gradients or [None] * len(values), strict=True)
-        made = []
+        registered = []
         for parameter, placement, value, grad in rows:
             full = nn.Parameter(placement.full(value), requires_grad=parameter.requires_grad)
             full.__dict__.update(parameter.__dict__)
             assign_gradient(full, None if grad is None else placement.full(grad))
-            made.append(full)
-        self._register(made)
+            registered.append(full)
+        self._register(registered)
         self._allow_forward()
-        return made
+        return registered
 
     def unregister_summoned(self) -> None:
         """Register the DTensors again."""

@@ -116,13 +116,13 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         value = self.bucket.wrap_unsharded(index, original.data)
         if not isinstance(value, DTensor):
             return original
-        made = nn.Parameter(value, requires_grad=original.requires_grad)
-        made.__dict__.update(original.__dict__)
+        full = nn.Parameter(value, requires_grad=original.requires_grad)
+        full.__dict__.update(original.__dict__)
         if grads and original.grad is not None:
-            assign_gradient(made, self.bucket.wrap_unsharded(index, original.grad))
+            assign_gradient(full, self.bucket.wrap_unsharded(index, original.grad))
         for place in self.bucket.members[index].places:
-            register(place, made)
-        return made
+            register(place, full)
+        return full
 
     def unregister_summoned(self) -> None:
         """Make the user's parameters views of the shard again, with their earlier gradients."""

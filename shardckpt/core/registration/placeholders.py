@@ -42,16 +42,16 @@ class ShardedPlaceholder(nn.Parameter):
     def __new__(cls, like: torch.Tensor, unit: Name, fqn: str) -> ShardedPlaceholder:
         """Make a placeholder; no memory is allocated."""
         empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
-        made: ShardedPlaceholder = torch.Tensor._make_subclass(cls, empty, like.requires_grad)
-        made.unit = unit
-        made.fqn = fqn
-        made.true_device = like.device
-        return made
+        placeholder: ShardedPlaceholder = torch.Tensor._make_subclass(cls, empty, like.requires_grad)
+        placeholder.unit = unit
+        placeholder.fqn = fqn
+        placeholder.true_device = like.device
+        return placeholder
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedPlaceholder:
         """Return a placeholder for the copied parameter."""
-        made = memo[id(self)] = ShardedPlaceholder(self, copy.deepcopy(self.unit, memo), self.fqn)
-        return made
+        copied = memo[id(self)] = ShardedPlaceholder(self, copy.deepcopy(self.unit, memo), self.fqn)
+        return copied
 
     @classmethod
     def __torch_function__(

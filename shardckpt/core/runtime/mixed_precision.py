@@ -52,10 +52,10 @@ class Buffers:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffers:
         """Return the buffers of the copied modules."""
-        made = memo[id(self)] = Buffers(copy.deepcopy(self._modules, memo))
+        copied = memo[id(self)] = Buffers(copy.deepcopy(self._modules, memo))
         for module, types in self._original.items():
-            made._original[copy.deepcopy(module, memo)] = dict(types)
-        return made
+            copied._original[copy.deepcopy(module, memo)] = dict(types)
+        return copied
 
     def cast(self, dtype: torch.dtype) -> None:
         """Cast floating buffers; the types they have at the first call are the original ones."""

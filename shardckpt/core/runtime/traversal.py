@@ -37,11 +37,11 @@ def units_with_modules(module: nn.Module) -> tuple[list[FSDPUnit], list[nn.Modul
     Args:
         module: Where to begin; it is included.
     """
-    found: dict[FSDPUnit, nn.Module] = {}
-    for each in _below(module):
-        if isinstance(each, ShardedModule):
-            found.setdefault(each.sharding_unit, each)
-    return list(found), list(found.values())
+    modules: dict[FSDPUnit, nn.Module] = {}
+    for child in _below(module):
+        if isinstance(child, ShardedModule):
+            modules.setdefault(child.sharding_unit, child)
+    return list(modules), list(modules.values())
 
 
 def units(module: nn.Module) -> list[FSDPUnit]:
@@ -56,7 +56,7 @@ def buckets(module: nn.Module) -> list[Bucket]:
 
 def roots(module: nn.Module) -> list[nn.Module]:
     """Return the modules below a module that ran as roots."""
-    return [each for each in _below(module) if isinstance(each, ShardedModule) and each.is_sharding_root]
+    return [child for child in _below(module) if isinstance(child, ShardedModule) and child.is_sharding_root]
 
 
 def _below(module: nn.Module) -> Iterator[nn.Module]:
@@ -64,8 +64,8 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
     seen: set[nn.Module] = set()
     waiting = [module]
     while waiting:
-        each = waiting.pop()
-        if each not in seen and not is_incompatible(each):
-            seen.add(each)
-            yield each
-            waiting.extend(reversed(list(each.children())))
+        current = waiting.pop()
+        if current not in seen and not is_incompatible(current):
+            seen.add(current)
+            yield current
+            waiting.extend(reversed(list(current.children())))
