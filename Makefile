@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # Tests start the command a hundred times, and each start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-repeat test-slow check format clean
+.PHONY: demo test test-repeat test-slow matrix check format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,12 @@ test-repeat: $(STAMP)
 # Run it after changes of a benchmark, of the measured code, or of the engine.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# The suite with four versions of torch and of Python, each in an environment of several gigabytes below build/matrix: an
+# hour and more. Writes the table of docs/compatibility.md. For one pair: make matrix PAIRS=3.11:2.6.0
+PAIRS ?=
+matrix: $(STAMP)
+	$(BIN)/python tests/versions/matrix.py $(addprefix --pair ,$(PAIRS)) -- -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,11 +1,11 @@
-"""Use features that the oldest supported torch lacks: each is found by its presence, never by a version number.
+"""Use features of torch that the oldest supported version lacks: found by their presence, never by a version number.
 
-| feature | first torch | without it |
-|---|---|---|
-| `ProcessGroup.get_group_store` | 2.10 | the table of torch's process groups is read |
-| `distribute_tensor(src_data_rank=)` | 2.7 | torch scatters the value of the mesh's first rank |
-| `DeviceMesh._concatenate` | 2.10 | the dimensions are taken from the root mesh of both by their names |
-| `_top_saved_tensors_default_hooks` | 2.7 | contexts of saved-tensor hooks are recorded as they are entered |
+| feature | without it |
+|---|---|
+| `ProcessGroup.get_group_store` | the table of torch's process groups is read |
+| `distribute_tensor(src_data_rank=)` | torch scatters the value of the mesh's first rank |
+| `DeviceMesh._concatenate` | the dimensions are taken from the root mesh of both by their names |
+| `_top_saved_tensors_default_hooks` | contexts of saved-tensor hooks are recorded as they are entered |
 """
 
 from __future__ import annotations

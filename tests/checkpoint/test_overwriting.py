@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch_writers import ALONE
 
 import shardckpt
 from shardckpt.errors import TargetExistsError
@@ -134,7 +135,7 @@ def test_files_that_something_beside_it_refers_to_stay(place: str, name: str) ->
 
 def test_a_step_of_another_library_is_not_replaced_by_a_checkpointer(tmp_path: Path) -> None:
     ck = shardckpt.Checkpointer(tmp_path)
-    dcp.save(STATE, checkpoint_id=ck.path(5), no_dist=True)
+    dcp.save(STATE, checkpoint_id=ck.path(5), **ALONE)
     before = content(ck.path(5))
     with pytest.raises(TargetExistsError, match=r"found \.metadata, __0_0\.distcp"):
         ck.save(5, STATE, overwrite=True)

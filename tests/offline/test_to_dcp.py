@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch_writers import ALONE
 
 import shardckpt
 from shardckpt.errors import UsageError
@@ -139,7 +140,7 @@ def load_with_torch(model: torch.nn.Module, optim: torch.optim.Optimizer, folder
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        dcp.load(state, checkpoint_id=folder, **({} if dist.is_initialized() else ALONE))
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optim, state["optim"], options=flat)
 

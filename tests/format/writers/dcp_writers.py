@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch_writers import ALONE
 
 
 def save(state: Mapping[str, Any], folder: Path, **options: Any) -> Path:
     """Save `state` with one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch notes that there is one process
-        dcp.save(dict(state), storage_writer=FileSystemWriter(folder, **options), no_dist=True)
+        dcp.save(dict(state), storage_writer=FileSystemWriter(folder, **options), **ALONE)
     return folder
 
 
@@ -80,7 +81,7 @@ def save_chunked(
     writer = FileSystemWriter(folder, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.save(dict(state), storage_writer=writer, planner=_Chunks(boxes), no_dist=True)
+        dcp.save(dict(state), storage_writer=writer, planner=_Chunks(boxes), **ALONE)
     return folder
 
 

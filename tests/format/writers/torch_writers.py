@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
 try:
     from torch.distributed.checkpoint._extension import ZStandard
 except ImportError:
     ZStandard = None
+
+ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+"""Arguments of `save` and `load` in a process of no group; torch 2.6 finds out by itself."""
 
 SerializationFormat: Any = getattr(filesystem, "SerializationFormat", None)
 

@@ -1,0 +1,223 @@
+"""Run the fast part of the suite with several versions of torch and of Python, and write a table of the counts.
+
+    python tests/versions/matrix.py [--pair PYTHON:TORCH ...] [--root FOLDER] [--table FILE] [-- ARGUMENTS OF PYTEST]
+
+Each pair gets a virtual environment of its own below the root (`build/matrix`), which is used again: several gigabytes
+each. Behind the suite, what each version writes is read by all (`cross_version.py`). The table is
+`docs/compatibility.md`; the exit code is 0 if every pair that could be run passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from repeat import Counts, count_outcomes
+
+ROOT = Path(__file__).resolve().parents[2]
+CROSS_VERSION = Path(__file__).with_name("cross_version.py")
+BEGIN, END = "<!-- matrix: written by make matrix -->\n", "<!-- matrix: end -->\n"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A version of Python and one of torch: `3.11:2.13.0`."""
+
+    python: str
+    torch: str
+
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """Parse `PYTHON:TORCH`."""
+        if re.fullmatch(r"3\.\d+:\d+\.\d+\.\d+", text) is None:
+            raise argparse.ArgumentTypeError(f"a pair must be PYTHON:TORCH, such as 3.11:2.13.0; got {text}")
+        return cls(*text.split(":"))
+
+    @property
+    def name(self) -> str:
+        """Name of the environment's folder."""
+        return f"python-{self.python}-torch-{self.torch}"
+
+
+PAIRS = [Pair("3.10", "2.6.0"), Pair("3.12", "2.9.1"), Pair("3.11", "2.13.0"), Pair("3.13", "2.15.0")]
+"""The oldest, one in the middle, the pinned and the newest torch; the oldest Python and the newest that is at hand."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A line of the table.
+
+    Attributes:
+        pair: The versions.
+        counts: Outcomes of the suite; None if the environment could not be made.
+        reading: How many forms of all versions were read, of how many.
+        note: Why there are no counts.
+    """
+
+    pair: Pair
+    counts: Counts | None = None
+    reading: tuple[int, int] = (0, 0)
+    note: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        """True if nothing failed."""
+        return self.counts is not None and not self.counts.failed and self.reading[0] == self.reading[1]
+
+
+# ------------------------------------------------------------------------------------------------- environments
+
+
+def make_environment(pair: Pair, root: Path) -> Path:
+    """Return the Python of a pair's environment, made if it is not there.
+
+    Raises:
+        RuntimeError: There is no such Python, or the install failed.
+    """
+    folder = root / pair.name
+    python = folder / "bin" / "python"
+    if (folder / ".installed").exists():
+        return python
+    base = find_python(pair.python)
+    shutil.rmtree(folder, ignore_errors=True)
+    run_checked([base, "-m", "venv", str(folder)])
+    constraints = folder / "constraints.txt"
+    constraints.write_text(build_constraints(pair), encoding="utf-8")
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # Pip's own configuration may cap torch.
+    run_checked([*install, f"torch=={pair.torch}"], PIP_CONFIG_FILE=os.devnull)
+    run_checked([*install, "-c", str(constraints), "--editable", f"{ROOT}[test]"], PIP_CONFIG_FILE=os.devnull)
+    (folder / ".installed").touch()
+    return python
+
+
+def find_python(version: str) -> str:
+    """Return the interpreter of a version.
+
+    Raises:
+        RuntimeError: It is neither on the path nor among pyenv's.
+    """
+    found = shutil.which(f"python{version}")
+    kept = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python{version}"))
+    if found is None or subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode:
+        if not kept:
+            raise RuntimeError(f"python{version} is not installed")
+        return str(kept[-1])
+    return found
+
+
+def build_constraints(pair: Pair) -> str:
+    """Return the pinned versions for a pair: torch's is its own, and newer ones of the rest need Python 3.11."""
+    torch = f"torch=={pair.torch}\n"
+    if pair.python == "3.10":
+        return torch
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return torch + "".join(f"{line}\n" for line in pinned if not line.startswith(("torch==", "#")))
+
+
+def run_checked(command: list[str], **environment: str) -> None:
+    """Run a command.
+
+    Raises:
+        RuntimeError: It failed; with the last line that it printed.
+    """
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines() or ["it printed nothing"]
+        raise RuntimeError(f"{Path(command[0]).name} {' '.join(command[1:4])} failed: {lines[-1]}")
+
+
+# --------------------------------------------------------------------------------------------------------- runs
+
+
+def run_suite(python: Path, arguments: list[str]) -> Counts:
+    """Run the fast part of the suite with an environment's Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [str(python), "-m", "pytest", "-q", "-m", "not slow", f"--junit-xml={report}", *arguments]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        return count_outcomes(report.read_text(encoding="utf-8") if report.exists() else "<testsuites/>", code)
+
+
+def read_across(pythons: dict[Pair, Path], folder: Path) -> dict[Pair, tuple[int, int]]:
+    """Write with each version and read with each what all wrote; how many forms were read, of how many."""
+    for pair, python in pythons.items():
+        subprocess.run([str(python), str(CROSS_VERSION), "write", str(folder / pair.name)], cwd=ROOT, check=False)
+    found = {}
+    for reader, python in pythons.items():
+        lines = []
+        for writer in pythons:
+            command = [str(python), str(CROSS_VERSION), "read", str(folder / writer.name)]
+            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+            read = [line for line in done.stdout.splitlines() if ": " in line]
+            print("\n".join(f"{reader.name} reads {writer.name}: {line}" for line in read), flush=True)
+            lines += read
+        found[reader] = sum(line.endswith(": ok") for line in lines), len(lines)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- table
+
+
+def build_table(results: list[Result], date: datetime.date) -> str:
+    """Return the table in Markdown."""
+    head = f"Run on {date.isoformat()} with `make matrix`:\n\n"
+    head += "| torch | Python | passed | failed | skipped | checkpoints of all versions read |\n"
+    return head + "|---|---|---|---|---|---|\n" + "".join(map(_build_row, results))
+
+
+def _build_row(result: Result) -> str:
+    versions = f"| {result.pair.torch} | {result.pair.python} |"
+    if result.counts is None:
+        return f"{versions} not run: {result.note} | | | |\n"
+    counts, (read, of) = result.counts, result.reading
+    return f"{versions} {counts.passed:,} | {len(counts.failed)} | {counts.skipped} | {read} of {of} |\n"
+
+
+def replace_table(page: str, table: str) -> str:
+    """Return a page with another table between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the page must have the lines {BEGIN.strip()} and {END.strip()}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main(argv: list[str]) -> int:
+    """Run the pairs, write the table, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pair", action="append", type=Pair.parse, help="PYTHON:TORCH; the four of the table if none")
+    parser.add_argument("--root", type=Path, default=ROOT / "build" / "matrix")
+    parser.add_argument("--table", type=Path, default=ROOT / "docs" / "compatibility.md")
+    parser.add_argument("pytest", nargs="*")
+    options = parser.parse_args(argv)
+    pythons, results = {}, []
+    for pair in options.pair or PAIRS:
+        try:
+            pythons[pair] = make_environment(pair, options.root.resolve())
+        except RuntimeError as error:
+            results.append(Result(pair, note=str(error)))
+    counts = {pair: run_suite(python, options.pytest) for pair, python in pythons.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        reading = read_across(pythons, Path(folder))
+    results += [Result(pair, counts[pair], reading[pair]) for pair in pythons]
+    table = build_table(results, datetime.datetime.now(datetime.timezone.utc).date())
+    print(table)
+    for pair, found in counts.items():
+        print("".join(f"{pair.name} failed: {name}\n" for name in found.failed), end="")
+    options.table.write_text(replace_table(options.table.read_text(encoding="utf-8"), table), encoding="utf-8")
+    return 0 if all(result.is_clean for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

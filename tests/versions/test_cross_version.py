@@ -1,0 +1,29 @@
+"""Checkpoints that one torch wrote are read by another: `make matrix` runs the script with several, this with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cross_version
+import pytest
+import torch
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_each_form_is_read_bit_for_bit_and_another_value_is_found(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cross_version.write(tmp_path)
+
+    assert cross_version.read(tmp_path) == 0
+    assert [line for line in capfd.readouterr().out.splitlines() if ": " in line] == [
+        f"{form}: ok" for form in cross_version.FORMS
+    ]
+
+    file = tmp_path / "full-state" / "pytorch_model.bin"
+    state = torch.load(file)
+    state["second.weight"][0, 0] += 1
+    torch.save(state, file)
+
+    assert cross_version.read(tmp_path) == 1
+    assert "full-state: AssertionError: second.weight differs" in capfd.readouterr().out
