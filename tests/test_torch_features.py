@@ -1,0 +1,83 @@
+"""What an older torch lacks has a fallback with the same result; here the feature is hidden from the module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from shardckpt import torch_features
+
+
+def test_the_store_is_found_in_the_table_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int, world: int) -> tuple[bytes, bytes]:
+        group = dist.new_group([0, 1])
+        store = torch_features.get_group_store(group)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(dist.ProcessGroup, "get_group_store", raising=False)
+            older = torch_features.get_group_store(group)
+        store.set(f"new-{rank}", "1")
+        older.set(f"old-{rank}", "2")
+        return older.get(f"new-{rank}"), store.get(f"old-{rank}")
+
+    assert run(2, body) == [(b"1", b"2")] * 2
+
+
+@pytest.mark.parametrize("takes_source", [True, False])
+def test_a_value_that_all_ranks_have_is_sharded(monkeypatch: pytest.MonkeyPatch, *, takes_source: bool) -> None:
+    monkeypatch.setattr(torch_features, "_TAKES_SOURCE", takes_source and torch_features._TAKES_SOURCE)
+    value = torch.arange(15.0).reshape(5, 3)
+
+    def body(rank: int, world: int) -> list[list[float]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        return torch_features.shard_replicated(value, mesh, [Replicate(), Shard(0)]).to_local().tolist()
+
+    rows = value.tolist()
+    assert run(4, body) == [rows[:3], rows[3:]] * 2
+
+
+class TestHooksOfSavedTensors:
+    """`torch.autograd.graph.saved_tensors_hooks` and all that is built of it, such as checkpointing."""
+
+    @pytest.fixture(autouse=True)
+    def recorded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        context = torch.autograd.graph.saved_tensors_hooks
+        for name in ("__enter__", "__exit__"):  # restored at the end
+            monkeypatch.setattr(context, name, getattr(context, name))
+        monkeypatch.setattr(torch_features, "_FIND_TOP", None)
+        torch_features._record_entered_hooks()
+
+    def test_the_innermost_is_found_and_none_outside(self) -> None:
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone()
+
+        assert torch_features.get_saved_tensor_hooks() is None
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            with torch.autograd.graph.saved_tensors_hooks(copy, keep):
+                assert torch_features.get_saved_tensor_hooks() == (copy, keep)
+            assert torch_features.get_saved_tensor_hooks() == (keep, keep)
+        assert torch_features.get_saved_tensor_hooks() is None
+
+    def test_it_is_so_after_an_error(self) -> None:
+        with pytest.raises(ValueError, match="inside"), torch.autograd.graph.save_on_cpu():
+            raise ValueError("inside")
+        assert torch_features.get_saved_tensor_hooks() is None
+
+    def test_those_of_a_checkpoint_are_found_inside_it(self) -> None:
+        found = []
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            found.append(torch_features.get_saved_tensor_hooks())
+            return x * x
+
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(body, x, use_reentrant=False).sum().backward()
+        assert None not in found
+        assert torch.equal(x.grad, torch.full((2,), 2.0))
