@@ -302,11 +302,7 @@ def _unknown_error(source: Source, what: str, fix: str) -> UnknownFormatError:
 
 
 def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
-    """Open the checkpoint at a path or URL, whatever its format.
-
-    Args:
-        url: The path or URL.
-        bases: Folders that the caller names of those that a step refers to.
+    """Open the checkpoint at a path or URL, whatever its format; arguments are those of `open_source`.
 
     Raises:
         SourceNotFoundError: There is nothing.

@@ -62,9 +62,7 @@ def reshard(
         What was written.
 
     Raises:
-        UsageError: The call cannot be done: no such source, a target that exists, an option that does not fit.
-        CheckpointError: The checkpoint is damaged, incomplete or unsafe; the message names tensor and box.
-        StorageError: Reading or writing failed, or the target has no room.
+        ShardckptError: As `consolidate` does.
 
     Example:
         >>> shardckpt.reshard("run/step-100", "for-8", world_size=8)  # doctest: +SKIP

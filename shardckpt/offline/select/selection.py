@@ -92,8 +92,8 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
     _check_shapes(model.tensors, options.shapes_from)
     rules = remap.read_rules(options.rules, options.rename, config) if options.rules or options.rename else ()
-    chosen = _choose_remapped(reader, manifest, found, model, options, config, rules) if rules else None
-    chosen = chosen or _choose_stored(reader, manifest, found, model, options, config)
+    opened = _OpenModel(reader, manifest, found, model, options, config)
+    chosen = _choose_remapped(opened, rules) if rules else _choose_stored(opened)
     names.require_matches(options.keep_fp32, chosen.names)
     kept = [name for name in chosen.names if name not in chosen.ties] if options.part != "optim" else []
     state = chosen.state
@@ -128,6 +128,49 @@ def _list_unwritten(manifest: Manifest, found: sections.Sections, options: Optio
 
 
 @dataclass(frozen=True, slots=True)
+class _OpenModel:
+    """An open checkpoint whose model has names.
+
+    Attributes:
+        reader: The open checkpoint.
+        manifest: What it holds.
+        found: Its sections.
+        model: Its model, by FQN.
+        options: What was asked for.
+        config: The model's `config.json`.
+    """
+
+    reader: Reader
+    manifest: Manifest
+    found: sections.Sections
+    model: NamedModel
+    options: Options
+    config: Mapping[str, object]
+
+    def read_optimizer(self) -> optimizer_state.OptimizerState | None:
+        """Return the optimizer, if it is asked for and there."""
+        if self.options.part == "model":
+            return None
+        return _optimizer(self.reader, self.manifest, self.found, self.model, self.options)
+
+    def find_ties(self, chosen: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+        """Return the names that are not written, and what is odd about ties."""
+        tensors = {name: self.model.tensors[name] for name in chosen}
+        paths = {name: entry.path for name, entry in tensors.items()}
+        tied = names.read_config_ties(self.config, tensors)
+        dropped = names.map_kept_names(chosen, paths, self.manifest.aliases, prefer=tied.values())
+        warnings = []
+        for head, embedding in tied.items():
+            if head in dropped or embedding in dropped:
+                continue
+            if same_bits(self.reader, self.manifest, tensors[head], tensors[embedding]):
+                dropped[head] = embedding
+            else:
+                warnings.append(f"config.json ties {head} to {embedding}, but their values differ: both are written")
+        return dropped, warnings
+
+
+@dataclass(frozen=True, slots=True)
 class _ChosenTensors:
     """Tensors under their final names.
 
@@ -152,34 +195,21 @@ class _ChosenTensors:
     dropped: tuple[str, ...] = ()
 
 
-def _choose_stored(
-    reader: Reader,
-    manifest: Manifest,
-    found: sections.Sections,
-    model: NamedModel,
-    options: Options,
-    config: Mapping[str, object],
-) -> _ChosenTensors:
+def _choose_stored(opened: _OpenModel) -> _ChosenTensors:
+    model, options = opened.model, opened.options
     chosen = names.select_names(model.tensors, options.include, options.exclude)
-    dropped, warnings = _ties(reader, manifest, model, chosen, config)
-    state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
+    dropped, warnings = opened.find_ties(chosen)
+    state = opened.read_optimizer()
     if state is not None and (options.include or options.exclude):
         state = _restrict_state(state, set(chosen))
     return _ChosenTensors(chosen, model.tensors, dropped, state, warnings)
 
 
-def _choose_remapped(
-    reader: Reader,
-    manifest: Manifest,
-    found: sections.Sections,
-    model: NamedModel,
-    options: Options,
-    config: Mapping[str, object],
-    rules: Sequence[Rule],
-) -> _ChosenTensors:
+def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensors:
     """Return what rules make; globs are about the names that they give."""
-    ties_before, warnings = _ties(reader, manifest, model, list(model.tensors), config)
-    state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
+    reader, manifest, model, options = opened.reader, opened.manifest, opened.model, opened.options
+    ties_before, warnings = opened.find_ties(list(model.tensors))
+    state = opened.read_optimizer()
     remapped = remap.plan_rules(rules, model.tensors, state, ties_before)
     chosen = names.select_names(remapped.model, options.include, options.exclude)
     dropped = {name: kept for name, kept in remapped.ties.items() if name in chosen and kept in chosen}
@@ -246,25 +276,6 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
             found=f"{len(missing)} such tensors",
             fix="The file that held it is probably missing.",
         )
-
-
-def _ties(
-    reader: Reader, manifest: Manifest, model: NamedModel, chosen: Sequence[str], config: Mapping[str, object]
-) -> tuple[dict[str, str], list[str]]:
-    """Return the names that are not written, and what is odd about ties."""
-    tensors = {name: model.tensors[name] for name in chosen}
-    paths = {name: entry.path for name, entry in tensors.items()}
-    tied = names.read_config_ties(config, tensors)
-    dropped = names.map_kept_names(chosen, paths, manifest.aliases, prefer=tied.values())
-    warnings = []
-    for head, embedding in tied.items():
-        if head in dropped or embedding in dropped:
-            continue
-        if same_bits(reader, manifest, tensors[head], tensors[embedding]):
-            dropped[head] = embedding
-        else:
-            warnings.append(f"config.json ties {head} to {embedding}, but their values differ: both are written")
-    return dropped, warnings
 
 
 def _optimizer(
