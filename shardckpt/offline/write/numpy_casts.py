@@ -1,4 +1,4 @@
-"""Casts between float types, with the promise that no finite value silently becomes infinite."""
+"""Casts between float types: a finite value beyond the range of the type is an error, as it is for a load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cast_into(
         allow_overflow: Accept finite values that become infinite.
 
     Raises:
-        PrecisionError: A finite value becomes infinite, or an imaginary part would be dropped.
+        PrecisionError: A finite value is beyond the range of the type, or an imaginary part would be dropped.
     """
     source = np.frombuffer(data, numpy_dtype(stored))
     target = np.frombuffer(out, numpy_dtype(dtype))
@@ -58,11 +58,12 @@ def cast_into(
         # torch casts float64 to the halves through float32, so that some values are rounded twice
         through = stored == "float64" and dtype in ("bfloat16", "float16")
         target[:] = source.astype(np.float32) if through else source
-        lost = 0 if allow_overflow else np.count_nonzero(np.isinf(target)) - np.count_nonzero(np.isinf(source))
+        # a type without infinity has NaN there
+        lost = 0 if allow_overflow else np.count_nonzero(np.isfinite(source)) - np.count_nonzero(np.isfinite(target))
     if lost:
-        where = np.flatnonzero(np.isinf(target) & np.isfinite(source))
+        where = np.flatnonzero(np.isfinite(source) & ~np.isfinite(target))
         raise PrecisionError(
-            f"{lost} finite values of {name!r} become infinite in {dtype}",
+            f"{lost} finite values of {name!r} are beyond the range of {dtype}",
             found=f"{source[where[0]]} in {stored}",
             fix="Keep the tensor with --keep-fp32, or allow it with --allow-overflow.",
         )

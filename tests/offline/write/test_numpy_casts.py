@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardckpt.checkpoint.load.torch_casts import put
 from shardckpt.dtypes import FLOATS, TORCH_NAMES
 from shardckpt.errors import PrecisionError
+from shardckpt.manifest import TensorEntry
 from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
 
 KINDS = sorted(FLOATS)
@@ -96,3 +98,17 @@ def test_numpy_knows_every_whole_byte_type() -> None:
 def test_types_that_only_some_numpy_releases_know_are_refused(name: str) -> None:
     with pytest.raises(TypeError):
         numpy_dtype(name)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float16"])
+def test_the_range_of_a_type_is_the_same_for_a_conversion_and_a_load(dtype: str) -> None:
+    """Types without infinity turn such values into NaN here, and into their largest value in torch."""
+    values = torch.tensor([1.0, 1e30])
+    entry = TensorEntry(("w",), (2,), "float32", ())
+    with pytest.raises(
+        PrecisionError, match=rf"1 finite values of 'w' are beyond the range of {dtype}; found 1.* in float32"
+    ):
+        cast(values, dtype)
+    with pytest.raises(PrecisionError, match="does not fit the type"):
+        put(values, torch.empty(2, dtype=getattr(torch, dtype)), entry)
+    assert not cast(values, dtype, allow_overflow=True)[1].float().isfinite()
