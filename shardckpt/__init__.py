@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardckpt.checkpoint.load.lazy import open
     from shardckpt.checkpoint.load.load import MismatchError, load
     from shardckpt.checkpoint.manager import Checkpointer
     from shardckpt.checkpoint.save.async_save import async_save
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
         Verification,
         WrittenFile,
     )
+    from shardckpt.open_checkpoint import open
     from shardckpt.state.keys.kinds import StateKind
     from shardckpt.state.model.load_model_state_dict import load_model_state_dict
     from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
@@ -80,7 +80,7 @@ _HOMES = {
     "shardckpt.checkpoint.save.handle": ("SaveEvent", "SaveHandle", "SaveTimings"),
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
     "shardckpt.checkpoint.load.load": ("MismatchError", "load"),
-    "shardckpt.checkpoint.load.lazy": ("open",),
+    "shardckpt.open_checkpoint": ("open",),
     "shardckpt.checkpoint.stateful.rng_state": ("RNGState",),
     "shardckpt.checkpoint.save.save": ("save",),
     "shardckpt.checkpoint.stateful.variant": ("Variant",),
@@ -199,7 +199,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     home = _HOME_OF.get(name, "shardckpt.errors")
     if home.startswith(_NEEDS_TORCH):
-        import_module("shardckpt.require_torch").require_torch(f"shardckpt.{name}")
+        import_module("shardckpt.errors").require_torch(f"shardckpt.{name}")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

@@ -30,6 +30,7 @@ ShardckptError
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import ClassVar
 
 _SHOWN = 1000
@@ -220,3 +221,22 @@ class RankError(ShardckptError, RuntimeError):
     def __init__(self, what: str, *, rank: int = -1, fix: str = "") -> None:
         self.rank = rank
         super().__init__(what, fix=fix)
+
+
+def require_torch(where: str, or_else: str = "") -> None:
+    """Import torch.
+
+    Args:
+        where: What needs it, for the message.
+        or_else: What the caller can do instead of installing it.
+
+    Raises:
+        MissingTorchError: It is not installed.
+    """
+    try:
+        import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # it is installed, and lacks a module that it needs itself
+            raise
+        fix = "Run pip install 'shardckpt[torch]'" + (f", or {or_else}." if or_else else ".")
+        raise MissingTorchError("torch must be installed", where=where, fix=fix) from None

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"shardckpt": ROOT / "shardckpt", "shardckpt_cli": ROOT / "cli" / "shardckpt_cli"}
 
 LEAVES = {"errors", "boxes", "dtypes", "manifest", "layout"}
-TORCH = {"require_torch", "torch_features"}
 
 # A package, or one file of a package where a file may do more, and the packages that it may import besides its own.
 ARROWS: dict[str, set[str]] = {
@@ -35,20 +34,22 @@ ARROWS: dict[str, set[str]] = {
     "rendezvous": {"errors", "torch_features"},
     "deprecation": {"errors"},
     "plugins": {"errors"},
-    "require_torch": {"errors"},
     "groups": {"errors"},
     "devices": set(),
-    "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors"} | TORCH,
-    "state": {"core", "plan", "groups", "deprecation"} | TORCH | LEAVES,
+    "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors", "torch_features"},
+    "state": {"core", "plan", "groups", "deprecation", "torch_features"} | LEAVES,
     "plan": set(LEAVES),
     "storage": {"errors"},
     "format": {"plan", "storage", "plugins"} | LEAVES,
-    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation", "devices"} | TORCH | LEAVES,
-    "offline": {"plan", "format", "storage", "plugins", "deprecation", "require_torch"} | LEAVES,
+    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation", "devices", "torch_features"}
+    | LEAVES,
+    "offline": {"plan", "format", "storage", "plugins", "deprecation"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
+    "open_checkpoint": {"checkpoint", "offline", "format", "errors"},
     # The package itself names everything for type checkers and resolves each name on first use.
-    "shardckpt": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups"} | LEAVES,
+    "shardckpt": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups", "open_checkpoint"}
+    | LEAVES,
     "cli": {"shardckpt", "errors"},
 }
 
@@ -75,7 +76,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
         {"merge_shards"},
-        {"ranks", "dcp", "deepspeed", "huggingface"},
+        {"ranks", "dcp", "deepspeed", "huggingface", "opened"},
         {"frameworks"},
     ),
     "checkpoint": ({"stateful"}, {"planning"}, {"coordinator"}, {"load"}, {"incremental"}, {"save"}, {"run"}),
@@ -101,6 +102,8 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
         "shardckpt.offline.consolidate",
         "shardckpt.offline.write.parallel",
     ): "ranks speak through torch; one process needs none",
+    ("shardckpt.open_checkpoint", "shardckpt.checkpoint.load.lazy"): "arrays need no torch",
+    ("shardckpt.open_checkpoint", "shardckpt.offline.open_arrays"): "tensors need no arrays",
     ("shardckpt.plugins", "importlib.metadata"): "0.03 s, which most commands can do without",
     ("shardckpt.storage.resolve_url", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
 }

@@ -1,5 +1,5 @@
 """Verbs in a job: save and load the state of a training run, on any number of ranks."""
 
-from shardckpt.require_torch import require_torch
+from shardckpt.errors import require_torch
 
 require_torch("shardckpt.checkpoint")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardckpt.errors import UsageError
+from shardckpt.errors import UsageError, require_torch
 from shardckpt.format.registry import detect, open_source
 from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files
 from shardckpt.offline.select.options import Options
@@ -20,7 +20,6 @@ from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_co
 from shardckpt.offline.write.report import OnProgress, Report
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.optim.output_keys import rekey_state
-from shardckpt.require_torch import require_torch
 from shardckpt.storage.publish import overlaps
 from shardckpt.storage.resolve_url import kind
 

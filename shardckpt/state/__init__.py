@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.require_torch import require_torch
+from shardckpt.errors import require_torch
 
 require_torch("shardckpt.state")
 

@@ -48,6 +48,7 @@ def list_calls(name: str, job: dict[str, Any]) -> Iterator[tuple[str, Callable[[
     kept = {**options, "part": "all", "allow_loss": True}
     step = f"{name}/run/step-1"
     yield "inspect", lambda: shardckpt.inspect(source)
+    yield "open", lambda: hash_tensors(shardckpt.open(source, framework="numpy"))
     yield "verify", lambda: shardckpt.verify(source)
     yield "consolidate to a step", lambda: shardckpt.consolidate(source, step, to="native", **kept)
     yield "diff", lambda: shardckpt.diff(source, step)
@@ -92,6 +93,22 @@ def attempt(call: Callable[[], Any], folder: Path) -> Any:
 def list_files(folder: Path) -> list[Path]:
     """Return the files of a folder and below it."""
     return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def hash_tensors(opened: Any) -> list[tuple[str, str]]:
+    """Return the SHA-256 of each tensor of an open checkpoint, and each plain value that can be read as text."""
+    return [(str(path), hash_tensor(opened, path)) for path in opened._source.saved.paths]
+
+
+def hash_tensor(opened: Any, path: tuple[Any, ...]) -> str:
+    """Return the SHA-256 of a tensor, a plain value as text, or the error."""
+    from shardckpt.errors import UnsupportedError
+
+    try:
+        found = opened[path]
+        return hashlib.sha256(found[...].tobytes()).hexdigest() if hasattr(found, "shape") else repr(found)
+    except UnsupportedError as error:
+        return str(error)
 
 
 def hash_file(file: Path) -> str:

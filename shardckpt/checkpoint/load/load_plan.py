@@ -12,8 +12,8 @@ import torch
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, allocate
-from shardckpt.checkpoint.load.unflatten import ForeignValue
 from shardckpt.checkpoint.stateful.stateful import dtype_name
+from shardckpt.format.opened.state_tree import ForeignValue
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.sections import find_sections, model_paths

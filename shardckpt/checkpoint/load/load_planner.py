@@ -15,10 +15,8 @@ from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, LoadPlanB
 from shardckpt.checkpoint.load.optim_load_plan import OptimizerLoadPlanner
 from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.checkpoint.load.stateful_fill import hand_over
-from shardckpt.checkpoint.load.unflatten import iter_refs
 from shardckpt.checkpoint.stateful.flatten import (
     LocalModels,
-    TensorRef,
     require_no_flat_shard,
     view_as_dtensor,
 )
@@ -34,6 +32,7 @@ from shardckpt.checkpoint.stateful.stateful import (
 from shardckpt.checkpoint.stateful.variant import EXTRAS, Variant
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
+from shardckpt.format.opened.state_tree import TensorRef, iter_refs
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.keys.kinds import is_sharded_tensor

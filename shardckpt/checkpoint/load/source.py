@@ -14,17 +14,15 @@ import torch
 
 from shardckpt.boxes import full_box
 from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, ReadRequest
-from shardckpt.checkpoint.load.unflatten import ForeignValue, fill_tree, find, iter_refs
-from shardckpt.checkpoint.stateful.flatten import TensorRef
 from shardckpt.checkpoint.stateful.stateful import from_named_value
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
-from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
 from shardckpt.format.reader import NamedBases, ParamShapes, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.format.remap import remap_reader
-from shardckpt.manifest import UNREAD, Path, TensorEntry, dotted, unflatten
+from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
@@ -141,21 +139,16 @@ class CheckpointSource:
     @cached_property
     def paths(self) -> list[Path]:
         """Where arrays and other values are."""
-        return [*self.arrays, *(tuple(map(self.rename_key, path)) for path in self.manifest.objects)]
+        return [*self.arrays, *map(self._renamed_path, self.manifest.objects)]
 
     @cached_property
     def tree(self) -> Any:
         """What was saved; arrays as `TensorRef`."""
-        if isinstance(self._reader, NativeReader):
-            records = self._reader.contents.arrays
+        tree = build_tree(self._reader, self.arrays, self.manifest.objects, from_named_value, self._renamed_path)
+        return self._renamed_keys(tree) if self.is_native else tree
 
-            def decode_ref(value: ArrayRef | NamedValue) -> object:
-                if isinstance(value, NamedValue):
-                    return from_named_value(value)
-                return TensorRef(tuple(map(self.rename_key, records[value.number].path)), value.kind)
-
-            return self._renamed_keys(self._reader.decode_state(decode_ref))
-        return self._build_foreign_tree()
+    def _renamed_path(self, path: Path) -> Path:
+        return tuple(map(self.rename_key, path))
 
     def _renamed_keys(self, tree: Any) -> Any:
         if not self._key_map:
@@ -165,13 +158,6 @@ class CheckpointSource:
         if type(tree) in (list, tuple):
             return type(tree)(map(self._renamed_keys, tree))
         return tree
-
-    def _build_foreign_tree(self) -> Any:
-        values: dict[Path, Any] = {path: TensorRef(path) for path in self.arrays}
-        for path, entry in self.manifest.objects.items():
-            value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
-            values[tuple(map(self.rename_key, path))] = ForeignValue(value, path)
-        return unflatten(values, has_lists=True)
 
     def find(self, path: Path) -> tuple[Any, bool]:
         """Return what was saved at a path, and whether anything was."""
@@ -197,7 +183,11 @@ class CheckpointSource:
             shard = LocalShard(full_box(entry.shape), tensors[path])
             wanted.append((entry, TensorShards(entry.shape, tensors[path].dtype, (shard,))))
         self.elements.read(wanted)
-        return fill_tree(tree, tensors, skipped)
+
+        def get_array(ref: TensorRef) -> object:
+            return tensors[ref.path].numpy() if ref.kind == "numpy" else tensors[ref.path]
+
+        return fill_tree(tree, get_array, skipped)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         """Read the elements that this rank holds, and no others, into their places.

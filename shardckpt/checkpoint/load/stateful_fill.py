@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.checkpoint.stateful.flatten import TensorRef, view_as_dtensor
+from shardckpt.checkpoint.stateful.flatten import view_as_dtensor
 from shardckpt.checkpoint.stateful.stateful import dtype_name, is_optimizer, is_stateful
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
+from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.keys.kinds import is_sharded_tensor
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan
-from shardckpt.checkpoint.stateful.flatten import FlattenedState, TensorRef, encoded
+from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.manifest_json import ManifestContents
 from shardckpt.format.native.payload import encode_canonical
 from shardckpt.format.native.records import ArrayRecord
+from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 

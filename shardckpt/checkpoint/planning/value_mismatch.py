@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardckpt.checkpoint.planning.rank_report import SHOWN, digest_tree
-from shardckpt.checkpoint.stateful.flatten import FlattenedState, TensorRef, encoded
+from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings import tagged_json
+from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 
 

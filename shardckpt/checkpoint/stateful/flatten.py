@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue, path_key
+from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
@@ -35,18 +36,6 @@ from shardckpt.state.keys.slots import OpaqueStateError
 from shardckpt.state.local.local_shards import LocalModel, TensorShards, get_tensor_shards, local_model
 from shardckpt.state.local.optim_shards import local_optimizer
 from shardckpt.state.optim.optim_state_dict import ForeignParameterError, map_optimizer_params
-
-
-class TensorRef(NamedTuple):
-    """Placeholder of an array in a state tree.
-
-    Attributes:
-        path: Of the array.
-        kind: `tensor` or `numpy`.
-    """
-
-    path: Path
-    kind: str = "tensor"
 
 
 @dataclass

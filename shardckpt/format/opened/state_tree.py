@@ -1,25 +1,44 @@
-"""State trees: build them from paths, look values up by path, fill in the arrays that were read."""
+"""State trees: build them of a checkpoint, look values up by path, fill in the arrays that were read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from shardckpt.checkpoint.stateful.flatten import TensorRef
-from shardckpt.checkpoint.stateful.stateful import from_named_value
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub
-from shardckpt.format.encodings.tagged_json import NamedValue
-from shardckpt.manifest import Path, dotted
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
+from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import UNREAD, ObjectEntry, Path, dotted, unflatten
+
+DecodeNamed = Callable[[NamedValue], object]
+"""Returns a value of torch or numpy, such as a dtype, from its kind and text."""
+
+
+class TensorRef(NamedTuple):
+    """Placeholder of an array in a state tree.
+
+    Attributes:
+        path: Of the array.
+        kind: `tensor` or `numpy`.
+    """
+
+    path: Path
+    kind: str = "tensor"
 
 
 class ForeignValue:
-    """A value of another format, looked at when somebody wants it."""
+    """A value of another format, looked at when somebody wants it.
 
-    def __init__(self, value: object, path: Path) -> None:
-        self.value, self.path = value, path
+    Args:
+        value: As its reader returned it.
+        path: Of the value.
+        decode: Returns a dtype that it holds.
+    """
+
+    def __init__(self, value: object, path: Path, decode: DecodeNamed) -> None:
+        self.value, self.path, self._decode = value, path, decode
 
     def plain(self, skipped: list[Path] | None = None) -> Any:
         """Return it as plain values.
@@ -30,7 +49,42 @@ class ForeignValue:
         Raises:
             UnsupportedError: It is, or holds, something that only its own library knows.
         """
-        return _plain(self.value, self.path, skipped)
+        return _plain(self.value, self.path, skipped, self._decode)
+
+
+def build_tree(
+    reader: Reader,
+    arrays: Iterable[Path],
+    objects: Mapping[Path, ObjectEntry],
+    decode: DecodeNamed,
+    rename: Callable[[Path], Path] = lambda path: path,
+) -> Any:
+    """Return what was saved; arrays as `TensorRef`, values of other formats as `ForeignValue`.
+
+    Args:
+        reader: The open checkpoint.
+        arrays: Paths of its arrays, renamed.
+        objects: Its other values, by the paths that it has for them.
+        decode: Returns a value of torch or numpy.
+        rename: Returns the new path of an array or value.
+
+    Raises:
+        CheckpointError: The state does not follow the format.
+    """
+    if isinstance(reader, NativeReader):
+        records = reader.contents.arrays
+
+        def decode_ref(value: ArrayRef | NamedValue) -> object:
+            if isinstance(value, NamedValue):
+                return decode(value)
+            return TensorRef(rename(records[value.number].path), value.kind)
+
+        return reader.decode_state(decode_ref)
+    values: dict[Path, Any] = {path: TensorRef(path) for path in arrays}
+    for path, entry in objects.items():
+        value = reader.load_object(entry) if entry.value is UNREAD else entry.value
+        values[rename(path)] = ForeignValue(value, path, decode)
+    return unflatten(values, has_lists=True)
 
 
 def find(tree: Any, path: Path) -> tuple[Any, bool]:
@@ -61,28 +115,28 @@ def iter_refs(tree: Any) -> Iterator[TensorRef]:
             yield from iter_refs(value)
 
 
-def fill_tree(tree: Any, tensors: Mapping[Path, torch.Tensor], skipped: list[Path] | None = None) -> Any:
+def fill_tree(tree: Any, get_array: Callable[[TensorRef], object], skipped: list[Path] | None = None) -> Any:
     """Return a tree with its arrays, and values as plain ones.
 
     Args:
         tree: The tree.
-        tensors: The arrays.
+        get_array: Returns an array of the tree.
         skipped: Gets the paths of entries of dicts that only their own library knows, which are left out.
 
     Raises:
         UnsupportedError: It holds something that only its own library knows, and nothing is to be left out.
     """
     if isinstance(tree, TensorRef):
-        return tensors[tree.path].numpy() if tree.kind == "numpy" else tensors[tree.path]
+        return get_array(tree)
     if isinstance(tree, ForeignValue):
         return tree.plain(skipped)
     if isinstance(tree, dict):
         rows = (
-            (key, lambda item=item: fill_tree(item, tensors, skipped), _get_path(item)) for key, item in tree.items()
+            (key, lambda part=part: fill_tree(part, get_array, skipped), _get_path(part)) for key, part in tree.items()
         )
         return type(tree)(_readable(rows, skipped))
     if type(tree) in (list, tuple):
-        return type(tree)(fill_tree(value, tensors, skipped) for value in tree)
+        return type(tree)(fill_tree(value, get_array, skipped) for value in tree)
     return tree
 
 
@@ -105,17 +159,17 @@ def _readable(
             yield key, value
 
 
-def _plain(value: Any, path: Path, skipped: list[Path] | None) -> Any:
+def _plain(value: Any, path: Path, skipped: list[Path] | None, decode: DecodeNamed) -> Any:
     if isinstance(value, dict):
         rows = (
-            (key, lambda item=item, at=(*path, str(key)): _plain(item, at, skipped), (*path, str(key)))
-            for key, item in value.items()
+            (key, lambda part=part, at=(*path, str(key)): _plain(part, at, skipped, decode), (*path, str(key)))
+            for key, part in value.items()
         )
         return dict(_readable(rows, skipped))
     if type(value) in (list, tuple):
-        return type(value)(_plain(item, (*path, at), skipped) for at, item in enumerate(value))
+        return type(value)(_plain(part, (*path, at), skipped, decode) for at, part in enumerate(value))
     if isinstance(value, Dtype):
-        return from_named_value(NamedValue("dtype", value.name))
+        return decode(NamedValue("dtype", value.name))
     if isinstance(value, InstanceStub) or type(value).__module__.startswith("shardckpt."):
         raise UnsupportedError("this value can only be read by what wrote it", where=dotted(path), found=repr(value))
     return value

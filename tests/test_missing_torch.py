@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardckpt
-from shardckpt.errors import MissingTorchError
-from shardckpt.require_torch import require_torch
+from shardckpt.errors import MissingTorchError, require_torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "installation.md"
@@ -34,7 +33,6 @@ IN_A_JOB = {
     "load_model_state_dict",
     "load_optim_state_dict",
     "model_state_dict",
-    "open",
     "optim_state_dict",
     "save",
 }
@@ -84,12 +82,18 @@ print(json.dumps([found, sorted(set(shardckpt.__all__) - set(dir(shardckpt)))]))
         ("import shardckpt; shardckpt.Checkpointer", "shardckpt.Checkpointer"),
         ("from shardckpt.core import fully_shard", "shardckpt.core"),
         ("import shardckpt.state", "shardckpt.state"),
+        ("from shardckpt.checkpoint.load.lazy import open", "shardckpt.checkpoint"),
         ("from shardckpt.checkpoint.save import save", "shardckpt.checkpoint"),
     ],
 )
 def test_the_error_is_one_line_that_names_what_to_install(code: str, name: str) -> None:
     message = f"{name}: torch must be installed. Run pip install 'shardckpt[torch]'."
     assert last_line(code) == f"shardckpt.errors.MissingTorchError: {message}"
+
+
+def test_open_says_what_to_pass_instead() -> None:
+    message = "shardckpt.open: torch must be installed. Run pip install 'shardckpt[torch]', or pass framework='numpy'."
+    assert last_line("import shardckpt; shardckpt.open('.')") == f"shardckpt.errors.MissingTorchError: {message}"
 
 
 def test_the_error_is_caught_as_what_a_missing_module_raises() -> None:

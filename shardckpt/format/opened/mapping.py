@@ -1,0 +1,183 @@
+"""A checkpoint that is looked into: names to tensors, of which each is read when it is indexed, and to plain values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from typing_extensions import Self
+
+from shardckpt.boxes import Box
+from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
+from shardckpt.format.opened.state_tree import TensorRef
+from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.plan.layout.index_to_box import Index, index_to_box
+
+ArrayT = TypeVar("ArrayT")
+SourceT = TypeVar("SourceT", bound="StateSource")
+
+
+class StateSource(Protocol):
+    """An open checkpoint, with its state tree."""
+
+    url: str
+
+    @property
+    def arrays(self) -> Mapping[Path, TensorEntry]:
+        """The arrays, by path."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """Where arrays and other values are."""
+
+    def find(self, path: Path) -> tuple[Any, bool]:
+        """Return what was saved at a path, and whether anything was."""
+
+    def read_tree(self, tree: Any) -> Any:
+        """Return a part of the tree with its arrays read."""
+
+
+class ClosableSource(Generic[SourceT]):
+    """A checkpoint that can be closed: what reads from it holds this, so that closing lets go of its files.
+
+    Args:
+        saved: The checkpoint.
+    """
+
+    def __init__(self, saved: SourceT) -> None:
+        self._saved: SourceT | None = saved
+        self.url = saved.url
+
+    @property
+    def saved(self) -> SourceT:
+        """The checkpoint. Raises UsageError where it was closed."""
+        if self._saved is None:
+            raise UsageError("the checkpoint is closed", where=self.url, fix="Open it again to read from it.")
+        return self._saved
+
+    def close(self) -> None:
+        """Release the checkpoint and its files."""
+        self._saved = None
+
+
+class StoredTensor(ABC, Generic[SourceT, ArrayT]):
+    """A tensor of an open checkpoint; indexing reads what is asked for, `[...]` all of it.
+
+    Args:
+        source: The checkpoint.
+        entry: Which.
+    """
+
+    def __init__(self, source: ClosableSource[SourceT], entry: TensorEntry) -> None:
+        self._source, self._entry = source, entry
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, in elements."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> Any:
+        """The type of its elements."""
+
+    @abstractmethod
+    def _read(self, saved: SourceT, box: Box) -> ArrayT:
+        """Return the elements of a box."""
+
+    @abstractmethod
+    def _pick(self, read: ArrayT, index: tuple[int | slice, ...]) -> ArrayT:
+        """Return some of the elements that were read, in memory of their own."""
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> ArrayT:
+        """Return elements in memory of their own, on the CPU.
+
+        Args:
+            index: Integers, slices and an ellipsis, as for a tensor.
+
+        Raises:
+            IndexError: It is out of range.
+            CheckpointError: The elements are missing or damaged.
+            NoMemoryError: They do not fit into memory.
+            StorageError: The store failed.
+            UsageError: The checkpoint was closed.
+        """
+        box, inner = index_to_box(index, self._entry.shape)
+        return self._pick(self._read(self._source.saved, box), inner)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({dotted(self._entry.path)!r}, shape={list(self._entry.shape)}, dtype={self.dtype})"
+        )
+
+
+class Opened(Mapping[Any, Any], Generic[SourceT]):
+    """An open checkpoint: names to tensors that are read when they are indexed, and to plain values.
+
+    A name is the keys joined by dots, or the tuple of them where that could mean two things. `with` closes it at the
+    end of the block; without, it is closed when nothing refers to it or to one of its tensors.
+
+    Args:
+        saved: The checkpoint.
+        make_tensor: Returns what a name of a tensor gives.
+    """
+
+    def __init__(
+        self, saved: SourceT, make_tensor: Callable[[ClosableSource[SourceT], TensorEntry], StoredTensor[SourceT, Any]]
+    ) -> None:
+        self._source = ClosableSource(saved)
+        self._make_tensor = make_tensor
+        self._paths: dict[str, list[Path]] = {}
+        for path in dict.fromkeys(saved.paths):
+            self._paths.setdefault(dotted(path), []).append(path)
+
+    def __getitem__(self, name: str | Path) -> Any:
+        """Return a tensor, a value, or the subtree below a name.
+
+        Raises:
+            UnknownNameError: The name is unknown; also a KeyError.
+            AmbiguousError: Several have it; a tuple of keys decides.
+            UsageError: The checkpoint was closed.
+        """
+        saved = self._source.saved
+        if isinstance(name, tuple):
+            path: Path = name
+        else:
+            paths = self._paths.get(name, [])
+            if len(paths) > 1:
+                raise AmbiguousError(
+                    "several names are spelt like this", where=name, found=paths, fix="Give the tuple of keys."
+                )
+            path = paths[0] if paths else tuple(name.split("."))
+        if path in saved.arrays:
+            return self._make_tensor(self._source, saved.arrays[path])
+        value, is_there = saved.find(path)
+        if not is_there:
+            raise UnknownNameError(
+                f"the checkpoint holds nothing called {name!r}",
+                where=saved.url,
+                fix="`list(opened)` gives every name.",
+            )
+        if isinstance(value, TensorRef):
+            return self._make_tensor(self._source, saved.arrays[value.path])
+        return saved.read_tree(value)
+
+    def close(self) -> None:
+        """Close the files that were opened. Its names stay known; reading from it, or from its tensors, is an error."""
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __repr__(self) -> str:
+        return f"Opened({self._source.url!r}, {len(self)} names)"

@@ -1,0 +1,220 @@
+"""The function `open` for NumPy: a checkpoint that is looked into without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.boxes import Box, contiguous_blocks, full_box
+from shardckpt.dtypes import array_nbytes, bits, nbytes
+from shardckpt.errors import NoMemoryError, UnsupportedError, UsageError
+from shardckpt.format.chunk_reader import PieceReader, ReadItem
+from shardckpt.format.encodings.tagged_json import NamedValue
+from shardckpt.format.opened.mapping import Opened, StoredTensor
+from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
+from shardckpt.format.reader import NamedBases
+from shardckpt.format.registry import open_checkpoint
+from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
+from shardckpt.plan.layout.coverage import locate
+from shardckpt.plan.naming.sections import split_flat_names
+from shardckpt.storage.resolve_url import as_url
+
+_BATCH_BYTES = 64 << 20
+"""Bytes that are read at once: as much is held besides the array, where it is cast or put in order."""
+
+
+class ArraySource:
+    """A checkpoint that is open, whose tensors are read into arrays.
+
+    Args:
+        url: Its path or URL.
+        verify: Whether blocks that are read are checked against their hashes.
+        bases: Folders that the caller names of those that it refers to.
+
+    Raises:
+        SourceNotFoundError: Nothing is stored there.
+        CheckpointError: It cannot be read.
+        UsageError: It has flat parameters, and no file lists their members.
+    """
+
+    def __init__(self, url: str, verify: bool, bases: NamedBases) -> None:
+        reader = open_checkpoint(url, bases)
+        if reader.needs_param_shapes:
+            raise UsageError(
+                "these are flat parameters of FSDP1, and no file has the shapes of their members",
+                where=reader.store.url,
+                fix="Open the result of `shardckpt consolidate SRC DST --shapes-from MODEL --part all`.",
+            )
+        self.url = url
+        self._reader = reader
+        self._manifest = split_flat_names(reader.manifest)
+        self._store = reader.store if verify else reader.unverified_store
+
+    @property
+    def arrays(self) -> Mapping[Path, TensorEntry]:
+        """The tensors, by path."""
+        return self._manifest.tensors
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        """Where tensors and other values are."""
+        return [*self._manifest.tensors, *self._manifest.objects]
+
+    @cached_property
+    def _tree(self) -> Any:
+        return build_tree(self._reader, self.arrays, self._manifest.objects, decode_named_value)
+
+    def find(self, path: Path) -> tuple[Any, bool]:
+        """Return what was saved at a path, and whether anything was."""
+        return find(self._tree, path)
+
+    def read_tree(self, tree: Any) -> Any:
+        """Return a part of the tree with its tensors read into arrays.
+
+        Raises:
+            CheckpointError: It cannot be read.
+            NoMemoryError: A tensor does not fit into memory.
+        """
+        paths = list(dict.fromkeys(ref.path for ref in iter_refs(tree)))
+        located = locate(self._reader, self._manifest, [self.arrays[path] for path in paths])  # before memory is taken
+        arrays = {
+            path: self._read_located(entry, full_box(entry.shape)) for path, entry in zip(paths, located, strict=True)
+        }
+
+        def get_array(ref: TensorRef) -> object:
+            return arrays[ref.path]
+
+        return fill_tree(tree, get_array)
+
+    def read(self, entry: TensorEntry, box: Box) -> NDArray[Any]:
+        """Return the elements of a box.
+
+        Args:
+            entry: The tensor.
+            box: In elements of the tensor.
+
+        Raises:
+            CheckpointError: Elements are missing or damaged, or of a type that NumPy lacks.
+            NoMemoryError: They do not fit into memory.
+            StorageError: The store failed.
+        """
+        (located,) = locate(self._reader, self._manifest, [entry])
+        return self._read_located(located, box)
+
+    def _read_located(self, entry: TensorEntry, box: Box) -> NDArray[Any]:
+        array = _allocate(entry, box)
+        if box.volume:
+            self._fill(entry, box, memoryview(array.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+        return array
+
+    def _fill(self, entry: TensorEntry, box: Box, into: memoryview) -> None:
+        """Read a box in parts that follow each other in memory; a part of another type is cast on its way."""
+        pieces = PieceReader(self._store)
+        stop = 0
+        for part in contiguous_blocks(box, max(_BATCH_BYTES * 8 // bits(entry.stored), 1)):
+            start, stop = stop, stop + nbytes(entry.dtype, part.volume)
+            if entry.stored == entry.dtype:
+                pieces.fill([ReadItem(entry.pieces, part, entry.stored, into[start:stop])])
+                continue
+            staged = memoryview(bytearray(nbytes(entry.stored, part.volume)))
+            pieces.fill([ReadItem(entry.pieces, part, entry.stored, staged)])
+            name = dotted(entry.path)
+            cast_into(staged, entry.stored, into[start:stop], entry.dtype, name=name, allow_overflow=True)
+
+
+def _allocate(entry: TensorEntry, box: Box) -> NDArray[Any]:
+    dtype = array_dtype(entry)
+    try:
+        flat = np.empty(box.volume, dtype)
+    except (ValueError, MemoryError) as error:
+        raise NoMemoryError(
+            "this array does not fit into the memory of this machine",
+            where=dotted(entry.path),
+            found=f"{array_nbytes(entry.dtype, box.size)} bytes for {entry.dtype} {list(box.size)}",
+            fix="Read a part of it: opened[name][rows].",
+        ) from error
+    try:
+        return flat.reshape(box.size)
+    except ValueError as error:
+        raise UnsupportedError(
+            "numpy has no such shape", where=dotted(entry.path), found=len(box.size), expected="fewer dimensions"
+        ) from error
+
+
+def array_dtype(entry: TensorEntry) -> np.dtype[Any]:
+    """Return the type of the arrays of a tensor.
+
+    Raises:
+        UnsupportedError: NumPy has no such type.
+    """
+    try:
+        return numpy_dtype(entry.dtype)
+    except (TypeError, KeyError) as error:
+        raise UnsupportedError("numpy has no such type", where=dotted(entry.path), found=entry.dtype) from error
+
+
+def decode_named_value(value: NamedValue) -> object:
+    """Return a value of torch without torch: a size as a tuple, a device as text, a dtype as NumPy's.
+
+    Raises:
+        UnsupportedError: NumPy has no such type.
+    """
+    if value.kind == "size":
+        return value.value
+    if value.kind == "device":
+        return str(value.value)
+    if value.kind == "numpy":
+        name, data = str(value.value).split(" ")
+        return np.frombuffer(bytes.fromhex(data), name)[0]
+    try:
+        return numpy_dtype(str(value.value))
+    except (TypeError, KeyError) as error:
+        raise UnsupportedError("numpy has no such type", found=value.value) from error
+
+
+class SavedArray(StoredTensor[ArraySource, NDArray[Any]]):
+    """A tensor of an open checkpoint; indexing reads what is asked for, `[...]` all of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, in elements."""
+        return self._entry.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of its arrays; that of `ml_dtypes` where NumPy itself has none."""
+        return array_dtype(self._entry)
+
+    def _read(self, saved: ArraySource, box: Box) -> NDArray[Any]:
+        return saved.read(self._entry, box)
+
+    def _pick(self, read: NDArray[Any], index: tuple[int | slice, ...]) -> NDArray[Any]:
+        some = (*index, ...)  # the ellipsis makes an array of a single element, too
+        picked: NDArray[Any] = read[some]
+        return picked.copy() if any(isinstance(pick, slice) and pick.step != 1 for pick in index) else picked
+
+
+OpenedArrays: TypeAlias = Opened[ArraySource]
+
+
+def open_arrays(path: Any, *, verify: str | bool, base: NamedBases | None) -> OpenedArrays:
+    """Open a checkpoint of any format to look into it; its tensors are read into NumPy arrays.
+
+    Args:
+        path: The path or URL of the checkpoint.
+        verify: Whether blocks that are touched are checked against their hashes.
+        base: As `load` takes it.
+
+    Raises:
+        SourceNotFoundError: Nothing is stored there.
+        CheckpointError: It cannot be read.
+        UsageError: An unknown way to verify.
+    """
+    if verify not in (False, True, "read"):
+        raise UsageError("`verify` must be False or 'read'", found=repr(verify))
+    return Opened(ArraySource(as_url(path), bool(verify), base or ""), SavedArray)

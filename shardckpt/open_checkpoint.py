@@ -1,0 +1,58 @@
+"""The function `open`: with torch tensors, or with NumPy arrays and without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from shardckpt.errors import UsageError, require_torch
+
+if TYPE_CHECKING:
+    from shardckpt.checkpoint.load.lazy import OpenedTensors
+    from shardckpt.format.reader import NamedBases
+    from shardckpt.offline.open_arrays import OpenedArrays
+
+__all__ = ["open"]
+
+
+@overload
+def open(
+    path: Any, *, verify: str | bool = "read", base: NamedBases | None = None, framework: Literal["torch"] = "torch"
+) -> OpenedTensors: ...
+
+
+@overload
+def open(
+    path: Any, *, verify: str | bool = "read", base: NamedBases | None = None, framework: Literal["numpy"]
+) -> OpenedArrays: ...
+
+
+def open(
+    path: Any, *, verify: str | bool = "read", base: NamedBases | None = None, framework: str = "torch"
+) -> OpenedTensors | OpenedArrays:
+    """Open a checkpoint of any format to look into it: `open(path)["model.layers.0.weight"][0:128]`.
+
+    `with open(path) as checkpoint:` closes its files at the end of the block.
+
+    Args:
+        path: The path or URL of the checkpoint.
+        verify: `"read"`: blocks that are touched are checked against their hashes; False: they are not.
+        base: As `load` takes it.
+        framework: `"torch"`: tensors are read as torch tensors. `"numpy"`: as NumPy arrays, with the types of
+            `ml_dtypes` for bfloat16 and float8; it needs no torch.
+
+    Raises:
+        SourceNotFoundError: Nothing is stored there.
+        CheckpointError: It cannot be read.
+        UsageError: An unknown way to verify, or framework.
+        MissingTorchError: The framework is torch, which is not installed.
+    """
+    if framework not in ("torch", "numpy"):
+        raise UsageError("`framework` must be 'torch' or 'numpy'", found=repr(framework))
+    if framework == "numpy":
+        from shardckpt.offline.open_arrays import open_arrays  # noqa: PLC0415  (tensors need no arrays)
+
+        return open_arrays(path, verify=verify, base=base)
+    require_torch("shardckpt.open", or_else="pass framework='numpy'")
+    from shardckpt.checkpoint.load.lazy import open as open_tensors  # noqa: PLC0415  (arrays need no torch)
+
+    return open_tensors(path, verify=verify, base=base)

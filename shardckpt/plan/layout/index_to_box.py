@@ -1,0 +1,51 @@
+"""What an index of an array reads: a box, and what is picked of it then."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import Any
+
+from shardckpt.boxes import Box, Shape
+
+Index = int | slice | EllipsisType
+"""What selects elements along dimensions."""
+
+
+def index_to_box(index: Index | tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int | slice, ...]]:
+    """Return the box with all elements of an index, and the index of these elements in the box.
+
+    Args:
+        index: Integers, slices and an ellipsis, as for a tensor.
+        shape: Of the array.
+
+    Raises:
+        IndexError: It is out of range.
+    """
+    picks = _picks(index if isinstance(index, tuple) else (index,), len(shape))
+    ranges = [_range(pick, size) for pick, size in zip(picks, shape, strict=True)]
+    inner = tuple(0 if isinstance(pick, int) else slice(None, None, pick.step or 1) for pick in picks)
+    return Box(tuple(first for first, _ in ranges), tuple(number for _, number in ranges)), inner
+
+
+def _picks(index: tuple[Index, ...], dims: int) -> list[int | slice]:
+    """Return what selects along each dimension."""
+    given = [item for item in index if item is not Ellipsis]
+    if len(given) > dims or len(index) - len(given) > 1 or not all(isinstance(e, (int, slice)) for e in given):
+        raise IndexError(f"{dims} dimensions are selected by as many integers and slices, not by {index!r}")
+    at = next((n for n, item in enumerate(index) if item is Ellipsis), len(index))
+    fill: list[Any] = [slice(None)] * (dims - len(given))
+    return [*given[:at], *fill, *given[at:]]
+
+
+def _range(pick: int | slice, size: int) -> tuple[int, int]:
+    """Return the first element along a dimension, and how many to read."""
+    if isinstance(pick, int):
+        if not -size <= pick < size:
+            raise IndexError(f"index {pick} is out of range for {size} elements")
+        return pick % size, 1
+    numbers = range(*pick.indices(size))
+    if numbers.step < 0:
+        raise IndexError("a step must be positive")
+    if not numbers:
+        return 0, 0
+    return numbers[0], numbers[-1] - numbers[0] + 1
