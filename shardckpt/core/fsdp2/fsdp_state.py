@@ -308,7 +308,7 @@ class FSDPState:
             event: Recorded behind the optimizer's step.
         """
         if self.root_state is not None:
-            self.root_state.set_post_optim_event(event)
+            self.root_state.shard_writes.set_post_optim_event(event)
 
     def _refuse_foreign_params(self, known: Iterable[FSDPState]) -> None:
         """Refuse a parameter that a unit elsewhere has: it would be trained twice, differently."""

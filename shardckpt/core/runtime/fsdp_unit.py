@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardckpt.core.comm.streams import RateLimiter
+from shardckpt.core.comm.streams import RateLimiter, make_gathers_wait
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.modules.autograd_hooks import BufferOwners
 from shardckpt.core.modules.compile_guard import apply_compiler_disable
@@ -282,8 +282,9 @@ class RootHooks(Protocol):
     def is_running(self) -> bool:
         """Whether a forward or backward of some unit runs."""
 
-    def make_gathers_wait(self) -> None:
-        """Make gathers wait for what is queued now."""
+    @property
+    def shard_writes(self) -> ShardWrites:
+        """Makes all-gathers wait for what was written to shards."""
 
     @property
     def limiter(self) -> RateLimiter:
@@ -420,7 +421,7 @@ class FSDPUnit:
         if not sharded:
             return
         if not self.root.is_running:  # inside a forward its begin has made them wait
-            self.root.make_gathers_wait()
+            self.root.shard_writes.make_gathers_wait()
         if self.root.compares_ranks:
             self.root.check_unshard_order(self)
         if self.config.limit_all_gathers:
@@ -606,6 +607,41 @@ class FSDPUnit:
         finally:
             self.reshard(unconditionally=True)
             self.phase = Phase.IDLE
+
+
+class ShardWrites:
+    """Makes all-gathers wait for the values that the optimizer, or a user, has written to shards.
+
+    Args:
+        units: The units that have the shards.
+    """
+
+    def __init__(self, units: Sequence[FSDPUnit]) -> None:
+        self._units = units
+        self._post_optim_event: Event | None = None
+
+    def set_post_optim_event(self, event: Event | None) -> None:
+        """Set the event that all-gathers of the next iteration wait for, in place of all that is queued."""
+        self._post_optim_event = event
+
+    def begin_iteration(self) -> None:
+        """Make gathers wait for the event, which is used once, or else for all that is queued."""
+        event, self._post_optim_event = self._post_optim_event, None
+        self._make_gathers_wait(event)
+
+    def make_gathers_wait(self) -> None:
+        """Make gathers wait for all that is queued, and for the event."""
+        self._make_gathers_wait()
+        if self._post_optim_event is not None:  # of an optimizer on another stream
+            self._make_gathers_wait(self._post_optim_event)
+
+    def _make_gathers_wait(self, event: Event | None = None) -> None:
+        devices: set[torch.device] = set()
+        for unit in self._units:
+            for registration in unit.params.registrations:
+                devices.add(registration.bucket.unsharded.device)
+        for device in devices:
+            make_gathers_wait(device, event)
 
 
 class UnshardHandle:

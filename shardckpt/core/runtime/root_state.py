@@ -11,7 +11,7 @@ import torch
 
 from shardckpt.core.api import BackwardPrefetch
 from shardckpt.core.comm import rank_checks
-from shardckpt.core.comm.streams import RateLimiter, make_gathers_wait
+from shardckpt.core.comm.streams import RateLimiter
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
@@ -20,8 +20,7 @@ from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
-from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
-from shardckpt.devices import Event
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, ShardWrites
 from shardckpt.errors import RankError, ShardckptError
 
 
@@ -86,9 +85,9 @@ class RootState:
         self.root = root
         self.units = tuple(unit for _, unit in units)
         self.limiter = RateLimiter()
+        self.shard_writes = ShardWrites(self.units)
         self.owners = BufferOwners()
         self._is_last_backward = True
-        self._post_optim_event: Event | None = None
         self._forward_id = self._forward_depth = 0
         self._prefetcher = Prefetcher()
         self._calls: list[ForwardCall[FSDPUnit]] = []  # calls that require gradients, as they finished
@@ -103,10 +102,6 @@ class RootState:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether a backward waits for all its reductions, or leaves the last ones to the next."""
         self._is_last_backward = is_last_backward
-
-    def set_post_optim_event(self, event: Event | None) -> None:
-        """Set the event that all-gathers of the next iteration wait for, in place of all that is queued."""
-        self._post_optim_event = event
 
     @property
     def is_running(self) -> bool:
@@ -180,7 +175,7 @@ class RootState:
             with profile_range("root_pre_forward"):
                 self._begin_iteration()
         elif self._forward_depth == 1:
-            self.make_gathers_wait()
+            self.shard_writes.make_gathers_wait()
         if self._forward_depth == 1:
             if self._order is not None:
                 self.recover()
@@ -201,27 +196,9 @@ class RootState:
                 unit.reshard()
         if self._rank_checks is not None:
             self._rank_checks.forward_begins()
-        if self._post_optim_event is None:
-            self.make_gathers_wait()
-        else:
-            self._make_gathers_wait(self._post_optim_event)
-            self._post_optim_event = None
+        self.shard_writes.begin_iteration()
         self._prefetcher.begin_iteration()
         self._calls = []
-
-    def make_gathers_wait(self) -> None:
-        """Make gathers wait for the values that the optimizer, or a user, has written to shards."""
-        self._make_gathers_wait()
-        if self._post_optim_event is not None:  # of an optimizer on another stream
-            self._make_gathers_wait(self._post_optim_event)
-
-    def _make_gathers_wait(self, event: Event | None = None) -> None:
-        devices: set[torch.device] = set()
-        for unit in self.units:
-            for each in unit.params.registrations:
-                devices.add(each.bucket.unsharded.device)
-        for device in devices:
-            make_gathers_wait(device, event)
 
     @compiler_disabled
     def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:
