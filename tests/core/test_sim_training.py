@@ -326,3 +326,67 @@ def copy_and_replace(rank: int, world: int, front_end: str, device: str) -> list
 @FRONTS
 def test_offloaded_shards_stay_pinned(front_end):
     assert sim.ranks(2, copy_and_replace, front_end, "sim") == [[{True}] * 3] * 2
+
+
+def train_on_a_grid(rank: int, world: int, front_end: str, device: str) -> Any:
+    """Train two groups of ranks that each hold the whole model."""
+    grid = init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    torch.default_generator.manual_seed(3)
+    model = Stack().to(device)
+    if front_end == "in place":
+        core.fully_shard(model, mesh=grid)
+    else:
+        settings = {"device_mesh": grid, "sharding_strategy": core.ShardingStrategy.HYBRID_SHARD}
+        settings |= {"use_orig_params": front_end == "orig", "device_id": torch.device(device)}
+        model = core.FullyShardedDataParallel(model, **settings)
+    return steps(model, device)
+
+
+def train_resharded_to_two(rank: int, world: int, device: str) -> Any:
+    """Train units whose parameters stay on groups of two ranks between forward and backward."""
+    return steps(build("in place", device, reshard_after_forward=2), device)
+
+
+def steps(model: nn.Module, device: str) -> Any:
+    optimizer = optimizer_of(model)
+    for at in range(2):
+        loss_of(model, at, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return kept(model)
+
+
+@pytest.mark.slow
+@FRONTS
+def test_replicated_groups_give_the_bits_of_the_cpu(front_end):
+    found, expected = on_both(4, train_on_a_grid, front_end)
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_a_number_of_ranks_to_reshard_to_gives_the_bits_of_the_cpu():
+    found, expected = on_both(4, train_resharded_to_two)
+    assert found == expected
+
+
+def summon(rank: int, world: int, front_end: str, device: str) -> Any:
+    """Summon full parameters in every way, change them, and return what there was."""
+    found: list[Any] = []
+    for settings in ({}, offload_of(front_end)):
+        model = build(front_end, device, **settings)
+        loss_of(model, 0, device).backward()
+        for ways in ({}, {"offload_to_cpu": True}, {"rank0_only": True, "writeback": False}, {"rank0_only": True}):
+            with core.FullyShardedDataParallel.summon_full_params(model, **ways):
+                seen = next(model.parameters())
+                found.append(seen.detach().cpu().tolist())
+                if "writeback" not in ways and not (ways and rank):
+                    seen.data.mul_(2.0)
+        found.append(kept(model))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front_end", ["flat", "orig"])
+def test_summoned_parameters_are_those_of_the_cpu(front_end):
+    found, expected = on_both(2, summon, front_end)
+    assert found == expected
