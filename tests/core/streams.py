@@ -128,7 +128,7 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """An operation that reads or writes the bytes [start, stop) of a storage."""
+    """An operation that reads or writes the bytes at the addresses [start, stop)."""
 
     start: int
     stop: int
@@ -144,13 +144,14 @@ class Access:
 class Region:
     """The memory of a storage from when it is allocated until it is freed."""
 
-    def __init__(self, home: FakeStream, born: Place) -> None:
+    def __init__(self, home: FakeStream, born: Place, storage: torch.UntypedStorage) -> None:
         self.home = home
         self.born = born
+        self.start = storage.data_ptr()
+        self.stop = self.start + storage.nbytes()
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.users: list[FakeStream] = []  # as record_stream named them
-        self.watch: Any = None
 
 
 class Work:
@@ -205,6 +206,7 @@ class Checker:
         self._compute = self.make_stream("compute")
         self._stack = [self._compute]
         self._regions: dict[int, Region] = {}
+        self._watches: dict[int, Any] = {}
         self._groups: dict[str, FakeStream] = {}
         self._functional: dict[int, Clock] = {}
         self._thread = threading.get_ident()
@@ -237,10 +239,21 @@ class Checker:
         """The region of a storage; memory from before the check, or from elsewhere, belongs to the computation."""
         key = storage._cdata
         found = self._regions.get(key)
+        if found is None and home is None:
+            found = self._find_around(storage)
+            if found is not None:
+                self._regions[key] = found
+                self._watches[key] = weakref.ref(storage, lambda _: self._regions.pop(key, None))
         if found is None:
-            found = self._regions[key] = Region(home or self._compute, _place())
-            found.watch = weakref.ref(storage, lambda _: self.free(key))
+            found = self._regions[key] = Region(home or self._compute, _place(), storage)
+            self._watches[key] = weakref.ref(storage, lambda _: self.free(key))
         return found
+
+    def _find_around(self, storage: torch.UntypedStorage) -> Region | None:
+        """Find the memory that a storage is a part of: that of a local tensor is a part of its bucket's."""
+        start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        around = (each for each in self._regions.values() if each.start <= start and stop <= each.stop)
+        return next(around, None) if start < stop else None
 
     def free(self, key: int) -> None:
         """Take the memory of a storage: check that nothing may use it when its home stream gets it again."""
@@ -448,11 +461,11 @@ def _copied(value: Any) -> Any:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The bytes of its storage from the first to the last element of a tensor."""
+    """The addresses from the first to the last element of a tensor."""
     if not tensor.numel() or tensor.layout is not torch.strided:
         return None
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = tensor.data_ptr()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * size
 

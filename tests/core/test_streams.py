@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +132,16 @@ def test_a_storage_that_is_resized_to_nothing_is_freed():
         with devices.use_stream(other, CPU):
             used * 2
         used.untyped_storage().resize_(0)
+
+
+def test_a_storage_that_is_a_part_of_another_is_the_same_memory():
+    with finds("write by add_", "read by mul"):
+        whole, other = torch.ones(8), side()
+        other.wait_stream(devices.get_current_stream(CPU))
+        part = torch.empty(0).set_(whole.untyped_storage()[16:32], 0, (4,))
+        with devices.use_stream(other, CPU):
+            part.add_(1)
+        whole * 2
 
 
 def collective(reads_early: bool, other_waits: bool) -> None:
@@ -415,3 +429,14 @@ def test_all_accesses_are_ordered(style):
 def test_all_accesses_of_several_groups_are_ordered():
     rows = [(trains_with_replicas, style) for style in Style]
     assert all_found(4, [*rows, (keeps_slices, Style.EACH)]) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("suite", ["order", "parity", "gaps"])
+def test_all_accesses_of_a_suite_are_ordered(suite):
+    path = Path(__file__).with_name(f"test_{suite}.py")
+    environment = {**os.environ, "SHARDCKPT_TEST_STREAMS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-20000:]

@@ -1,0 +1,258 @@
+"""Each wait and each `record_stream` of the engine is needed: without it the checker of streams finds something."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import test_streams as scenarios
+from harness import run
+from test_streams import Scenario, found
+from under_test import TORCH, Style
+
+pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDERING = {
+    "wait",
+    "wait_event",
+    "wait_for_gather",
+    "wait_stream",
+    "make_gathers_wait",
+    "_make_gathers_wait",
+    "mark_shard_written",
+    "record_stream",
+    "record_current_stream",
+}
+"""Calls that order streams, or tell the allocator of one."""
+
+
+@functools.cache
+def sites() -> dict[str, tuple[str, str, str]]:
+    """Every such call: module, function and text, under a name of all three."""
+    files = [
+        *(ROOT / "shardckpt" / "core").rglob("*.py"),
+        ROOT / "shardckpt" / "state" / "adapters" / "engine_bucket.py",
+    ]
+    named = {}
+    for path in sorted(files):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for function, node in functions(ast.parse(path.read_text())):
+            for call in calls(node):
+                text = ast.unparse(call)
+                named[f"{module.removeprefix('shardckpt.')}:{function}:{text}"] = (module, function, text)
+    return named
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions of a module and the methods of its classes."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}.{each.name}", each) for each in node.body if isinstance(each, ast.FunctionDef))
+
+
+def calls(node: ast.AST) -> list[ast.Call]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Call) and called(each) in ORDERING]
+
+
+def called(call: ast.Call) -> str:
+    function = call.func
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
+class Without(ast.NodeTransformer):
+    """Leaves a call out; of `start().wait()` the start stays."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if ast.unparse(node) == self._text:
+            is_wait = isinstance(node.func, ast.Attribute) and node.func.attr == "wait"
+            return node.func.value if is_wait else ast.Constant(None)
+        return self.generic_visit(node)
+
+
+@contextlib.contextmanager
+def without(site: str) -> Iterator[None]:
+    """The engine without one of the calls."""
+    name, function, text = sites()[site]
+    module = importlib.import_module(name)
+    tree = next(node for each, node in functions(ast.parse(inspect.getsource(module))) if each == function)
+    tree.decorator_list = []
+    mutant = ast.fix_missing_locations(ast.Module([Without(text).visit(tree)], []))
+    made: dict[str, Any] = {}
+    code = compile(mutant, inspect.getfile(module), "exec", __future__.annotations.compiler_flag)
+    exec(code, module.__dict__, made)
+    target: Any = module
+    for part in function.split("."):
+        target = inspect.getattr_static(target, part)
+    target = inspect.unwrap(target)
+    assert isinstance(target, FunctionType)
+    original, target.__code__ = target.__code__, made[function.split(".")[-1]].__code__
+    try:
+        yield
+    finally:
+        target.__code__ = original
+
+
+FLAT, ORIGINAL, EACH = Style
+HOST = "the host waits, which orders no streams"
+EQUIVALENT = {
+    "core.fsdp1.wrapper:FullyShardedDataParallel._unshard:handle.wait()": "it unshards, and a forward does so too",
+    "core.fsdp2.fully_shard:FSDPModule.unshard:handle.wait()": "it unshards, and a forward does so too",
+    "core.runtime.fsdp_unit:FSDPUnit.prefetch_unshard:self.root.limiter.wait()": HOST,
+    "core.runtime.fsdp_unit:UnitParams.finish_gradients:flags.wait()": HOST,
+    "core.params.gradient_reduction:GradientReducer.reset_after_error:reduction.pending.wait()": (
+        "the gradient is dropped, and the backend keeps its tensors until it is done"
+    ),
+}
+"""Calls that may be taken away, and why."""
+
+FOUND: dict[str, tuple[Scenario, Style]] = {
+    "core.comm.collectives:Pending.wait:work.wait()": (scenarios.trains, FLAT),
+    "core.comm.streams:wait_for_gather:get_current_stream(device).wait_event(event)": (
+        scenarios.trains_without_shards_in_low_precision,
+        FLAT,
+    ),
+    "core.comm.streams:make_gathers_wait:stream.wait_event(event)": (scenarios.steps_on_a_stream, EACH),
+    "core.comm.streams:make_gathers_wait:stream.wait_stream(get_current_stream(device))": (scenarios.trains, FLAT),
+    "core.comm_hooks:allreduce_hook:ShardGroup(None, state.process_group)"
+    ".all_reduce(grad, 'reduce a gradient by a hook').wait()": (scenarios.averages_by_a_hook, FLAT),
+    "core.comm_hooks:reduce_scatter_hook:ShardGroup(state.process_group)"
+    ".reduce_scatter(output, grad, 'reduce a gradient by a hook').wait()": (scenarios.reduces_by_a_hook, FLAT),
+    "core.fsdp2.fully_shard:_run_on_stream:stream.wait_stream(here)": (scenarios.changes_gradients_on_a_stream, EACH),
+    "core.fsdp2.fully_shard:_run_on_stream:here.wait_stream(stream)": (scenarios.changes_gradients_on_a_stream, EACH),
+    "core.params.full_params:gather_full:"
+    "bucket.group.all_gather(incoming.tensor, own, f'gather {bucket.name}').wait()": (scenarios.summons, FLAT),
+    "core.params.full_params:gather_copies:group.all_gather(incoming, own, what).wait()": (
+        scenarios.gives_its_full_state,
+        ORIGINAL,
+    ),
+    "core.params.full_params:gather_some:"
+    "bucket.group.all_gather(rows, row, f'gather gradients of {bucket.name}').wait()": (scenarios.summons, ORIGINAL),
+    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:reduction.pending.wait()": (
+        scenarios.trains,
+        FLAT,
+    ),
+    "core.params.gradient_reduction:GradientReducer._finish:"
+    "self._group.all_reduce(out, f'reduce {self._name} over replicas').wait()": (scenarios.trains_without_shards, FLAT),
+    "core.params.param_bucket:Bucket.replace_shard:self.mark_shard_written()": (
+        scenarios.replaces_data_between_the_passes,
+        FLAT,
+    ),
+    "core.params.param_bucket:Bucket.write_back:self.mark_shard_written()": (scenarios.changes_kept_parameters, EACH),
+    "core.params.param_bucket:Bucket.mark_shard_written:make_gathers_wait(self.unsharded.device)": (
+        scenarios.ties_across_units,
+        FLAT,
+    ),
+    "core.params.tensor_extension:_Outputs.record_current_stream:record_stream(each.tensor)": (
+        scenarios.gathers_by_extensions,
+        EACH,
+    ),
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:self._outputs.record_current_stream()": (
+        scenarios.gathers_by_extensions,
+        EACH,
+    ),
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:pending.wait()": (
+        scenarios.gathers_by_extensions,
+        EACH,
+    ),
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait_for_gather(self.device, self._gather_event)": (
+        scenarios.gathers_by_extensions_from_itself,
+        EACH,
+    ),
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:record_stream(each)": (
+        scenarios.gathers_by_extensions,
+        EACH,
+    ),
+    "core.params.tensor_extension:_All.wait:each.wait()": (scenarios.gathers_by_extensions, EACH),
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:pending.wait()": (scenarios.trains, FLAT),
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_for_gather(self.device, self._gather_event)": (
+        scenarios.trains_without_shards_in_low_precision,
+        FLAT,
+    ),
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:record_stream(gathered)": (scenarios.trains, FLAT),
+    "core.params.unsharded_params:UnshardedParams._launch_all_gather:"
+    "make_gathers_wait(self.device, self._partial_shard_event)": (scenarios.keeps_slices, EACH),
+    "core.registration.base:ParamRegistration.restore:self.bucket.mark_shard_written()": (
+        scenarios.ties_across_units,
+        FLAT,
+    ),
+    "core.registration.base:PerParamRegistration._copy_moved:self.bucket.mark_shard_written()": (
+        scenarios.replaces_data_between_the_passes,
+        ORIGINAL,
+    ),
+    "core.registration.flat_param:FlatParamRegistration._copy_user_param:self.bucket.mark_shard_written()": (
+        scenarios.puts_a_full_parameter_between_the_passes,
+        FLAT,
+    ),
+    "core.runtime.fsdp_unit:FSDPUnit.prefetch_unshard:self.root.make_gathers_wait()": (
+        scenarios.unshards_by_hand_after_a_step,
+        EACH,
+    ),
+    "core.runtime.root_state:RootState._begin_forward:self.make_gathers_wait()": (
+        scenarios.runs_a_unit_below_the_root_after_a_step,
+        FLAT,
+    ),
+    "core.runtime.root_state:RootState._begin_iteration:self.make_gathers_wait()": (scenarios.trains, FLAT),
+    "core.runtime.root_state:RootState._begin_iteration:self._make_gathers_wait(self._post_optim_event)": (
+        scenarios.steps_on_a_stream,
+        EACH,
+    ),
+    "core.runtime.root_state:RootState.make_gathers_wait:self._make_gathers_wait()": (scenarios.trains, FLAT),
+    "core.runtime.root_state:RootState.make_gathers_wait:self._make_gathers_wait(self._post_optim_event)": (
+        scenarios.steps_on_a_stream,
+        EACH,
+    ),
+    "core.runtime.root_state:RootState._make_gathers_wait:make_gathers_wait(device, event)": (scenarios.trains, FLAT),
+    "core.tools.clip_grad_norm:_reduce_over_ranks:group.all_gather(everyone, local, 'clip gradients').wait()": (
+        scenarios.accumulates_and_clips,
+        FLAT,
+    ),
+    "state.adapters.engine_bucket:EngineBucketAdapter.mark_written:self.bucket.mark_shard_written()": (
+        scenarios.loads_between_the_passes,
+        ORIGINAL,
+    ),
+}
+"""Each call that orders streams, and a scenario in which it is missed; two calls alike in a function count as one."""
+
+
+def test_every_call_that_orders_streams_is_known():
+    assert {*FOUND, *EQUIVALENT} == set(sites())
+
+
+def survivors(world: int, wanted: list[str]) -> set[str]:
+    """The calls without which no rank finds anything."""
+
+    def body(rank, world):
+        missed = []
+        for site in wanted:
+            with without(site):
+                if not found(*FOUND[site]):
+                    missed.append(site)
+        return missed
+
+    return set.intersection(*map(set, run(world, body, timeout=240)))
+
+
+FOUR = [site for site, (scenario, _) in FOUND.items() if scenario in scenarios.FOUR_RANKS]
+
+
+def test_each_call_that_orders_streams_is_missed_when_it_is_gone():
+    assert survivors(2, [site for site in FOUND if site not in FOUR]) == set()
+
+
+def test_each_call_that_orders_streams_of_several_groups_is_missed_when_it_is_gone():
+    assert survivors(4, FOUR) == set()
