@@ -379,7 +379,7 @@ class FSDPUnit:
 
     def profile_range(self, label: str) -> AbstractContextManager[object]:
         """Return a range of a profile for this unit; an empty one if it has no parameters."""
-        return profile_range(label, self.name) if self.params.registrations else nullcontext()
+        return profile_range(label, self._name.text) if self.params.registrations else nullcontext()
 
     def attach(self, root: RootHooks | None, name: str = "") -> None:
         """Set the root of the unit, and its name below it; None for no root."""
