@@ -37,19 +37,17 @@ ORDERING = {
 
 
 @functools.cache
-def sites() -> dict[str, tuple[str, str, str]]:
-    """Every such call: module, function and text, under a name of all three."""
-    files = [
-        *(ROOT / "shardckpt" / "core").rglob("*.py"),
-        ROOT / "shardckpt" / "state" / "adapters" / "engine_bucket.py",
-    ]
-    named = {}
+def sites() -> dict[str, tuple[str, str, int]]:
+    """Every such call: module, function and which of its calls; named by module, function and the name called."""
+    package = ROOT / "shardckpt"
+    files = [*(package / "core").rglob("*.py"), package / "state" / "adapters" / "engine_bucket.py"]
+    named: dict[str, tuple[str, str, int]] = {}
     for path in sorted(files):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for function, node in functions(ast.parse(path.read_text())):
-            for call in calls(node):
-                text = ast.unparse(call)
-                named[f"{module.removeprefix('shardckpt.')}:{function}:{text}"] = (module, function, text)
+            for index, call in enumerate(calls(node)):
+                name = f"{module.removeprefix('shardckpt.')}:{function}:{called(call)}"
+                named[f"{name} again" if name in named else name] = (module, function, index)
     return named
 
 
@@ -74,11 +72,11 @@ def called(call: ast.Call) -> str:
 class Without(ast.NodeTransformer):
     """Leaves a call out; of `start().wait()` the start stays."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, call: ast.Call) -> None:
+        self._call = call
 
     def visit_Call(self, node: ast.Call) -> Any:
-        if ast.unparse(node) == self._text:
+        if node is self._call:
             is_wait = isinstance(node.func, ast.Attribute) and node.func.attr == "wait"
             return node.func.value if is_wait else ast.Constant(None)
         return self.generic_visit(node)
@@ -87,11 +85,11 @@ class Without(ast.NodeTransformer):
 @contextlib.contextmanager
 def without(site: str) -> Iterator[None]:
     """The engine without one of the calls."""
-    name, function, text = sites()[site]
+    name, function, index = sites()[site]
     module = importlib.import_module(name)
     tree = next(node for each, node in functions(ast.parse(inspect.getsource(module))) if each == function)
     tree.decorator_list = []
-    mutant = ast.fix_missing_locations(ast.Module([Without(text).visit(tree)], []))
+    mutant = ast.fix_missing_locations(ast.Module([Without(calls(tree)[index]).visit(tree)], []))
     made: dict[str, Any] = {}
     code = compile(mutant, inspect.getfile(module), "exec", __future__.annotations.compiler_flag)
     exec(code, module.__dict__, made)
@@ -110,123 +108,122 @@ def without(site: str) -> Iterator[None]:
 FLAT, ORIGINAL, EACH = Style
 HOST = "the host waits, which orders no streams"
 EQUIVALENT = {
-    "core.fsdp1.wrapper:FullyShardedDataParallel._unshard:handle.wait()": "it unshards, and a forward does so too",
-    "core.fsdp2.fully_shard:FSDPModule.unshard:handle.wait()": "it unshards, and a forward does so too",
-    "core.runtime.fsdp_unit:FSDPUnit.prefetch_unshard:self.root.limiter.wait()": HOST,
-    "core.runtime.fsdp_unit:UnitParams.finish_gradients:flags.wait()": HOST,
-    "core.params.gradient_reduction:GradientReducer.reset_after_error:reduction.pending.wait()": (
+    "core.params.param_bucket:Bucket.replace_shard:mark_shard_written": (
+        "a type changes only between forwards, whose begin orders it"
+    ),
+    "core.fsdp1.wrapper:FullyShardedDataParallel._unshard:wait": "it unshards, and a forward does so too",
+    "core.fsdp2.fully_shard:FSDPModule.unshard:wait": "it unshards, and a forward does so too",
+    "core.runtime.fsdp_unit:FSDPUnit.prefetch_unshard:wait": HOST,
+    "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
+    "core.params.gradient_reduction:GradientReducer.reset_after_error:wait": (
         "the gradient is dropped, and the backend keeps its tensors until it is done"
     ),
 }
 """Calls that may be taken away, and why."""
 
 FOUND: dict[str, tuple[Scenario, Style]] = {
-    "core.comm.collectives:Pending.wait:work.wait()": (scenarios.trains, FLAT),
-    "core.comm.streams:wait_for_gather:get_current_stream(device).wait_event(event)": (
+    "core.comm.collectives:Pending.wait:wait": (scenarios.trains, FLAT),
+    "core.comm.streams:wait_for_gather:wait_event": (
         scenarios.trains_without_shards_in_low_precision,
         FLAT,
     ),
-    "core.comm.streams:make_gathers_wait:stream.wait_event(event)": (scenarios.steps_on_a_stream, EACH),
-    "core.comm.streams:make_gathers_wait:stream.wait_stream(get_current_stream(device))": (scenarios.trains, FLAT),
-    "core.comm_hooks:allreduce_hook:ShardGroup(None, state.process_group)"
-    ".all_reduce(grad, 'reduce a gradient by a hook').wait()": (scenarios.averages_by_a_hook, FLAT),
-    "core.comm_hooks:reduce_scatter_hook:ShardGroup(state.process_group)"
-    ".reduce_scatter(output, grad, 'reduce a gradient by a hook').wait()": (scenarios.reduces_by_a_hook, FLAT),
-    "core.fsdp2.fully_shard:_run_on_stream:stream.wait_stream(here)": (scenarios.changes_gradients_on_a_stream, EACH),
-    "core.fsdp2.fully_shard:_run_on_stream:here.wait_stream(stream)": (scenarios.changes_gradients_on_a_stream, EACH),
-    "core.params.full_params:gather_full:"
-    "bucket.group.all_gather(incoming.tensor, own, f'gather {bucket.name}').wait()": (scenarios.summons, FLAT),
-    "core.params.full_params:gather_copies:group.all_gather(incoming, own, what).wait()": (
+    "core.comm.streams:make_gathers_wait:wait_event": (scenarios.steps_on_a_stream, EACH),
+    "core.comm.streams:make_gathers_wait:wait_stream": (scenarios.trains, FLAT),
+    "core.comm_hooks:allreduce_hook:wait": (scenarios.averages_by_a_hook, FLAT),
+    "core.comm_hooks:reduce_scatter_hook:wait": (scenarios.reduces_by_a_hook, FLAT),
+    "core.fsdp2.fully_shard:_run_on_stream:wait_stream": (scenarios.changes_gradients_on_a_stream, EACH),
+    "core.fsdp2.fully_shard:_run_on_stream:wait_stream again": (scenarios.changes_gradients_on_a_stream, EACH),
+    "core.params.full_params:gather_full:wait": (scenarios.summons, FLAT),
+    "core.params.full_params:gather_copies:wait": (
         scenarios.gives_its_full_state,
         ORIGINAL,
     ),
-    "core.params.full_params:gather_some:"
-    "bucket.group.all_gather(rows, row, f'gather gradients of {bucket.name}').wait()": (scenarios.summons, ORIGINAL),
-    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:reduction.pending.wait()": (
+    "core.params.full_params:gather_some:wait": (scenarios.summons, ORIGINAL),
+    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:wait": (
         scenarios.trains,
         FLAT,
     ),
-    "core.params.gradient_reduction:GradientReducer._finish:"
-    "self._group.all_reduce(out, f'reduce {self._name} over replicas').wait()": (scenarios.trains_without_shards, FLAT),
-    "core.params.param_bucket:Bucket.replace_shard:self.mark_shard_written()": (
+    "core.params.gradient_reduction:GradientReducer._finish:wait": (scenarios.trains_without_shards, FLAT),
+    "core.params.param_bucket:Bucket.replace_shard:mark_shard_written again": (
         scenarios.replaces_data_between_the_passes,
         FLAT,
     ),
-    "core.params.param_bucket:Bucket.write_back:self.mark_shard_written()": (scenarios.changes_kept_parameters, EACH),
-    "core.params.param_bucket:Bucket.mark_shard_written:make_gathers_wait(self.unsharded.device)": (
+    "core.params.param_bucket:Bucket.write_back:mark_shard_written": (scenarios.changes_kept_parameters, EACH),
+    "core.params.param_bucket:Bucket.mark_shard_written:make_gathers_wait": (
         scenarios.ties_across_units,
         FLAT,
     ),
-    "core.params.tensor_extension:_Outputs.record_current_stream:record_stream(each.tensor)": (
+    "core.params.tensor_extension:_Outputs.record_current_stream:record_stream": (
         scenarios.gathers_by_extensions,
         EACH,
     ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:self._outputs.record_current_stream()": (
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:record_current_stream": (
         scenarios.gathers_by_extensions,
         EACH,
     ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:pending.wait()": (
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait": (
         scenarios.gathers_by_extensions,
         EACH,
     ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait_for_gather(self.device, self._gather_event)": (
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait_for_gather": (
         scenarios.gathers_by_extensions_from_itself,
         EACH,
     ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:record_stream(each)": (
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:record_stream": (
         scenarios.gathers_by_extensions,
         EACH,
     ),
-    "core.params.tensor_extension:_All.wait:each.wait()": (scenarios.gathers_by_extensions, EACH),
-    "core.params.unsharded_params:UnshardedParams.wait_all_gather:pending.wait()": (scenarios.trains, FLAT),
-    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_for_gather(self.device, self._gather_event)": (
+    "core.params.tensor_extension:_All.wait:wait": (scenarios.gathers_by_extensions, EACH),
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait": (scenarios.trains, FLAT),
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_for_gather": (
         scenarios.trains_without_shards_in_low_precision,
         FLAT,
     ),
-    "core.params.unsharded_params:UnshardedParams.wait_all_gather:record_stream(gathered)": (scenarios.trains, FLAT),
-    "core.params.unsharded_params:UnshardedParams._launch_all_gather:"
-    "make_gathers_wait(self.device, self._partial_shard_event)": (scenarios.keeps_slices, EACH),
-    "core.registration.base:ParamRegistration.restore:self.bucket.mark_shard_written()": (
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:record_stream": (scenarios.trains, FLAT),
+    "core.params.unsharded_params:UnshardedParams._launch_all_gather:make_gathers_wait": (scenarios.keeps_slices, EACH),
+    "core.registration.base:ParamRegistration.restore:mark_shard_written": (
         scenarios.ties_across_units,
         FLAT,
     ),
-    "core.registration.base:PerParamRegistration._copy_moved:self.bucket.mark_shard_written()": (
+    "core.registration.base:PerParamRegistration._copy_moved:mark_shard_written": (
         scenarios.replaces_data_between_the_passes,
         ORIGINAL,
     ),
-    "core.registration.flat_param:FlatParamRegistration._copy_user_param:self.bucket.mark_shard_written()": (
+    "core.registration.flat_param:FlatParamRegistration._copy_user_param:mark_shard_written": (
         scenarios.puts_a_full_parameter_between_the_passes,
         FLAT,
     ),
-    "core.runtime.fsdp_unit:FSDPUnit.prefetch_unshard:self.root.make_gathers_wait()": (
+    "core.runtime.fsdp_unit:FSDPUnit.prefetch_unshard:make_gathers_wait": (
         scenarios.unshards_by_hand_after_a_step,
         EACH,
     ),
-    "core.runtime.root_state:RootState._begin_forward:self.make_gathers_wait()": (
+    "core.runtime.root_state:RootState._begin_forward:make_gathers_wait": (
         scenarios.runs_a_unit_below_the_root_after_a_step,
         FLAT,
     ),
-    "core.runtime.root_state:RootState._begin_iteration:self.make_gathers_wait()": (scenarios.trains, FLAT),
-    "core.runtime.root_state:RootState._begin_iteration:self._make_gathers_wait(self._post_optim_event)": (
+    "core.runtime.fsdp_unit:ShardWrites.begin_iteration:_make_gathers_wait": (
         scenarios.steps_on_a_stream,
         EACH,
     ),
-    "core.runtime.root_state:RootState.make_gathers_wait:self._make_gathers_wait()": (scenarios.trains, FLAT),
-    "core.runtime.root_state:RootState.make_gathers_wait:self._make_gathers_wait(self._post_optim_event)": (
+    "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:_make_gathers_wait": (
+        scenarios.unshards_by_hand_after_a_step,
+        FLAT,
+    ),
+    "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:_make_gathers_wait again": (
         scenarios.steps_on_a_stream,
         EACH,
     ),
-    "core.runtime.root_state:RootState._make_gathers_wait:make_gathers_wait(device, event)": (scenarios.trains, FLAT),
-    "core.tools.clip_grad_norm:_reduce_over_ranks:group.all_gather(everyone, local, 'clip gradients').wait()": (
+    "core.runtime.fsdp_unit:ShardWrites._make_gathers_wait:make_gathers_wait": (scenarios.trains, FLAT),
+    "core.tools.clip_grad_norm:_reduce_over_ranks:wait": (
         scenarios.accumulates_and_clips,
         FLAT,
     ),
-    "state.adapters.engine_bucket:EngineBucketAdapter.mark_written:self.bucket.mark_shard_written()": (
+    "state.adapters.engine_bucket:EngineBucketAdapter.mark_written:mark_shard_written": (
         scenarios.loads_between_the_passes,
         ORIGINAL,
     ),
 }
-"""Each call that orders streams, and a scenario in which it is missed; two calls alike in a function count as one."""
+"""Each call that orders streams, and a scenario in which it is missed."""
 
 
 def test_every_call_that_orders_streams_is_known():
