@@ -431,12 +431,20 @@ def test_all_accesses_of_several_groups_are_ordered():
     assert all_found(4, [*rows, (keeps_slices, Style.EACH)]) == {}
 
 
+WRITES_BETWEEN_THE_PASSES = (
+    "test_g5_what_is_loaded_between_forward_and_backward_is_not_lost[True-in place]",
+    "test_g5_a_state_dict_loaded_between_the_passes_is_not_lost",
+)
+"""Tests in which torch itself writes to a DTensor between the passes: docs/engine.md, the user's part of streams."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("suite", ["order", "parity", "gaps"])
 def test_all_accesses_of_a_suite_are_ordered(suite):
     path = Path(__file__).with_name(f"test_{suite}.py")
     environment = {**os.environ, "SHARDCKPT_TEST_STREAMS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    left_out = [f"--deselect={path}::{name}" for name in WRITES_BETWEEN_THE_PASSES]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path), *left_out]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20000:]
