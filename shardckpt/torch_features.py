@@ -87,14 +87,9 @@ class _EnteredHooks(threading.local):
 
 
 _ENTERED = _EnteredHooks()
-_FIND_TOP = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
-def get_saved_tensor_hooks() -> tuple[PackHook, UnpackHook] | None:
-    """Return the hooks through which autograd saves tensors on this thread; None if it saves them as they are."""
-    if _FIND_TOP is not None:
-        found: tuple[PackHook, UnpackHook] | None = _FIND_TOP(True)  # ignore_is_tracing
-        return found
+def _get_recorded_hooks() -> tuple[PackHook, UnpackHook] | None:
     return _ENTERED.stack[-1] if _ENTERED.stack else None
 
 
@@ -116,5 +111,11 @@ def _record_entered_hooks() -> None:
     context.__enter__, context.__exit__ = record_enter, record_leave
 
 
-if _FIND_TOP is None:
+get_saved_tensor_hooks: Callable[[], tuple[PackHook, UnpackHook] | None] = _get_recorded_hooks
+"""Return the hooks through which autograd saves tensors on this thread; None if it saves them as they are."""
+
+if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+    # The argument makes it answer while torch.compile traces, too.
+    get_saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+else:
     _record_entered_hooks()

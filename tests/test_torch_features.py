@@ -48,7 +48,7 @@ class TestHooksOfSavedTensors:
         context = torch.autograd.graph.saved_tensors_hooks
         for name in ("__enter__", "__exit__"):  # restored at the end
             monkeypatch.setattr(context, name, getattr(context, name))
-        monkeypatch.setattr(torch_features, "_FIND_TOP", None)
+        monkeypatch.setattr(torch_features, "get_saved_tensor_hooks", torch_features._get_recorded_hooks)
         torch_features._record_entered_hooks()
 
     def test_the_innermost_is_found_and_none_outside(self) -> None:

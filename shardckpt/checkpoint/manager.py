@@ -295,8 +295,7 @@ class Checkpointer:
                 faults = [*latest.faults, *damages.values()]
                 if faults and get_channels(self._group).main.rank == 0:
                     shown = "; ".join(faults[:SHOWN])
-                    text = f"newer steps cannot be loaded, restored step {latest.number}: {shown}"
-                    warnings.warn(text, stacklevel=3)
+                    warnings.warn(f"newer steps cannot be loaded, restored step {latest.number}: {shown}", stacklevel=3)
                 self._restored, self._branch = latest.number, latest.branch
                 self._schedule.record_restore(latest.number)
                 return latest.number
