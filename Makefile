@@ -13,9 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Each worker takes a part of the files in order, then tests that others have not begun: all end together. Three of them
+# Each worker takes a part of the files in order, then tests that others have not begun: all end together. Four of them
 # keep two cores busy, for a fifth of the time tests wait: for ranks that are gone, stores that do not answer, disks.
-WORKERS ?= 3
+WORKERS ?= 4
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
