@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 import torch
 
+from shardckpt.core.api import *  # noqa: F403  (they were defined here: imports and pickled objects name this module)
 from shardckpt.core.api import BackwardPrefetch
 
 

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import pathlib
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -115,6 +116,14 @@ def test_what_users_import_beside_what_is_listed():
         assert hasattr(other, name)
         assert hasattr(ours, name)
     assert ours.FLAT_PARAM == other.FLAT_PARAM
+
+
+def test_names_of_api_are_found_in_config_as_before():
+    """Where they were defined first: imports, and objects that were pickled then."""
+    config = importlib.import_module("shardckpt.core.config")
+    api = importlib.import_module("shardckpt.core.api")
+    assert all(getattr(config, name, None) is getattr(api, name) for name in api.__all__)
+    assert pickle.loads(b"cshardckpt.core.config\nMixedPrecision\n.") is core.MixedPrecision
 
 
 def test_policies_may_be_joined_as_peft_does():
