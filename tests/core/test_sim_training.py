@@ -279,6 +279,24 @@ def test_who_used_a_parameter_is_read_without_waiting_in_backward(front_end, off
     assert any(None in gradients for gradients in found[0][1]) is (front_end != "flat")
 
 
+def note_hooks(rank: int, world: int, front_end: str, device: str) -> list[int]:
+    """Return the order of hooks of parameters, of which one rank uses some that the other does not."""
+    model = build(front_end, device, Ranked)
+    order: list[int] = []
+    for index, parameter in enumerate(model.parameters()):
+        if local(parameter).numel():
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))
+    model((rows(rank, 0).to(device), {2 + rank})).square().mean().backward()
+    return order
+
+
+def test_hooks_come_in_the_same_order_on_all_ranks_whoever_used_a_parameter():
+    """They may run collectives of their own."""
+    first, second = sim.ranks(2, note_hooks, "in place", "sim")
+    assert first == second
+    assert len(first) == 20
+
+
 def step_in_many_ways(rank: int, world: int, front_end: str, device: str) -> list[int]:
     """Return how often the host waits in a step: in low precision, with clipping, with gradients that accumulate."""
     model = build(front_end, device, **low_of(front_end))

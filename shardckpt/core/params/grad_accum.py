@@ -18,10 +18,15 @@ def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
     _step_in_backward(parameter)
 
 
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Return True if `add_gradient_to` calls hooks or optimizers, which may run collectives."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(hooks or getattr(parameter, "_in_backward_optimizers", ()))
+
+
 def is_read_at_once(parameter: nn.Parameter) -> bool:
     """Return True if `add_gradient_to` reads the gradient, or calls what does."""
-    has_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return parameter.grad is not None or bool(has_hooks or getattr(parameter, "_in_backward_optimizers", ()))
+    return parameter.grad is not None or has_gradient_hooks(parameter)
 
 
 def _add(held: torch.Tensor, grad: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ from shardckpt.core.modules.autograd_hooks import BufferOwners
 from shardckpt.core.modules.compile_guard import apply_compiler_disable
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.modules.profiler_ranges import profile_range
-from shardckpt.core.params.grad_accum import is_read_at_once
+from shardckpt.core.params.grad_accum import has_gradient_hooks, is_read_at_once
 from shardckpt.core.params.gradient_reduction import PendingFlags, ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionError
@@ -236,8 +236,11 @@ class UnitParams:
 
     @property
     def is_reduced(self) -> bool:
-        """Return True if `finish_reduction` would return at once."""
-        return all(each.bucket.reducer.is_done for each in self.registrations)
+        """Return True if `finish_reduction` would return at once, and calls nothing that may run collectives."""
+        return all(
+            each.bucket.reducer.is_done and not any(map(has_gradient_hooks, each.parameters))
+            for each in self.registrations
+        )
 
     def finish_reduction(self, config: UnitConfig) -> None:
         """Wait for the averaged gradients, and accumulate them."""
@@ -249,6 +252,8 @@ class UnitParams:
                     self._wait_for_copies()
                 if config.reduce_scatter_unused_params:
                     reduced = replace(reduced, used=(True,) * len(reduced.used), flags=None)
+                if reduced.flags is not None and any(map(has_gradient_hooks, each.parameters)):
+                    reduced = replace(reduced, used=reduced.flags.wait(), flags=None)  # in one order on all ranks
                 each.add_gradient(reduced)
                 if reduced.flags is not None:
                     self._partly_added.append((each, reduced, reduced.flags))

@@ -7,11 +7,12 @@ import warnings
 
 import pytest
 import torch
-from harness import run
+from harness import mark, note, run, since
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from shardckpt.core import FullyShardedDataParallel, fully_shard
+from shardckpt.core.comm.collectives import Pending
 from shardckpt.state import model_state_dict
 
 
@@ -55,3 +56,23 @@ def test_hooks_behind_accumulation_are_called_with_the_averaged_gradient(style):
         return len(seen) == sum(p.grad is not None for p in model.parameters()) and all(seen)
 
     assert run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("style", ["flat", "in place"])
+def test_hooks_come_at_the_same_place_among_collectives_whenever_reductions_end(style, monkeypatch):
+    """A hook may run collectives of its own, as an optimizer that gathers a gradient does."""
+
+    def body(rank, world):
+        monkeypatch.setattr(Pending, "done", rank == 0)  # it ends at once for one rank, late for the other
+        torch.manual_seed(0)
+        shard = fully_shard if style == "in place" else FullyShardedDataParallel
+        model = shard(nn.Sequential(*(shard(nn.Linear(4, 4)) for _ in range(4))))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: note("hook"))
+        start = mark()
+        model(torch.ones(2, 4)).sum().backward()
+        return [str(call) for call in since(start)]
+
+    first, second = run(2, body)
+    assert any(call.startswith("hook") for call in first)
+    assert first == second
