@@ -72,8 +72,10 @@ class Retention:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"`{name}` must be a number of steps", found=repr(value), expected="an integer from 1")
-        if self.keep_for_s is not None and not (isinstance(self.keep_for_s, Real) and self.keep_for_s >= 0):
+        if self.keep_for_s is not None and not _is_duration(self.keep_for_s):
             raise UsageError("`keep_for` must be a time", found=repr(self.keep_for_s), expected="more than 0 seconds")
+        if self.keep_best is not None and not isinstance(self.metric, str):
+            raise UsageError("`metric` must be the name of a metric", found=repr(self.metric))
         if self.mode not in ("min", "max"):
             raise UsageError("the mode is unknown", found=self.mode, expected="min or max")
 
@@ -86,6 +88,16 @@ class Retention:
     def has_others(self) -> bool:
         """Whether there is a rule that needs no metric."""
         return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_for_s))
+
+
+def _is_duration(seconds: object) -> bool:
+    """Return True for a number of seconds that a clock can count, infinity included."""
+    if not isinstance(seconds, Real) or isinstance(seconds, bool):
+        return False
+    try:
+        return float(seconds) >= 0
+    except OverflowError:
+        return False
 
 
 def parse_seconds(time: timedelta | float | str | None) -> float | None:

@@ -118,7 +118,8 @@ class TestRules:
     @pytest.mark.parametrize(
         "rule",
         [{"keep_last": 0}, {"keep_every": -1}, {"keep_best": True}, {"keep_last": 1.0}, {"keep_for_s": float("nan")},
-         {"keep_for_s": -1.0}, {"mode": "best"}],
+         {"keep_for_s": -1.0}, {"keep_for_s": True}, {"keep_for_s": 10**400}, {"mode": "best"},
+         {"metric": ["loss"], "keep_best": 1}],
     )  # fmt: skip
     def test_a_rule_that_means_nothing_is_refused(self, rule: dict[str, object]) -> None:
         with pytest.raises(UsageError, match=str(next(iter(rule)).removesuffix("_s"))):
