@@ -131,7 +131,7 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: b
 
     The age of a step is taken from the times between the steps behind it, as well as from its own time, whichever makes
     it younger. A time that runs backwards, or that is longer than `PAUSE_S`, counts for nothing: a run that was paused
-    and a clock that is wrong look the same.
+    and a clock that is wrong look the same. No step is older than one that was saved before it.
 
     Args:
         steps: All of a run.
@@ -147,7 +147,19 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: b
             later, longest = step.saved_at, PAUSE_S
             step = step._replace(saved_at=max(step.saved_at, now - age))
         trusted.append(step)
-    return trusted[::-1]
+    return _without_times_behind(trusted[::-1], now)
+
+
+def _without_times_behind(steps: Iterable[SavedStep], now: float) -> list[SavedStep]:
+    """Return steps in the order of a run, each no older than those before it whose time is not to come."""
+    ordered, latest = [], -math.inf
+    for step in steps:
+        if step.saved_at is not None:
+            saved_at = max(step.saved_at, latest)
+            step = step._replace(saved_at=saved_at)
+            latest = saved_at if saved_at <= now else latest
+        ordered.append(step)
+    return ordered
 
 
 def steps_to_delete(

@@ -146,6 +146,17 @@ class TestClocks:
         assert self.kept(100, 100.1, 100.2, 100.3 + wrong, 100.4, now=100.4) == [1, 2, 3, 4, 5]
         assert self.kept(100, 100.1, 100.2, 100.3 + wrong, 100.4 + wrong, now=100.4 + wrong) == [1, 2, 3, 4, 5]
 
+    @pytest.mark.parametrize("behind", [0.5, 20, 365])
+    def test_one_that_is_behind_makes_no_step_older_than_the_one_before(self, behind: float) -> None:
+        assert self.kept(100, 100.1 - behind, 100.2, 100.3, now=100.4) == [1, 2, 3, 4]
+        assert self.kept(100, 100.1 - behind, 100.2 - behind, now=100.4, may_be_over=True) == [1, 2, 3]
+
+    def test_what_is_saved_under_one_that_is_behind_grows_old_with_the_one_before(self) -> None:
+        assert self.kept(100, 80, 101.2, 101.3, now=101.4) == [3, 4]
+
+    def test_one_that_is_ahead_keeps_no_later_step(self) -> None:
+        assert self.kept(100, 5000, 100.2, 100.3, now=102) == [2, 4]
+
     def test_what_is_saved_under_it_grows_old_as_any_other(self) -> None:
         assert self.kept(100, 100.1, 3750, 3750.6, 3751.2, now=3751.5) == [4, 5]
 
