@@ -257,7 +257,9 @@ class LocalStore:
         path = self._shown(name)
         if self._is_free_of_links(name if follow else os.path.dirname(name)):
             return path
-        real = os.path.realpath(path if follow else os.path.dirname(path))
+        with convert_os_errors("cannot follow its links", path):  # one may go while it is looked at
+            real = os.path.realpath(path if follow else os.path.dirname(path))
+            dead = os.readlink(path) if follow and not os.path.exists(real) and os.path.islink(path) else ""
         if not (_is_below(real, self._real) or _is_cached_blob(real, self._real)):
             raise UnsafeError(
                 "this file is a link out of the checkpoint's folder",
@@ -266,9 +268,9 @@ class LocalStore:
                 expected=f"a file below {self._real}",
                 fix="Copy the file into the folder if you trust it.",
             )
-        if follow and not os.path.exists(real) and os.path.islink(path):
+        if dead:
             raise UnsafeError(
-                "this link leads nowhere", where=path, found=os.readlink(path), fix="Copy the file it stood for again."
+                "this link leads nowhere", where=path, found=dead, fix="Copy the file it stood for again."
             )
         return path
 

@@ -90,6 +90,17 @@ class TestLinks:
         os.rename(tmp_path / "other", tmp_path / "root")
         assert read_bytes(store, "a.bin", 0, 1) == b"2", "a folder that replaces it is read"
 
+    def test_a_link_that_goes_while_it_is_looked_at_is_a_typed_error(self, store, tmp_path, monkeypatch):
+        put(store, "a.bin")
+        os.symlink("a.bin", tmp_path / "root" / "b.bin")
+
+        def vanish(path, **_):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+        monkeypatch.setattr(os, "readlink", vanish)
+        with pytest.raises(MissingFileError, match=r"b\.bin: cannot follow its links"):
+            store.size("b.bin")
+
     def test_a_path_without_links_is_not_resolved(self, tmp_path, monkeypatch):
         put(LocalStore(str(tmp_path / "root")), "sub/a.bin", b"1")
         store = LocalStore(str(tmp_path / "root"))
