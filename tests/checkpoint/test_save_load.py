@@ -592,6 +592,12 @@ class TestRefusals:
             with pytest.raises(UsageError, match="`include` must name at least one pattern"):
                 shardckpt.load(state, tmp_path / "c", include=none)
 
+    @pytest.mark.parametrize("wrong", [5, [], {"base": "x"}, True])
+    def test_a_base_of_a_save_that_is_no_place_is_refused(self, tmp_path: Path, wrong) -> None:
+        for save in (shardckpt.save, shardckpt.async_save):
+            with pytest.raises(UsageError, match="`base` must be a path or a URL, or a function"):
+                save({"w": torch.ones(2)}, tmp_path / "new", base=wrong)
+
     @pytest.mark.parametrize("wrong", [5, [5], {"base": 5}, True])
     def test_a_base_that_is_no_place_is_refused(self, tmp_path: Path, wrong) -> None:
         path = self.saved(tmp_path)

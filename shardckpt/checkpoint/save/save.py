@@ -116,6 +116,8 @@ class SaveArguments(NamedTuple):
         has_digests = self.store_digests or base is not None
         if has_digests and not self.checksums:
             raise UsageError("a save with a base or store_digests needs checksums", found="checksums=False")
+        if not (base is None or callable(base) or isinstance(base, (str, os.PathLike))):
+            raise UsageError("`base` must be a path or a URL, or a function that returns one", found=repr(base))
         url = None if base is None or callable(base) else as_url(base)
         key_map = _require_texts("base_key_map", self.base_key_map)
         if key_map:
