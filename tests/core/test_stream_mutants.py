@@ -115,6 +115,7 @@ EQUIVALENT = {
     "core.fsdp2.fully_shard:FSDPModule.unshard:wait": "it unshards, and a forward does so too",
     "core.runtime.fsdp_unit:FSDPUnit.prefetch_unshard:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
+    "core.runtime.fsdp_unit:UnitParams.finish_reduction:wait": HOST,
     "core.params.gradient_reduction:GradientReducer.reset_after_error:wait": (
         "the gradient is dropped, and the backend keeps its tensors until it is done"
     ),
