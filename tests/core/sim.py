@@ -14,6 +14,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -31,6 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 NAME = "shardckpt_sim"
 SOURCE = pathlib.Path(__file__).with_name("sim.cpp")
+CONSTRAINTS = pathlib.Path(__file__).resolve().parents[2] / "constraints.txt"
 FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w", f"-DSIM_MODULE={NAME}")
 
 # ------------------------------------------------------------------------------------------------------------ build
@@ -53,6 +55,9 @@ def library() -> pathlib.Path:
 
     A test that calls this is skipped without a compiler.
     """
+    pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
+    if pinned is None or torch.__version__.split("+")[0] != pinned[1]:
+        pytest.skip(f"the simulated device is compiled against the C++ of the pinned torch, not {torch.__version__}")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     headers = pathlib.Path(sysconfig.get_paths()["include"])
     if compiler is None:
