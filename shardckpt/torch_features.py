@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
+from shardckpt.errors import UsageError
+
 __all__ = ["concatenate_meshes", "get_group_store", "get_saved_tensor_hooks", "shard_replicated"]
 
 PackHook = Callable[[torch.Tensor], Any]
@@ -64,6 +66,7 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
     Raises:
         RuntimeError: They are not submeshes of one mesh.
+        UsageError: This torch joins dimensions only in the order in which that mesh has them.
     """
     if hasattr(DeviceMesh, "_concatenate"):
         return DeviceMesh._concatenate(list(meshes))
@@ -72,7 +75,14 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     if any(root != roots[0] for root in roots):
         raise RuntimeError(f"meshes must be parts of one mesh, got parts of {len(roots)} meshes")
     names = tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())
-    found: DeviceMesh = roots[0][names]
+    try:
+        found: DeviceMesh = roots[0][names]
+    except KeyError as error:
+        raise UsageError(
+            "with this torch the dimensions of data parallelism must come before the others in the mesh",
+            found=list(names),
+            fix="Order them so in init_device_mesh, or use a newer torch.",
+        ) from error
     return found
 
 

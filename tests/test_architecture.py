@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "dtypes": {"errors"},
     "manifest": {"boxes", "dtypes", "errors"},
     "layout": {"boxes", "dtypes", "errors"},
-    "torch_features": set(),
+    "torch_features": {"errors"},
     "rendezvous": {"errors", "torch_features"},
     "deprecation": {"errors"},
     "plugins": {"errors"},

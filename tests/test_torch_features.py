@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
-from torch.distributed.device_mesh import init_device_mesh
+from harness import raised_everywhere, run
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +38,24 @@ def test_a_value_that_all_ranks_have_is_sharded(monkeypatch: pytest.MonkeyPatch,
 
     rows = value.tolist()
     assert run(4, body) == [rows[:3], rows[3:]] * 2
+
+
+def test_submeshes_of_one_mesh_are_joined_in_its_order_with_any_torch() -> None:
+    def body(rank: int, world: int) -> tuple[object, list[int]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        joined = torch_features.concatenate_meshes([mesh["dp"], mesh["tp"]])
+        return joined.mesh_dim_names, joined.mesh.flatten().tolist()
+
+    assert run(4, body) == [(("dp", "tp"), [0, 1, 2, 3])] * 4
+
+
+@pytest.mark.skipif(hasattr(DeviceMesh, "_concatenate"), reason="this torch joins them in any order")
+def test_an_older_torch_joins_them_in_that_order_alone() -> None:
+    def body(rank: int, world: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
+        torch_features.concatenate_meshes([mesh["dp"], mesh["tp"]])
+
+    assert {raised.name for raised in raised_everywhere(2, body)} == {"UsageError"}
 
 
 class TestHooksOfSavedTensors:

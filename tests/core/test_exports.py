@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch_limits import compares_with_newer_torch
 from under_test import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH, reason="compares ours with torch's")
@@ -93,6 +94,7 @@ def test_every_listed_name_exists_once_and_is_listed_in_order():
     assert core.__all__ == sorted(upper) + sorted(lower)
 
 
+@compares_with_newer_torch
 def test_each_name_of_ours_alone_has_a_reason():
     assert set(core.__all__) - set(theirs.__all__) <= set(OURS_ALONE)
 
@@ -215,6 +217,7 @@ def found_here(module: str, name: str) -> Any:
     return thing
 
 
+@compares_with_newer_torch
 @pytest.mark.parametrize(("module", "name"), SIGNATURES)
 def test_signatures_are_torchs(module, name):
     if name in WITHOUT_OUR_MEMBERS:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed.fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -11,6 +14,8 @@ def find_limits() -> dict[str, str]:
     found = {}
     if not hasattr(torch.cpu.Stream, "record_event"):
         found["'Stream' object has no attribute 'record_event'"] = "torch's fully_shard of this version needs a GPU"
+    if not hasattr(DeviceMesh, "_concatenate"):
+        found["data parallelism must come before the others"] = "this torch joins meshes in their order alone"
     try:
         _StridedShard(0, split_factor=2)._split_tensor(torch.ones(6), 2)
     except AssertionError:
@@ -19,6 +24,11 @@ def find_limits() -> dict[str, str]:
 
 
 LIMITS = find_limits()
+
+compares_with_newer_torch = pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="this torch has fewer names and arguments"
+)
+"""Of tests that compare our names and arguments with torch's."""
 
 
 def find_reason(messages: list[str]) -> str | None:

@@ -18,6 +18,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch_limits import compares_with_newer_torch
 from under_test import TORCH, core, torch_is_wrong
 
 fully_shard, FSDPModule = core.fully_shard, core.FSDPModule
@@ -123,7 +124,7 @@ def refused(kind: type[BaseException], words: str) -> Any:
 
 
 @pytest.mark.skipif(TORCH, reason="compares ours with torch's")
-@pytest.mark.skipif(not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="this torch has fewer arguments")
+@compares_with_newer_torch
 def test_signatures_are_torchs() -> None:
     def shape(function: Any) -> list[tuple[str, Any, str]]:
         parameters = inspect.signature(function).parameters.values()
