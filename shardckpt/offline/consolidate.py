@@ -144,7 +144,7 @@ def export(
     target.check(options)
     is_file = dst.endswith(target.suffixes)
     if options.parallel:
-        require_torch("parallel=True")  # ranks speak through torch
+        require_torch("parallel=True, or WORLD_SIZE above 1")  # ranks speak through torch
         if is_file:
             fix = "Name a folder; or run one process."
             raise UsageError("ranks share files, and there is but one", found=dst, fix=fix)
