@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,9 +170,10 @@ def read_across(pythons: dict[Pair, Path], folder: Path) -> dict[Pair, tuple[int
 # -------------------------------------------------------------------------------------------------------- table
 
 
-def build_table(results: list[Result], date: datetime.date) -> str:
+def build_table(results: list[Result], date: datetime.date, arguments: Sequence[str] = ()) -> str:
     """Return the table in Markdown."""
-    head = f"Run on {date.isoformat()} with `make matrix`:\n\n"
+    part = f"tests `{' '.join(arguments)}`" if arguments else "the fast part of the suite"
+    head = f"Run on {date.isoformat()} with `make matrix`, {part}:\n\n"
     head += "| torch | Python | passed | failed | skipped | checkpoints of all versions read |\n"
     return head + "|---|---|---|---|---|---|\n" + "".join(map(_build_row, results))
 
@@ -211,7 +213,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         reading = read_across(pythons, Path(folder))
     results += [Result(pair, counts[pair], reading[pair]) for pair in pythons]
-    table = build_table(results, datetime.datetime.now(datetime.timezone.utc).date())
+    chosen = [each for each in options.pytest if each.startswith("tests")]
+    table = build_table(results, datetime.datetime.now(datetime.timezone.utc).date(), chosen)
     print(table)
     for pair, found in counts.items():
         print("".join(f"{pair.name} failed: {name}\n" for name in found.failed), end="")

@@ -47,6 +47,8 @@ def test_a_row_has_the_counts_or_the_reason() -> None:
         DATE,
     )
     assert "Run on 2026-11-23" in found
+    assert "the fast part of the suite" in found
+    assert "tests `tests/core tests/state`" in matrix.build_table([], DATE, ["tests/core", "tests/state"])
     assert "| 2.13.0 | 3.11 | 10,000 | 1 | 3 | 23 of 24 |" in found
     assert "| 2.6.0 | 3.9 | not run: x | | | |" in found
 
