@@ -5,6 +5,7 @@
 | `ProcessGroup.get_group_store` | the table of torch's process groups is read |
 | `distribute_tensor(src_data_rank=)` | torch scatters the value of the mesh's first rank |
 | `DeviceMesh._concatenate` | the dimensions are taken from the root mesh of both by their names |
+| `Tensor.grad_dtype` | the parameter has the gradient's data while the gradient is assigned |
 | `_top_saved_tensors_default_hooks` | contexts of saved-tensor hooks are recorded as they are entered |
 """
 
@@ -23,7 +24,13 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from shardckpt.errors import UsageError
 
-__all__ = ["concatenate_meshes", "get_group_store", "get_saved_tensor_hooks", "shard_replicated"]
+__all__ = [
+    "assign_gradient_of_another_type",
+    "concatenate_meshes",
+    "get_group_store",
+    "get_saved_tensor_hooks",
+    "shard_replicated",
+]
 
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
@@ -84,6 +91,26 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
             fix="Order them so in init_device_mesh, or use a newer torch.",
         ) from error
     return found
+
+
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
+
+def assign_gradient_of_another_type(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """Set the gradient of a parameter that has another type.
+
+    Args:
+        parameter: A parameter.
+        grad: Its gradient, of the same shape.
+    """
+    if _HAS_GRAD_DTYPE:
+        parameter.grad_dtype = grad.dtype
+        parameter.grad = grad
+        return
+    data = parameter.data
+    parameter.data = grad
+    parameter.grad = grad
+    parameter.data = data
 
 
 # ----------------------------------------------------------------------------------------- hooks of saved tensors

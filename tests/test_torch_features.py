@@ -58,6 +58,17 @@ def test_an_older_torch_joins_them_in_that_order_alone() -> None:
     assert {raised.name for raised in raised_everywhere(2, body)} == {"UsageError"}
 
 
+@pytest.mark.parametrize("has_feature", [True, False])
+def test_a_gradient_may_have_another_type(monkeypatch: pytest.MonkeyPatch, *, has_feature: bool) -> None:
+    monkeypatch.setattr(torch_features, "_HAS_GRAD_DTYPE", has_feature and torch_features._HAS_GRAD_DTYPE)
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    data = parameter.data_ptr()
+    torch_features.assign_gradient_of_another_type(parameter, torch.ones(3, dtype=torch.float16))
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == torch.float16
+    assert (parameter.dtype, parameter.data_ptr(), parameter.tolist()) == (torch.float32, data, [0.0, 1.0, 2.0])
+
+
 class TestHooksOfSavedTensors:
     """`torch.autograd.graph.saved_tensors_hooks` and all that is built of it, such as checkpointing."""
 

@@ -26,10 +26,10 @@ def test_ranks_talk_and_give_what_they_computed():
 def test_collectives_are_recorded_with_sizes_and_order():
     def body(rank, world):
         with recorded() as calls:
-            dist.all_gather_single(torch.empty(8), torch.ones(4))
-            dist.reduce_scatter_single(torch.empty(4), torch.ones(8))
+            dist.all_gather_into_tensor(torch.empty(8), torch.ones(4))
+            dist.reduce_scatter_tensor(torch.empty(4), torch.ones(8))
             dist.all_reduce(torch.ones(5))
-            dist.reduce_scatter_single(torch.empty(4), torch.ones(8), async_op=True).wait()
+            dist.reduce_scatter_tensor(torch.empty(4), torch.ones(8), async_op=True).wait()
         return [str(call) for call in calls], count(calls, "reduce_scatter")
 
     expected = [

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.torch_features import assign_gradient_of_another_type
+
 
 def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
     """Set a gradient or add to it, also one of another type than the parameter's; call the hooks that wait for it."""
@@ -61,8 +63,9 @@ def restore_gradient(parameter: nn.Parameter, grad: torch.Tensor) -> None:
 def assign_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
     """Set a gradient, also one of another type than the parameter's."""
     if grad is not None and grad.dtype != parameter.dtype:
-        parameter.grad_dtype = grad.dtype
-    parameter.grad = grad
+        assign_gradient_of_another_type(parameter, grad)
+    else:
+        parameter.grad = grad
 
 
 def copy_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
