@@ -14,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 # Each worker takes a part of the files in order, then tests that others have not begun: all end together. Four of them
-# keep two cores busy, for a fifth of the time tests wait: for ranks that are gone, stores that do not answer, disks.
+# keep two cores busy, because tests wait for a part of their time: for ranks that are gone, slow stores, disks.
 WORKERS ?= 4
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch_writers import form
+from torch_writers import choose_form
 
 from shardckpt.errors import (
     FormatError,
@@ -47,7 +47,7 @@ CASES = (
 @pytest.fixture
 def options(request: pytest.FixtureRequest) -> dict:
     """Arguments of torch's writer for a form."""
-    return form(request.param)
+    return choose_form(request.param)
 
 
 def open_(folder):
@@ -125,12 +125,12 @@ class TestSerialisations:
     def test_safetensors_behind_a_metadata_file(self, tmp_path):
         state = contiguous_state()
 
-        assert_holds(open_(save({**state, "step": 7}, tmp_path, **form("safetensors"))), state)
+        assert_holds(open_(save({**state, "step": 7}, tmp_path, **choose_form("safetensors"))), state)
 
     def test_zstd_streams(self, tmp_path):
         state = {**contiguous_state(), "t": torch.arange(12.0).reshape(3, 4).t(), "large": torch.randn(300, 100)}
 
-        reader = open_(save(state, tmp_path, **form("zstd")))
+        reader = open_(save(state, tmp_path, **choose_form("zstd")))
 
         assert_holds(reader, state)
         (piece,) = reader.resolve(reader.manifest.tensors["large",].pieces)
@@ -166,7 +166,9 @@ class TestSerialisations:
     def test_a_chunk_that_torch_overwrote_is_an_error_and_no_wrong_tensor(self, tmp_path):
         """A16: in safetensors form torch's writer keeps one chunk of a tensor in a file, and lists them all."""
         boxes = {"w": [((0, 0), (3, 4)), ((3, 0), (3, 4))]}
-        reader = open_(save_chunked({"w": torch.arange(24.0).reshape(6, 4)}, boxes, tmp_path, **form("safetensors")))
+        reader = open_(
+            save_chunked({"w": torch.arange(24.0).reshape(6, 4)}, boxes, tmp_path, **choose_form("safetensors"))
+        )
 
         with pytest.raises(IncompleteError, match=r"'w' \[0:3, 0:4\].*does not hold this chunk"):
             reader.resolve(reader.manifest.tensors["w",].pieces)
@@ -202,7 +204,7 @@ class TestSerialisations:
             decode_head(window_of_2_gib, 100, "here")
 
     def test_a_bomb_is_decoded_no_further_than_needed(self, tmp_path):
-        reader = open_(save({"w": torch.zeros(30_000_000)}, tmp_path, **form("zstd")))
+        reader = open_(save({"w": torch.zeros(30_000_000)}, tmp_path, **choose_form("zstd")))
         (piece,) = reader.resolve(reader.manifest.tensors["w",].pieces)
 
         assert piece.layout.nbytes < 20_000

@@ -28,7 +28,7 @@ if ZStandard is not None:
     FORMS["zstd"] = lambda: {"_extensions": [ZStandard()]}
 
 
-def form(name: str) -> dict[str, Any]:
+def choose_form(name: str) -> dict[str, Any]:
     """Return the arguments of a writer for a form; the test is skipped if the installed torch does not have it."""
     if name not in FORMS:
         pytest.skip(f"this torch does not write {name}")
