@@ -1,7 +1,7 @@
 """Checkpoints of sharded PyTorch training: read any format, merge in constant memory, write safetensors.
 
-Names are loaded when they are first used, so that `import shardckpt` costs nothing and never imports torch. Names of
-`checkpoint` and `state` need torch; without it they raise MissingTorchError, and all others work.
+Names are loaded on first use, so that `import shardckpt` is cheap and never imports torch. The names of `checkpoint`
+and `state` need torch: without it they raise MissingTorchError, and all other names work.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ _HOMES = {
     "shardckpt.state.optim.optim_state_dict": ("optim_state_dict",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-"""The module of each public name; those that are missing here are errors."""
+"""Module of each public name; the names that are missing here are errors."""
 
 _NEEDS_TORCH = ("shardckpt.checkpoint.", "shardckpt.state.")
 
@@ -194,7 +194,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module it lives in. Raises MissingTorchError where that needs torch, and none is."""
+    """Load a public name from its module. Raises MissingTorchError if that needs torch, which is not installed."""
     if name not in __all__:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     home = _HOME_OF.get(name, "shardckpt.errors")

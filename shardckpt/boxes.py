@@ -15,7 +15,7 @@ class Box(NamedTuple):
 
     Attributes:
         offset: First element in each dimension.
-        size: Elements in each dimension; a zero makes the box empty.
+        size: Number of elements in each dimension; a zero makes the box empty.
     """
 
     offset: Shape
@@ -23,16 +23,16 @@ class Box(NamedTuple):
 
     @property
     def stop(self) -> Shape:
-        """One past the last element in each dimension."""
+        """End of the box in each dimension, exclusive."""
         return tuple(map(sum, zip(self.offset, self.size, strict=True)))
 
     @property
     def volume(self) -> int:
-        """Elements in the box; 1 for a 0-dim box."""
+        """Number of elements in the box; 1 for a 0-dim box."""
         return prod(self.size)
 
     def within(self, shape: Shape) -> bool:
-        """Return True if the box is inside an array of `shape`, and no number is negative."""
+        """Return True if the box is inside an array of `shape` and has no negative number."""
         return len(self.offset) == len(self.size) == len(shape) and all(
             min(o, n) >= 0 and o + n <= s for o, n, s in zip(self.offset, self.size, shape, strict=True)
         )
@@ -43,14 +43,14 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.size, strict=True)) + "]"
 
 
-@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
+@lru_cache(maxsize=4096)  # checkpoints of 100,000 tensors have a few dozen shapes
 def full_box(shape: Shape) -> Box:
     """Return the box of a full array of `shape`."""
     return Box((0,) * len(shape), shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements in both boxes, or None when there are none.
+    """Return the elements that are in both boxes; None if there are none.
 
     Two 0-dim boxes are the same single element.
     """
@@ -80,11 +80,11 @@ def strides(shape: Shape) -> Shape:
 
 
 class Cover(NamedTuple):
-    """What a set of boxes does to a region.
+    """Result of `cover`: gaps and overlaps of a set of boxes in a region.
 
     Attributes:
-        gaps: Parts of the region that no box covers, disjoint.
-        overlaps: Parts that two boxes cover, with the positions of those two in the sequence given.
+        gaps: Disjoint parts of the region that no box covers.
+        overlaps: Parts that two boxes cover, with the indices of these two in the given sequence.
     """
 
     gaps: list[Box]
@@ -92,15 +92,15 @@ class Cover(NamedTuple):
 
 
 def cover(region: Box, boxes: Sequence[Box], *, limit: int = 16) -> Cover:
-    """Return the elements of `region` that no box covers, or several.
+    """Find the parts of `region` that no box covers or that several boxes cover.
 
-    The region is split, again and again, at box borders, where the split crosses the fewest boxes: a grid of n boxes
-    takes O(n log n). The search ends once `limit` faults are known, so an adversarial set cannot make it long either.
+    The region is split recursively at the box border that crosses the fewest boxes: a grid of n boxes takes O(n log n).
+    The search ends after `limit` faults, so that a hostile set of boxes cannot make it long.
 
     Args:
-        region: What should be covered.
-        boxes: The boxes, of the region's rank; empty ones and parts outside are ignored.
-        limit: Gaps and overlaps to report at the most, together.
+        region: Region to cover.
+        boxes: Boxes of the same number of dimensions as the region; empty boxes and parts outside are ignored.
+        limit: Maximum number of reported gaps and overlaps together.
     """
     found = Cover([], [])
     clipped = [(part, i) for i, box in enumerate(boxes) if (part := intersect(region, box))]
@@ -122,7 +122,7 @@ def cover(region: Box, boxes: Sequence[Box], *, limit: int = 16) -> Cover:
 
 
 def _split(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[tuple[Box, int]]]]:
-    """Split `region` in two at a border of a box inside it, and the boxes with it."""
+    """Split `region`, and the boxes in it, in two at a border of one of the boxes."""
     dim, at = _best_split(region, inside)
     halves = []
     for start, stop in ((region.offset[dim], at), (at, region.stop[dim])):
@@ -133,7 +133,7 @@ def _split(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[t
 
 
 def _best_split(region: Box, inside: list[tuple[Box, int]]) -> tuple[int, int]:
-    """Return the dimension and coordinate of the middle border, in the dimension where it crosses the fewest boxes."""
+    """Return dimension and coordinate of the middle border, in the dimension where it crosses the fewest boxes."""
     best: tuple[int, int, int] | None = None
     for dim in range(len(region.size)):
         low, high = region.offset[dim], region.stop[dim]
@@ -156,9 +156,9 @@ def _with(box: Box, dim: int, offset: int, size: int) -> Box:
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the start and the length of one of `parts` chunks of `size`, as `torch.chunk` splits.
+    """Return start and length of one of `parts` chunks of `size`, split like `torch.chunk`.
 
-    Every chunk has the length of the first; the last ones may be shorter or empty.
+    All chunks have the length of the first, except the last ones, which may be shorter or empty.
     """
     length = -(-size // parts)
     start = min(index * length, size)
@@ -166,17 +166,17 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def chunk_box(shape: Shape, dim: int, parts: int, index: int) -> Box:
-    """Return one of the chunks of an array of `shape` along a dimension, as `torch.chunk` splits."""
+    """Return one chunk of an array of `shape` along a dimension, split like `torch.chunk`."""
     return _with(full_box(shape), dim, *chunk_range(shape[dim], parts, index))
 
 
 def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Return the boxes that hold the elements `[start, stop)` of an array in row-major order.
+    """Return the boxes of the elements `[start, stop)` of an array in row-major order.
 
-    At most `2 * ndim - 1` boxes, in row-major order: a ragged head, full slabs, a ragged tail in each dimension.
+    At most `2 * ndim - 1` boxes, in row-major order: for each dimension a partial head, full slabs and a partial tail.
 
     Raises:
-        ValueError: The range is not in the array.
+        ValueError: The range is not inside the array.
     """
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(f"flat range {start}:{stop} is not in an array of shape {shape}")
@@ -220,9 +220,9 @@ def is_contiguous(shape: Shape, box: Box) -> bool:
 
 
 def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return True if boxes are the cells of a grid over an array of `shape`: each dimension split once, no cell twice.
+    """Return True if the boxes are the cells of a grid over an array of `shape`, each cell once.
 
-    What ranks of a mesh hold is one, however many there are; quick, where `cover` is thorough.
+    The shards of a mesh form a grid, for any number of ranks. Faster than `cover`, which finds all gaps and overlaps.
     """
     cells = 1
     for dim, length in enumerate(shape):
@@ -239,11 +239,11 @@ def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 
 def contiguous_blocks(box: Box, most: int) -> Iterator[Box]:
-    """Split `box` into blocks of at most `most` elements, each one contiguous range of the box, in row-major order.
+    """Split `box` into contiguous blocks of at most `most` elements, in row-major order.
 
     Args:
-        box: The box to split.
-        most: Elements in a block, at least 1.
+        box: Box to split.
+        most: Maximum number of elements in a block, at least 1.
     """
     if box.volume <= most:
         if box.volume:

@@ -1,4 +1,4 @@
-"""Earlier names and values of public parameters and attributes, which keep working for one release."""
+"""Deprecated names and values of public parameters and attributes, which keep working for one release."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Replace = Callable[[Any], tuple[str, Any] | None]
-"""Returns today's name and value for a value of an earlier parameter; None if nothing has changed for it."""
+"""Returns the current name and value for a value of a deprecated parameter; None if this value needs no change."""
 
 
 def renamed_params(**names: str | Replace) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that accepts earlier keyword parameters, with a warning at the caller's line.
+    """Return a decorator that accepts deprecated keyword parameters and warns at the caller's line.
 
     Args:
-        **names: Earlier name to today's, which alone is in the signature; or a function that replaces its value too.
+        **names: Deprecated name to its current name, which alone is in the signature; or to a function that also
+            replaces the value.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -51,11 +52,11 @@ def renamed_params(**names: str | Replace) -> Callable[[Callable[P, T]], Callabl
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warn at the line that uses the earlier name of an attribute or a method, which calls this.
+    """Warn at the line that uses a deprecated attribute or method; its implementation calls this.
 
     Args:
-        old: The earlier name, with that of its class.
-        new: Today's.
+        old: Deprecated name, with the name of its class.
+        new: Current name.
     """
     warnings.warn(
         f"`{old}` is deprecated and will be removed in the next release: use `{new}`", DeprecationWarning, stacklevel=3

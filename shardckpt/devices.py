@@ -1,7 +1,7 @@
-"""Streams, events and pinned memory of devices. Nothing else in the package asks torch for them.
+"""Streams, events and pinned memory of devices. No other module of the package uses torch's functions for them.
 
-The names are those of torch: a stream runs what is queued on it in order; an event is a place in a stream that another
-stream, or the host, waits for. The CPU has none of them, and the functions do nothing for it.
+The terms are torch's: a stream runs its queued operations in order; an event is a position in a stream, for which
+another stream or the host can wait. The CPU has no streams: for it the functions do nothing.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ __all__ = [
 
 
 class Event(Protocol):
-    """A place in a stream (torch: `torch.cuda.Event`)."""
+    """A position in a stream (torch: `torch.cuda.Event`)."""
 
     def synchronize(self) -> None:
-        """Block the host until it is reached."""
+        """Block the host until the stream reaches the event."""
 
 
 class Stream(Protocol):
-    """A queue of work on a device (torch: `torch.cuda.Stream`)."""
+    """A queue of operations on a device (torch: `torch.cuda.Stream`)."""
 
     def wait_stream(self, stream: Stream) -> None:
-        """Run what is queued from now on after what is queued on another stream now."""
+        """Run future operations of this stream after those that another stream has queued so far."""
 
     def wait_event(self, event: Event) -> None:
-        """Run what is queued from now on after an event."""
+        """Run future operations of this stream after an event."""
 
     def record_event(self) -> Event:
-        """Return an event behind what is queued now."""
+        """Return an event after the operations that are queued so far."""
 
     def synchronize(self) -> None:
-        """Block the host until what is queued has run."""
+        """Block the host until all queued operations have run."""
 
 
 class TorchStreams:
-    """Streams as torch has them. Tests put another object in the place of `_streams`."""
+    """Streams of torch. Tests replace `_streams` with another object."""
 
     def has_streams(self, device: torch.device) -> bool:
-        """Return True if a device runs what is queued later than the host."""
+        """Return True if a device runs operations asynchronously to the host."""
         return device.type not in ("cpu", "meta")
 
     def make(self, device: torch.device, priority: int) -> Stream:
@@ -64,55 +64,55 @@ class TorchStreams:
         return made
 
     def get_current(self, device: torch.device) -> Stream:
-        """Return the stream that operations are queued on."""
+        """Return the stream that operations are queued on now."""
         found: Stream = torch.get_device_module(device).current_stream(device)
         return found
 
     def use(self, stream: Stream, device: torch.device) -> AbstractContextManager[object]:
-        """Return a context in which operations are queued on a stream."""
+        """Return a context manager that queues operations on a stream."""
         context: AbstractContextManager[object] = torch.get_device_module(device).stream(stream)
         return context
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Delay the reuse of a tensor's memory, once freed, until what a stream has queued by then has run."""
+        """Delay the reuse of a tensor's memory after it is freed until the operations queued on a stream have run."""
         tensor.record_stream(stream)  # type: ignore[arg-type]
 
 
 _streams = TorchStreams()
-_WITHOUT_PINNED_MEMORY = ("mps",)  # it shares its memory with the CPU
+_WITHOUT_PINNED_MEMORY = ("mps",)  # the device shares its memory with the CPU
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return True if a device runs what is queued later than the host: the one predicate for that."""
+    """Return True if a device runs operations asynchronously to the host. All modules use this function for that."""
     return _streams.has_streams(device)
 
 
 def make_stream(device: torch.device, priority: int = 0) -> Stream:
-    """Return a new stream of a device that has streams.
+    """Return a new stream of a device. The device must have streams.
 
     Args:
         device: The device.
-        priority: Lower numbers go first.
+        priority: Priority of the stream; lower numbers run first.
     """
     return _streams.make(device, priority)
 
 
 def get_current_stream(device: torch.device) -> Stream:
-    """Return the stream that operations are queued on, of a device that has streams."""
+    """Return the stream that operations are queued on now. The device must have streams."""
     return _streams.get_current(device)
 
 
 def use_stream(stream: Stream, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which operations on a device are queued on a stream."""
+    """Return a context manager that queues operations of a device on a stream."""
     return _streams.use(stream, device) if has_streams(device) else nullcontext()
 
 
 def record_event(device: torch.device, stream: Stream | None = None) -> Event | None:
-    """Return an event behind what is queued now; None without streams.
+    """Return an event after the operations that are queued so far; None if the device has no streams.
 
     Args:
         device: The device.
-        stream: A stream of it; None for the current one.
+        stream: Stream of the device; None for the current stream.
     """
     if not has_streams(device):
         return None
@@ -120,31 +120,31 @@ def record_event(device: torch.device, stream: Stream | None = None) -> Event | 
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
-    """Note that a stream uses a tensor that another one allocated: its memory, once freed, waits for that stream.
+    """Record that a stream uses a tensor of another stream, so that its freed memory is reused after that stream.
 
     Args:
         tensor: The tensor.
-        stream: The stream; None for the current one.
+        stream: Stream that uses the tensor; None for the current stream.
     """
     if has_streams(tensor.device):
         _streams.record(tensor, stream or get_current_stream(tensor.device))
 
 
 def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    """Return a CPU tensor in pinned memory; the same tensor without an accelerator that reads it."""
+    """Return a CPU tensor in pinned memory; the same tensor if no accelerator can read pinned memory."""
     if not wanted or not has_pinned_memory() or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()
 
 
 def copy_to_pinned(tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
-    """Start to copy a tensor to the CPU; the host may go on.
+    """Start to copy a tensor to the CPU, without waiting for the copy.
 
     Args:
-        tensor: On a device with streams.
+        tensor: Tensor on a device with streams.
 
     Returns:
-        The copy, and the event to wait for before it is read.
+        The copy, and the event to wait for before reading it.
     """
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_pinned_memory())
     copied.copy_(tensor, non_blocking=True)
@@ -152,13 +152,13 @@ def copy_to_pinned(tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
 
 
 def has_pinned_memory() -> bool:
-    """Return True if there is an accelerator that copies from and to pinned memory beside the host."""
+    """Return True if an accelerator copies from and to pinned memory asynchronously to the host."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found is not None and found.type not in _WITHOUT_PINNED_MEMORY
 
 
 def is_gpu_used() -> bool:
-    """Return True if this process uses an accelerator already, so that pinned memory pays."""
+    """Return True if this process already uses an accelerator, so that pinned memory is worth its cost."""
     found = torch.accelerator.current_accelerator()
     if found is None or found.type in _WITHOUT_PINNED_MEMORY:
         return False

@@ -1,4 +1,4 @@
-"""Names and widths of element types, as torch spells them and as safetensors does. No torch, no numpy.
+"""Names and widths of dtypes in torch's and in safetensors' spelling. Imports neither torch nor numpy.
 
 Safetensors names: https://huggingface.co/docs/safetensors (format section), release 0.8.
 """
@@ -32,14 +32,14 @@ SAFETENSORS_NAMES = {
     "int64": "I64",
     "uint64": "U64",
 }
-"""Torch's name (or, below one byte, the one its family would have) to the name in a safetensors header.
+"""Torch's name of a dtype to its name in a safetensors header. Types below one byte have names in torch's style.
 
-In the order of the format's reference writer, which lays out the last of these types first."""
+In the order of the format's reference writer, which writes the last of these types first."""
 
 TORCH_NAMES = {short: name for name, short in SAFETENSORS_NAMES.items()}
 
 UNKNOWN = "unknown"
-"""Type of a tensor whose name is known and whose file is missing; it has no bytes."""
+"""Dtype of a tensor whose name is known but whose file is missing; it has no bytes."""
 
 _BITS = {
     "bool": 8,
@@ -70,7 +70,7 @@ _BITS = {
 }
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""Types that a cast between float types applies to; fp8 and narrower come with scales and are left alone."""
+"""Dtypes that a cast between float types applies to; fp8 and narrower types have scales and are never cast."""
 
 SHORT_NAMES = {
     "fp64": "float64",
@@ -81,29 +81,29 @@ SHORT_NAMES = {
     "float": "float32",
     "double": "float64",
 }
-"""What people type on a command line."""
+"""Short names that the command line accepts."""
 
 
 def bits(name: str) -> int:
     """Return the width of one element, in bits.
 
     Raises:
-        KeyError: No such type.
+        KeyError: The dtype is unknown.
     """
     return _BITS[name]
 
 
 def is_known(name: str) -> bool:
-    """Return True if `name` is a type this package can place in memory."""
+    """Return True if `name` is a dtype with a known width."""
     return name in _BITS and name != UNKNOWN
 
 
 def nbytes(name: str, elements: int) -> int:
-    """Return the bytes that `elements` elements take, packed; a sub-byte remainder is rounded up."""
+    """Return the number of bytes of `elements` packed elements; a sub-byte remainder is rounded up."""
     return (elements * _BITS[name] + 7) // 8
 
 
-@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen types and shapes
+@lru_cache(maxsize=4096)  # checkpoints of 100,000 tensors have a few dozen dtypes and shapes
 def array_nbytes(name: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes that an array of `shape` elements takes, packed; a sub-byte remainder is rounded up."""
+    """Return the number of bytes of a packed array of `shape`; a sub-byte remainder is rounded up."""
     return nbytes(name, prod(shape))

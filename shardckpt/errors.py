@@ -1,4 +1,4 @@
-"""The errors a caller can catch, and how their one-line messages are put together.
+"""The errors that a caller can catch, and the construction of their one-line messages.
 
 ShardckptError
 ├── CheckpointError (ValueError)              the checkpoint is at fault               exit code 1
@@ -6,9 +6,9 @@ ShardckptError
 │   │   └── TruncatedError (EOFError)         bytes that should be there are not
 │   ├── UnsafeError                           reading it would run code or leave its folder
 │   ├── UnsupportedError (TypeError)          valid, but holds something this reader does not know
-│   ├── IncompleteError (LookupError)         elements that no file holds
-│   ├── NoCompleteCheckpoint (FileNotFoundError)  steps are there, and none can be loaded
-│   ├── OverlapError                          elements that two files claim
+│   ├── IncompleteError (LookupError)         no file contains some elements
+│   ├── NoCompleteCheckpoint (FileNotFoundError)  there are steps, but none can be loaded
+│   ├── OverlapError                          two files contain the same elements
 │   ├── ChecksumError                         bytes differ from their stored checksum
 │   └── PrecisionError (OverflowError)        a cast would lose more than rounding
 ├── UsageError (ValueError)                   the call is at fault                     exit code 2
@@ -16,14 +16,14 @@ ShardckptError
 │   ├── UnknownFormatError                    no reader recognizes the source
 │   ├── TargetExistsError (FileExistsError)
 │   ├── NameCollisionError                    two tensors would get one name
-│   ├── UnknownNameError (KeyError)           nothing of that name in the checkpoint
+│   ├── UnknownNameError (KeyError)           the checkpoint has no entry of that name
 │   ├── MissingTorchError (ModuleNotFoundError)  the call needs torch, which is not installed
-│   └── AmbiguousError (LookupError)          more than one answer; the message says which option decides
-├── StateDictError (RuntimeError)             an object's own method failed            exit code 1
+│   └── AmbiguousError (LookupError)          several answers are possible; the message names the option that decides
+├── StateDictError (RuntimeError)             a method of a user's object failed       exit code 1
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
 ├── NoMemoryError (MemoryError)               a tensor does not fit into memory        exit code 3
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
-    ├── MissingFileError (FileNotFoundError)  a file that was asked for is not there
+        ├── MissingFileError (FileNotFoundError)  a requested file does not exist
     └── NoSpaceError                          the target cannot hold the result
 """
 
@@ -34,15 +34,15 @@ from importlib import import_module
 from typing import ClassVar
 
 _SHOWN = 1000
-"""Characters of one part of a message that are shown; the rest is dropped, since names come from hostile files."""
+"""Maximum characters of one part of a message; longer texts are truncated, since names come from hostile files."""
 
 
 _SHOWN_VALUES = 64
-"""Values in nested containers that are shown: what a hostile pickle nested has more leaves than a machine has bytes."""
+"""Maximum values shown of nested containers: those of a hostile pickle can have more leaves than memory has bytes."""
 
 
 def show(value: object) -> str:
-    """Return a value as text, of a container and of a number no more than is read."""
+    """Return a value as text; long containers and numbers are truncated."""
     if isinstance(value, (tuple, list, dict, set, frozenset)) and _count(value, _SHOWN_VALUES) < 0:
         return f"a {type(value).__name__} of {len(value)} values"
     try:
@@ -52,7 +52,7 @@ def show(value: object) -> str:
 
 
 def _count(value: object, left: int) -> int:
-    """Return how many more values may be shown after this one; negative where it holds too many."""
+    """Return how many more values may be shown after this one; negative if it contains too many."""
     if isinstance(value, dict):
         inner: Iterable[object] = (part for pair in value.items() for part in pair)
     elif isinstance(value, (tuple, list, set, frozenset)):
@@ -78,14 +78,14 @@ def escape(text: object) -> str:
 
 
 class ShardckptError(Exception):
-    """Root of the tree. Its text is one line: what, where, found, expected, what to do now.
+    """Root of the error classes. Its text is one line: what, where, found, expected, fix.
 
     Args:
-        what: What is wrong.
-        where: File, tensor, box or rank it was met at.
-        found: The value that was met.
-        expected: The value that was expected.
-        fix: What the reader of the message can do.
+        what: Description of the error.
+        where: File, tensor, box or rank of the error.
+        found: Actual value.
+        expected: Expected value.
+        fix: Action that the reader of the message can take.
     """
 
     exit_code: ClassVar[int] = 1
@@ -108,7 +108,7 @@ class ShardckptError(Exception):
 
 
 class CheckpointError(ShardckptError, ValueError):
-    """The checkpoint is damaged, incomplete, unsafe, or beyond what its reader knows."""
+    """The checkpoint is damaged, incomplete, unsafe, or not supported by its reader."""
 
 
 class FormatError(CheckpointError):
@@ -120,15 +120,15 @@ class TruncatedError(FormatError, EOFError):
 
 
 class UnsafeError(CheckpointError):
-    """Reading on would run code, leave the checkpoint's folder, or exceed a safety limit."""
+    """Reading would run code, leave the checkpoint's folder, or exceed a safety limit."""
 
 
 class UnsupportedError(CheckpointError, TypeError):
-    """The content is well-formed, but of a kind that no reader here turns into arrays."""
+    """The content is well-formed, but no reader supports its kind."""
 
 
 class IncompleteError(CheckpointError, LookupError):
-    """Some elements of a tensor are in no file."""
+    """No file contains some elements of a tensor."""
 
 
 class NoCompleteCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818  (a state of the folder, not only an error)
@@ -136,7 +136,7 @@ class NoCompleteCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818  (
 
 
 class OverlapError(CheckpointError):
-    """Some elements of a tensor are claimed by two pieces."""
+    """Two pieces contain the same elements of a tensor."""
 
 
 class ChecksumError(CheckpointError):
@@ -148,13 +148,13 @@ class PrecisionError(CheckpointError, OverflowError):
 
 
 class NoMemoryError(ShardckptError, MemoryError):
-    """There is not as much memory as a tensor takes."""
+    """The memory is too small for a tensor."""
 
     exit_code = 3
 
 
 class UsageError(ShardckptError, ValueError):
-    """The call asks for something that cannot be: another path, key or option is needed."""
+    """The call is not possible as given: another path, key or option is needed."""
 
     exit_code = 2
 
@@ -168,15 +168,15 @@ class UnknownFormatError(UsageError):
 
 
 class TargetExistsError(UsageError, FileExistsError):
-    """The target is not empty and overwriting was not asked for."""
+    """The target is not empty, and overwriting was not requested."""
 
 
 class NameCollisionError(UsageError):
-    """Two tensors would end up under one name."""
+    """Two tensors would get the same name."""
 
 
 class UnknownNameError(UsageError, KeyError):
-    """The checkpoint holds nothing of this name."""
+    """The checkpoint has no entry of this name."""
 
 
 class MissingTorchError(UsageError, ModuleNotFoundError):
@@ -190,30 +190,30 @@ class AmbiguousError(UsageError, LookupError):
 
 
 class StateDictError(ShardckptError, RuntimeError):
-    """The `state_dict` or `load_state_dict` of an object raised an exception, which is the cause of this one."""
+    """The `state_dict` or `load_state_dict` of an object raised an exception, which is the cause of this error."""
 
 
 class StorageError(ShardckptError, OSError):
-    """Reading or writing failed underneath."""
+    """The storage failed to read or write."""
 
     exit_code = 3
 
 
 class MissingFileError(StorageError, FileNotFoundError):
-    """The store holds no file of this name."""
+    """The store has no file of this name."""
 
 
 class NoSpaceError(StorageError):
-    """The target's free space cannot hold the result."""
+    """The target does not have enough free space for the result."""
 
 
 class RankError(ShardckptError, RuntimeError):
-    """A rank failed, died, or did not take part in time; raised on every rank that is left.
+    """A rank failed, died, or did not take part in time; raised on every remaining rank.
 
     Args:
-        what: What is wrong, naming the rank.
-        rank: The rank; -1 where it is not known.
-        fix: What the reader of the message can do.
+        what: Description of the error, with the rank.
+        rank: Global rank that failed; -1 if unknown.
+        fix: Action that the reader of the message can take.
     """
 
     exit_code = 3
@@ -224,19 +224,19 @@ class RankError(ShardckptError, RuntimeError):
 
 
 def require_torch(where: str, or_else: str = "") -> None:
-    """Import torch.
+    """Import torch, or raise an error that says how to install it.
 
     Args:
-        where: What needs it, for the message.
-        or_else: What the caller can do instead of installing it.
+        where: Function that needs torch, for the message.
+        or_else: Alternative to installing torch, for the message.
 
     Raises:
-        MissingTorchError: It is not installed.
+        MissingTorchError: Torch is not installed.
     """
     try:
         import_module("torch")
     except ModuleNotFoundError as error:
-        if error.name != "torch":  # it is installed, and lacks a module that it needs itself
+        if error.name != "torch":  # torch is installed, but one of its own dependencies is missing
             raise
         fix = "Run pip install 'shardckpt[torch]'" + (f", or {or_else}." if or_else else ".")
         raise MissingTorchError("torch must be installed", where=where, fix=fix) from None

@@ -1,6 +1,6 @@
-"""Who the ranks are: a world of one, or a torch process group, behind one small interface.
+"""Process groups behind one small interface: a torch process group, or a single process.
 
-Values travel as bytes in tensor collectives, never as pickled objects: what a peer sends is data, not code.
+Values are sent as bytes in tensor collectives, never as pickled objects: peers send data, not code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardckpt.errors import RankError, ShardckptError
 
 _MESSAGE_BYTES = 512
-"""Bytes of an error message in the all-gather that ends a collective: without an error it costs one small one."""
+"""Bytes of an error message in the all-gather that ends a collective: without an error, one small all-gather."""
 
 
 _PIGGYBACK_BYTES = _MESSAGE_BYTES - 1
@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class Piggyback:
-    """A message of each rank that the all-gather of errors carries along.
+    """A message of each rank that is sent with the all-gather of errors.
 
     Attributes:
         local: This rank's message, of at most 511 bytes; set inside the block.
@@ -37,29 +37,29 @@ class Piggyback:
 
 
 class Group(ABC):
-    """The ranks that take part in one piece of work."""
+    """The ranks that take part in one operation."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """Rank of this process in the group, from 0."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     def global_rank(self, rank: int) -> int:
         """Return the global rank of a rank of this group; messages name global ranks.
 
         Args:
-            rank: Its rank in this group.
+            rank: Rank in this group.
         """
         return rank
 
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. Collective; lengths may differ.
+        """Return the bytes of all ranks, in rank order. Collective; lengths may differ.
 
         Raises:
             RankError: A rank did not take part in time.
@@ -67,17 +67,17 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
-        """Return the bytes of rank `source`, which alone has to give some. Collective.
+        """Return the bytes of rank `source`; the other ranks may pass None. Collective.
 
         Raises:
             RankError: A rank did not take part in time.
         """
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, of which each gives as many, in rank order. Collective: one, where that is less.
+        """Return the bytes of all ranks, in rank order. Collective; lengths must be equal, which saves an all-gather.
 
         Args:
-            data: This rank's.
+            data: Bytes of this rank.
         """
         return self.all_gather(data)
 
@@ -86,13 +86,13 @@ class Group(ABC):
         """Run a block on every rank; an error on one is raised on all, with its rank. One all-gather at the end.
 
         Args:
-            what: The work, for the message.
+            what: Name of the operation, for the message.
 
         Yields:
-            The message of this rank, and those of the others.
+            The message of this rank and, after the block, the messages of all ranks.
 
         Raises:
-            RankError: Another rank failed; this rank's own exception is raised as it is.
+            RankError: Another rank failed. An exception of this rank is raised unchanged.
         """
         failure: Exception | None = None
         piggyback = Piggyback()
@@ -125,7 +125,7 @@ def _pack_outcome(failure: Exception | None, message: bytes) -> bytes:
 
 
 class LocalGroup(Group):
-    """A world of one: every collective returns what it was given."""
+    """A group of one process: every collective returns its input."""
 
     @property
     def rank(self) -> int:
@@ -149,10 +149,10 @@ class LocalGroup(Group):
 
 
 class TorchGroup(Group):
-    """A torch process group; what it moves travels where its backend takes it, under NCCL through the accelerator.
+    """A torch process group. Messages are sent as tensors on a device of its backend; for NCCL an accelerator.
 
     Args:
-        group: The process group; the default one where None.
+        group: Process group; None for the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -165,7 +165,7 @@ class TorchGroup(Group):
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return dist.get_world_size(self._group)
 
     def global_rank(self, rank: int) -> int:
@@ -173,7 +173,7 @@ class TorchGroup(Group):
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Gather lengths, then the bytes, padded to the longest."""
+        """Gather the lengths, then the bytes, padded to the longest."""
         with self._named("all-gather"):
             lengths = self._gather_rows(torch.tensor([len(data)]))[:, 0].tolist()
             if not any(lengths):
@@ -182,13 +182,13 @@ class TorchGroup(Group):
         return [row[:n].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
-        """Gather the bytes, whose number is known."""
+        """Gather the bytes, whose length is known."""
         with self._named("all-gather"):
             rows = self._gather_rows(_pad_to_tensor(data, len(data)))
         return [row.numpy().tobytes() for row in rows]
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Return every rank's row, `(rank, element)`, on the CPU."""
+        """Return the rows of all ranks, `(rank, element)`, on the CPU."""
         rows = torch.empty(self.size, row.numel(), dtype=row.dtype, device=get_group_device(self._group))
         dist.all_gather(list(rows.unbind()), row.to(rows.device), group=self._group)
         return rows.cpu()
@@ -207,7 +207,7 @@ class TorchGroup(Group):
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Say which rank waited in vain, where a collective fails or runs out of time."""
+        """Add this rank to the error of a collective that fails or times out."""
         try:
             yield
         except RuntimeError as error:
@@ -219,21 +219,21 @@ class TorchGroup(Group):
 
 
 def get_group_device(group: dist.ProcessGroup | None = None, preferred: torch.device = _CPU) -> torch.device:
-    """Return a device whose tensors the backends of a group move; NCCL moves none of the CPU.
+    """Return a device whose tensors the backend of a group can send; NCCL cannot send tensors of the CPU.
 
     Args:
-        group: The process group; the default one where None.
-        preferred: The device to return if they do.
+        group: Process group; None for the default group.
+        preferred: Device to return if the backend supports it.
     """
     kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
     return preferred if preferred.type in kinds else current_device(kinds[0])
 
 
 def current_device(kind: str) -> torch.device:
-    """Return the device of a kind, "cuda" say, that this process uses.
+    """Return the device of a type, such as "cuda", that this process uses.
 
     Args:
-        kind: Type of device.
+        kind: Device type.
     """
     return torch.empty(0, device=kind).device
 
@@ -243,7 +243,7 @@ def _pad_to_tensor(data: bytes, nbytes: int) -> torch.Tensor:
 
 
 def current_group(group: dist.ProcessGroup | None = None) -> Group:
-    """Return the ranks of this process: a torch group where one is initialised, else a world of one."""
+    """Return the group of this process: a torch process group if one is initialized, else a group of one."""
     if dist.is_available() and dist.is_initialized():
         return TorchGroup(group)
     return LocalGroup()
@@ -251,13 +251,13 @@ def current_group(group: dist.ProcessGroup | None = None) -> Group:
 
 @contextmanager
 def init_gloo_group(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
-    """Yield all ranks: of the initialised process group, else of one that is initialised here, with gloo.
+    """Yield the group of all ranks: the initialized process group, else a gloo group that this call initializes.
 
     Args:
-        timeout: How long ranks wait for each other in a process group that is initialised here.
+        timeout: Time that ranks wait for each other in a process group that this call initializes.
 
     Raises:
-        RankError: They cannot be joined.
+        RankError: The ranks cannot connect.
     """
     if dist.is_initialized():
         yield current_group()

@@ -1,7 +1,7 @@
-"""How full parameters map to shards: flat and per dimension, padding, any world size to any other. No torch.
+"""Layouts that map full parameters to shards, flat or per dimension, for any world size. Without torch.
 
-A rank's shard is one 1-D run of `chunk` elements, zero padded, the same length on every rank. A layout says which
-elements of which parameter are where in it; both layouts answer in boxes and runs.
+The shard of a rank is one 1-D array of `chunk` elements, zero-padded to the same length on every rank. A layout
+gives the position of each parameter's elements in the shard, as boxes and runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardckpt.boxes import Box, Shape, chunk_box, chunk_range, flat_to_boxes
 from shardckpt.errors import FormatError
 
 ALIGNMENT = 16
-"""Bytes that a parameter's place in an aligned flat layout is a multiple of."""
+"""Alignment, in bytes, of each parameter's offset in an aligned flat layout."""
 
 _FORMAT = 1
 
@@ -27,7 +27,7 @@ class ParamSpec:
     """One parameter of a layout.
 
     Attributes:
-        name: Fully qualified name, without segments of wrappers.
+        name: Fully qualified name, without the names of wrapper modules.
         shape: Full shape, in elements.
         dtype: Stored dtype, as torch spells it.
         order: Dimensions from the slowest to the fastest in memory; empty means row-major.
@@ -50,16 +50,16 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the full parameter."""
+        """Number of elements of the full parameter."""
         return prod(self.shape)
 
     @property
     def memory_shape(self) -> Shape:
-        """The shape in memory, row-major."""
+        """Shape in memory, row-major."""
         return tuple(self.shape[d] for d in self.order) if self.order else self.shape
 
     def boxes(self, start: int, stop: int) -> list[Box]:
-        """Return the boxes of the full parameter that its elements `[start, stop)`, in memory order, are."""
+        """Return the boxes in the full parameter of its elements `[start, stop)` in memory order."""
         found = flat_to_boxes(self.memory_shape, start, stop)
         return [self._restored(box) for box in found] if self.order else found
 
@@ -71,14 +71,14 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ShardRun:
-    """Contiguous elements of one parameter in one rank's shard.
+    """Contiguous elements of one parameter in the shard of one rank.
 
     Attributes:
-        index: Which parameter.
-        rank: Whose shard.
+        index: Index of the parameter in the layout's `specs`.
+        rank: Rank whose shard contains the elements.
         start: First element, in the parameter's memory order.
-        stop: One past the last.
-        offset: Of the first in the shard, in elements.
+        stop: End of the elements, exclusive.
+        offset: Position of the first element in the shard, in elements.
     """
 
     index: int
@@ -89,18 +89,18 @@ class ShardRun:
 
     @property
     def numel(self) -> int:
-        """Elements of the run."""
+        """Number of elements of the run."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters end to end, split into chunks of equal size anywhere.
+    """Parameters concatenated into one flat parameter and split into chunks of equal size, at any element.
 
     Attributes:
-        specs: The parameters, in order.
-        world: Ranks that share them.
-        alignment: Elements that each parameter's offset is a multiple of.
+        specs: Parameters, in order.
+        world: Number of ranks.
+        alignment: Each parameter's offset is a multiple of this number of elements.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -114,7 +114,7 @@ class FlatLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins in the flat parameter, in elements."""
+        """Offset of each parameter in the flat parameter, in elements."""
         found, at = [], 0
         for spec in self.specs:
             at = -(-at // self.alignment) * self.alignment
@@ -124,20 +124,20 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat parameter, holes between parameters counted, padding at its end not."""
+        """Number of elements of the flat parameter, including gaps between parameters, without padding at the end."""
         return self.offsets[-1] + self.specs[-1].numel if self.specs else 0
 
     @cached_property
     def chunk(self) -> int:
-        """Elements of every rank's shard, padding included."""
+        """Number of elements of every rank's shard, including padding."""
         return chunk_range(self.numel, self.world, 0)[1]
 
     def get_unpadded_size(self, rank: int) -> int:
-        """Return how many elements of a rank's shard are not padding at the end."""
+        """Return the number of elements in a rank's shard without the padding at the end."""
         return chunk_range(self.numel, self.world, rank)[1]
 
     def runs(self, rank: int) -> list[ShardRun]:
-        """Return the parts of parameters in a rank's shard, in order; parameters that have none are skipped."""
+        """Return the runs of parameters in a rank's shard, in order; parameters without elements there are skipped."""
         low, high = rank * self.chunk, (rank + 1) * self.chunk
         found = []
         for index, (spec, at) in enumerate(zip(self.specs, self.offsets, strict=True)):
@@ -147,29 +147,29 @@ class FlatLayout:
         return found
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
-        """Return `(parameter, box, offset in the shard)` of everything in a rank's shard, in order.
+        """Return `(parameter, box, offset in the shard)` for all elements of a rank's shard, in order.
 
-        A box of a parameter that is stored in another order than row-major is permuted in the shard.
+        The elements of a box are permuted in the shard if the parameter's memory order is not row-major.
         """
         return list(_boxes_of_runs(self.specs, self.runs(rank)))
 
     def with_world(self, world: int) -> FlatLayout:
-        """Return the same parameters on another number of ranks."""
+        """Return the layout of the same parameters for another number of ranks."""
         return FlatLayout(self.specs, world, self.alignment)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as plain JSON values."""
+        """Return the layout as JSON values."""
         return {**_head("flat", self.world, self.specs), "alignment": self.alignment}
 
 
 @dataclass(frozen=True)
 class DimLayout:
-    """Each parameter split along a dimension of its own into equal rows; later ranks may have fewer or none.
+    """Each parameter split along one of its dimensions into equal chunks; later ranks may have shorter or empty chunks.
 
     Attributes:
-        specs: The parameters, in order; all in row-major order.
-        world: Ranks that share them.
-        dims: The dimension that each is split along; a 0-dim parameter counts as one row.
+        specs: Parameters, in order; all in row-major memory order.
+        world: Number of ranks.
+        dims: Dimension along which each parameter is split; a 0-dim parameter counts as one row.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -185,7 +185,7 @@ class DimLayout:
                 raise FormatError("a parameter cannot be split along this dimension", where=spec.name, found=dim)
 
     def box(self, index: int, rank: int) -> Box:
-        """Return what a rank holds of one parameter; a box with a zero where it holds nothing."""
+        """Return the box of one parameter on a rank; it has a zero size if the rank has no elements."""
         spec, dim = self.specs[index], self.dims[index]
         if not spec.shape:
             return Box((), ()) if rank == 0 else Box((0,), (0,))
@@ -193,7 +193,7 @@ class DimLayout:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where each parameter begins in every rank's shard, in elements."""
+        """Offset of each parameter in every rank's shard, in elements."""
         found, at = [], 0
         for index in range(len(self.specs)):
             found.append(at)
@@ -202,20 +202,20 @@ class DimLayout:
 
     @cached_property
     def chunk(self) -> int:
-        """Elements of every rank's shard, padding included: what rank 0 holds."""
+        """Number of elements of every rank's shard, including padding: the size of rank 0's shard."""
         return self.places[-1] + self.box(len(self.specs) - 1, 0).volume if self.specs else 0
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
-        """Return `(parameter, box, offset in the shard)` of everything in a rank's shard, in order."""
+        """Return `(parameter, box, offset in the shard)` for all elements of a rank's shard, in order."""
         found = [(index, self.box(index, rank), self.places[index]) for index in range(len(self.specs))]
         return [each for each in found if each[1].volume]
 
     def with_world(self, world: int) -> DimLayout:
-        """Return the same parameters on another number of ranks."""
+        """Return the layout of the same parameters for another number of ranks."""
         return DimLayout(self.specs, world, self.dims)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as plain JSON values."""
+        """Return the layout as JSON values."""
         return {**_head("dim", self.world, self.specs), "dims": list(self.dims)}
 
 
@@ -223,10 +223,10 @@ Layout = FlatLayout | DimLayout
 
 
 def from_json(value: object) -> Layout:
-    """Return the layout that `to_json` wrote.
+    """Parse the layout that `to_json` wrote.
 
     Raises:
-        FormatError: The value is not such a layout.
+        FormatError: The value is not a layout.
     """
     try:
         return _parse(value)

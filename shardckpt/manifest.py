@@ -1,8 +1,8 @@
 """Frozen descriptions of a checkpoint: named arrays, the pieces that hold them, and small objects. No data.
 
-A reader turns any format into a `Manifest`; every verb works on manifests alone. Paths are tuples, since
-`{"a.b": t}` and `{"a": {"b": u}}` are two different things. The small ones are named tuples:
-a checkpoint may hold a million of them.
+A reader turns any format into a `Manifest`; all functions on checkpoints work on manifests alone. Paths are tuples,
+since `{"a.b": t}` and `{"a": {"b": u}}` differ. The small classes are named tuples, since a checkpoint may have a
+million of them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from shardckpt.dtypes import array_nbytes
 from shardckpt.errors import FormatError
 
 Path = tuple[str | int, ...]
-"""The keys of a value in the state that was saved."""
+"""Keys of a value in the saved state, from the outermost container to the innermost."""
 
 
 class Span(NamedTuple):
-    """Row-major elements of the box, back to back.
+    """Contiguous bytes with the elements of a box in row-major order.
 
     Attributes:
-        offset: First byte in the file.
-        nbytes: Bytes.
+        offset: Offset of the first byte in the file.
+        nbytes: Number of bytes.
     """
 
     offset: int
@@ -36,10 +36,10 @@ class Strided(NamedTuple):
     """A view of a storage: a slice, a transposed or an expanded tensor.
 
     Attributes:
-        offset: Byte in the file where the storage starts.
-        nbytes: Bytes of all of the storage.
-        start: Elements from the start of the storage to the box's first element.
-        strides: Elements between neighbours in each dimension; 0 repeats one element.
+        offset: Offset in the file at which the storage starts, in bytes.
+        nbytes: Bytes of the full storage.
+        start: Elements from the start of the storage to the first element of the box.
+        strides: Elements between neighbors in each dimension; 0 repeats one element.
     """
 
     offset: int
@@ -49,13 +49,13 @@ class Strided(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Bytes that are decoded as a stream, from their start.
+    """Bytes that are decoded as a stream from their start.
 
     Attributes:
         codec: `zstd` or `deflate` (raw).
-        offset: First encoded byte in the file.
-        nbytes: Encoded bytes.
-        inner: Where the elements are in the decoded stream.
+        offset: Offset of the first encoded byte in the file.
+        nbytes: Number of encoded bytes.
+        inner: Location of the elements in the decoded stream.
     """
 
     codec: str
@@ -65,12 +65,12 @@ class Encoded(NamedTuple):
 
 
 class Lazy(NamedTuple):
-    """A container that must be opened to learn where the elements are; `Reader.resolve` does it.
+    """A container that must be opened to locate the elements; `Reader.resolve` does this.
 
     Attributes:
-        offset: First byte of the container in the file.
-        nbytes: Bytes of the container; 0 where they are not known yet.
-        detail: What its reader needs besides; opaque to everybody else.
+        offset: Offset of the container's first byte in the file.
+        nbytes: Bytes of the container; 0 if not known yet.
+        detail: Further data for the reader of this format; opaque to all other code.
     """
 
     offset: int
@@ -82,12 +82,12 @@ Layout = Span | Strided | Encoded | Lazy
 
 
 class Piece(NamedTuple):
-    """A box of an array and where its bytes are.
+    """A box of an array and the location of its bytes.
 
     Attributes:
-        box: In elements of the full array.
-        file: Name relative to the checkpoint's store, with forward slashes.
-        layout: How the box's elements are stored in that file.
+        box: Box in the full array, in elements.
+        file: File name relative to the checkpoint's store, with forward slashes.
+        layout: Location and encoding of the box's elements in that file.
     """
 
     box: Box
@@ -99,11 +99,11 @@ class TensorEntry(NamedTuple):
     """One array of a checkpoint.
 
     Attributes:
-        path: Its path in the saved state.
+        path: Path in the saved state.
         shape: Global shape, in elements.
-        stored: Type of its elements in the files, by torch's name.
-        pieces: Disjoint boxes which together hold it; whether they cover it is `plan.coverage`'s to say.
-        delivered: Type to deliver it as, if that differs from `stored`.
+        stored: Dtype in the files, in torch's spelling.
+        pieces: Disjoint boxes of the array. `plan.coverage` checks whether they cover it.
+        delivered: Dtype to deliver, if it differs from `stored`.
     """
 
     path: Path
@@ -114,17 +114,17 @@ class TensorEntry(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Type that it is delivered as."""
+        """Dtype to deliver."""
         return self.delivered or self.stored
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full array as delivered."""
+        """Bytes of the full array in the delivered dtype."""
         return array_nbytes(self.dtype, self.shape)
 
 
 class Unread(Enum):
-    """Marks an object whose value is in a file and was not read."""
+    """Marks an object whose value is in a file that was not read."""
 
     UNREAD = "unread"
 
@@ -137,10 +137,10 @@ class ObjectEntry:
     """One value that is not an array.
 
     Attributes:
-        path: Its path in the saved state.
-        value: The value, or `UNREAD` if it is in `file` and `Reader.load_object` reads it.
-        file: Name relative to the checkpoint's store; empty for a value known already.
-        layout: Its bytes in `file`; None for a value known already.
+        path: Path in the saved state.
+        value: The value, or `UNREAD` if it is in `file`, from which `Reader.load_object` reads it.
+        file: File name relative to the checkpoint's store; empty if the value is known.
+        layout: Location of its bytes in `file`; None if the value is known.
     """
 
     path: Path
@@ -151,27 +151,28 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds and where.
+    """Content of a checkpoint: all arrays with the locations of their bytes, and all other values.
 
     Attributes:
-        format: Name of the format it was read as.
-        files: Name to size in bytes of every file with a piece, and of those that are missing: size -1.
-        tensors: Arrays by path, in the order they were saved; both names of a tied array.
-        objects: Other values by path; empty containers too, so that the state can be rebuilt.
-        aliases: Path of a tied array to the path of the first array with the same elements, where the format knows it.
-        metadata: Free text that travels with the arrays (safetensors `__metadata__`).
-        warnings: What is odd but no reason to stop, one sentence each.
-        missing: Files that names promise and that are not there, if it is unknown which tensors they held: such a
-            checkpoint can be inspected, but does not count as complete.
-        elsewhere: Name of a file in another folder than the checkpoint, to that folder.
-        closed: Folders of these that were not opened, with the error that whoever wants something in them gets.
-        variants: Name of further weights of a model to where they are, and where the model is; None where nowhere.
-        has_shapes: Whether global shapes are stored. Where not, they are the hulls of the boxes that are there, and
-            nothing shows that the last rows of an array are gone.
-        unread: Files and values beside that the reader skips, a phrase each; `warnings` name them too.
-        keeps_order: Whether `tensors` are in the order of the state dict that was saved. Where not, such as sorted by
-            name, their order says nothing about an optimizer's ids.
-        by_order: Optimizers whose ids the reader itself named by the order of the model's state dict.
+        format: Name of the format of the checkpoint.
+        files: File name to size in bytes, for every file with a piece; -1 for missing files.
+        tensors: Arrays by path, in the order in which they were saved; a tied array under all its names.
+        objects: Other values by path, including empty containers, so that the state can be rebuilt.
+        aliases: Path of a tied array to the path of the first array with the same elements, if the format stores this.
+        metadata: Text stored with the arrays (safetensors `__metadata__`).
+        warnings: One sentence for each oddity that does not prevent loading.
+        missing: Missing files whose tensors are unknown. A checkpoint with such files can be inspected, but does not
+            count as complete.
+        elsewhere: Name of a file outside the checkpoint's folder to the URL of its folder.
+        closed: Folders in `elsewhere` that were not opened, to the error that is raised if their data is needed.
+        variants: Path of further weights of a model, such as averaged ones, to the path of the model; None if it was
+            not saved.
+        has_shapes: Whether global shapes are stored. If not, a shape is the bounding box of the existing boxes, and
+            missing last rows of an array cannot be detected.
+        unread: One phrase for each file or value that the reader skips; `warnings` mention them too.
+        keeps_order: Whether `tensors` are in the order of the saved state dict. If not, for example because they are
+            sorted by name, their order does not determine an optimizer's ids.
+        by_order: Optimizers whose ids the reader replaced with names, by the order of the model's state dict.
     """
 
     format: str
@@ -192,24 +193,24 @@ class Manifest:
 
 
 def dotted(path: Path) -> str:
-    """Return a path as people write it: keys joined by dots."""
+    """Return a path as text: keys joined by dots."""
     return ".".join(map(str, path))
 
 
 def unflatten(values: Mapping[Path, Any], where: str | None = None, *, has_lists: bool = False) -> Any:
-    """Build nested dicts from values by path; a value at the empty path is returned as it is.
+    """Build nested dicts from values by path; a value at the empty path is returned unchanged.
 
     Args:
-        values: By path. An empty dict counts as a dict of the result.
-        where: The checkpoint, for the message. None: a value below another value is dropped.
+        values: Values by path. An empty dict counts as a dict of the result.
+        where: Checkpoint, for the message. If None, a value below another value is dropped.
         has_lists: Turn dicts with the keys 0, 1, 2, ... into lists, except the `state` of an optimizer, whose keys are
-            numbers of parameters.
+            parameter ids.
 
     Raises:
         FormatError: A value is below another value that is not a dict, and `where` is given.
     """
     root: dict[str | int, Any] = {}
-    nodes = {id(root)}  # the dicts of the result; a value may be a dict too
+    nodes = {id(root)}  # ids of the dicts of the result; a value may be a dict too
     for path, value in values.items():
         if not path:
             return value

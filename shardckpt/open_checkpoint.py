@@ -1,4 +1,4 @@
-"""The function `open`: with torch tensors, or with NumPy arrays and without torch."""
+"""The function `open`, which returns torch tensors, or NumPy arrays without torch."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def open(
 def open(
     path: Any, *, verify: str | bool = "read", base: NamedBases | None = None, framework: str = "torch"
 ) -> OpenedTensors | OpenedArrays:
-    """Open a checkpoint of any format to look into it: `open(path)["model.layers.0.weight"][0:128]`.
+    """Open a checkpoint of any format to read parts of it: `open(path)["model.layers.0.weight"][0:128]`.
 
     `with open(path) as checkpoint:` closes its files at the end of the block.
 
     Args:
-        path: The path or URL of the checkpoint.
-        verify: `"read"`: blocks that are touched are checked against their hashes; False: they are not.
-        base: As `load` takes it.
-        framework: `"torch"`: tensors are read as torch tensors. `"numpy"`: as NumPy arrays, with the types of
-            `ml_dtypes` for bfloat16 and float8; it needs no torch.
+        path: Path or URL of the checkpoint.
+        verify: `"read"` checks each block that is read against its hash; False does not.
+        base: Base checkpoints by name, as for `load`.
+        framework: `"torch"` returns torch tensors. `"numpy"` returns NumPy arrays, with dtypes of `ml_dtypes` for
+            bfloat16 and float8, and does not need torch.
 
     Raises:
-        SourceNotFoundError: Nothing is stored there.
-        CheckpointError: It cannot be read.
-        UsageError: An unknown way to verify, or framework.
+        SourceNotFoundError: The path does not exist.
+        CheckpointError: The checkpoint cannot be read.
+        UsageError: `verify` or `framework` has an unknown value.
         MissingTorchError: The framework is torch, which is not installed.
     """
     if framework not in ("torch", "numpy"):

@@ -1,4 +1,4 @@
-"""Formats and targets of other distributions, found by entry point and loaded when they are needed."""
+"""Formats and targets of other distributions, found by entry point and loaded when needed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _Result = TypeVar("_Result")
 
 
 class Plugin(NamedTuple):
-    """One entry point, not loaded.
+    """An entry point that is not loaded yet.
 
     Attributes:
-        name: Its name, which is the name of the format or target.
-        group: `shardckpt.formats`, for example.
-        distribution: Name and version of the distribution that installs it.
-        load: Imports it.
+        name: Name of the entry point, which is the name of the format or target.
+        group: Entry point group, such as `shardckpt.formats`.
+        distribution: Name and version of the distribution that installs the entry point.
+        load: Function that imports the plugin.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Plugin(NamedTuple):
 
 
 def find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Return the entry points of some groups, by name. Those whose names clash are left out, with a warning.
+    """Return the entry points of some groups, by name. Entry points with clashing names are ignored, with a warning.
 
     Args:
         groups: Names of entry point groups.
-        built_in: Names that the package itself uses.
+        built_in: Names that the package itself defines.
     """
     return _find_plugins(groups, built_in, tuple(sys.path))
 
@@ -72,7 +72,7 @@ def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tupl
 
 
 def _has_entry_points(group: str, path: tuple[str, ...]) -> bool:
-    """Return True if a distribution on a path may have entry points of a group; takes 2 ms."""
+    """Return True if a distribution on a path may have entry points of a group. Takes 2 ms."""
     section = f"[{group}]".encode()
     for folder in path:
         try:
@@ -96,11 +96,11 @@ def load_plugin(plugin: Plugin, kind: type[_Kind]) -> _Kind:
     """Import a plugin.
 
     Args:
-        plugin: The entry point.
-        kind: What it must be an instance of; its `name` must be that of the entry point.
+        plugin: Entry point to import.
+        kind: Required class of the imported object, whose `name` must be that of the entry point.
 
     Raises:
-        UsageError: It cannot be imported, or is something else.
+        UsageError: The plugin cannot be imported, or has the wrong class or name.
     """
     fix = "Update or uninstall that distribution."
     try:
@@ -124,14 +124,14 @@ def name_plugin(
     error_type: type[ShardckptError],
     passes: Callable[[BaseException], bool] = lambda _: False,
 ) -> Iterator[None]:
-    """Raise what a plugin raises inside as an error that names the plugin; errors of shardckpt pass.
+    """Convert exceptions of a plugin in the block to an error that names it; errors of shardckpt pass unchanged.
 
     Args:
-        plugin: The plugin that is called inside.
-        action: Verb and object: `open this`.
+        plugin: Plugin that the block calls.
+        action: Verb and object for the message, such as `open this`.
         where: Path or URL of the checkpoint.
-        error_type: Type of the error.
-        passes: Returns True for other errors that are not the plugin's own.
+        error_type: Class of the raised error.
+        passes: Returns True for other exceptions that pass unchanged, since the plugin did not cause them.
     """
     try:
         yield
@@ -147,7 +147,7 @@ def name_plugin(
 def guard_call(
     function: Callable[_Params, _Result], plugin: Plugin, action: str, where: str, error_type: type[ShardckptError]
 ) -> Callable[_Params, _Result]:
-    """Return a function of a plugin that raises as `name_plugin` does."""
+    """Wrap a function of a plugin so that it raises errors like `name_plugin`."""
 
     def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         with name_plugin(plugin, action, where, error_type):
@@ -157,5 +157,5 @@ def guard_call(
 
 
 def warn_of_plugin(message: str) -> None:
-    """Warn about a plugin. Its caller goes on without it."""
+    """Warn about a plugin. The caller continues without it."""
     warnings.warn(escape(message), RuntimeWarning, stacklevel=2)

@@ -1,8 +1,8 @@
-"""Where ranks meet before they can talk: through the store of their process group, and never for longer than a limit.
+"""Wait for other ranks through the store of their process group, with a limit on the time of every call.
 
-A store that lives on a rank (a TCPStore, under `env://` rank 0's) does not answer while that rank is stopped,
-and most of its calls know no timeout: torch's `check`, `set` and `add` wait for ever. So each is made on a thread of
-its own, which is left behind where it does not end in time.
+A store on a rank (a TCPStore; with `env://` on rank 0) does not answer while that rank is stopped, and most of its
+calls have no timeout: torch's `check`, `set` and `add` wait forever. Therefore each call runs on a thread of its own,
+which is abandoned if it does not end in time.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from shardckpt.torch_features import get_group_store
 T = TypeVar("T")
 
 ASK_S = 2.0
-"""Seconds that a single question to a store may take, once a rank is known to be gone."""
+"""Maximum seconds for one call to a store after a rank is known to be gone."""
 
 _GRACE_S = 0.5
-"""Seconds beyond the time-out of the ranks, in which a store that answers names the missing rank."""
+"""Seconds after the ranks' timeout in which a store that answers can still name the missing rank."""
 
 _POLL_S = 0.002
 
 
 def run_within(seconds: float, work: Callable[[], T]) -> T:
-    """Return what some work gives; what it raises is raised.
+    """Return the result of a function, or raise its exception, within a time limit.
 
     Args:
-        seconds: How long to wait for it.
-        work: Done on a thread of its own, which goes on where the time is over.
+        seconds: Time limit, in seconds.
+        work: Function to run on a new thread, which is abandoned at the time limit.
 
     Raises:
-        TimeoutError: It did not end in time.
+        TimeoutError: The function did not end in time.
     """
     ended: SimpleQueue[Callable[[], T]] = SimpleQueue()
 
@@ -68,26 +68,26 @@ def _raiser(error: BaseException) -> Callable[[], Any]:
 
 
 class BoundedStore:
-    """The store of a process group, for words that are of no use once they come late.
+    """The store of a process group for messages that must not block for long.
 
     Args:
-        store: As the group has it.
+        store: Store of the process group.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def leave(self, key: str, text: str) -> None:
-        """Set a key, unless the store does not answer; never raises."""
+        """Set a key unless the store does not answer; never raises."""
         with suppress(RuntimeError, TimeoutError):
             run_within(ASK_S, lambda: self._store.set(key, text))
 
     def find(self, key: str, *, wait_s: float = 0.0) -> str:
-        """Return the text of a key; empty where it is not set, or the store does not answer.
+        """Return the text of a key; empty if it is not set or the store does not answer.
 
         Args:
             key: The key.
-            wait_s: Seconds to wait until it is set.
+            wait_s: Seconds to wait until the key is set.
         """
         end = time.monotonic() + wait_s
 
@@ -98,24 +98,24 @@ class BoundedStore:
                 time.sleep(0.05)
             return bytes(self._store.get(key)).decode("utf-8", "replace")
 
-        with suppress(RuntimeError, TimeoutError):  # the store went with its host
+        with suppress(RuntimeError, TimeoutError):  # the rank that hosts the store is gone
             return run_within(max(wait_s + _GRACE_S, ASK_S), ask)
         return ""
 
 
 _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How often the ranks of a group have met."""
+"""Number of times that the ranks of a group have met."""
 
 
 def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Wait until every rank is here: making a group with one that is gone would not say which.
+    """Wait until every rank arrives: creating a group without some rank would not name the missing one.
 
     Args:
-        group: The ranks.
-        timeout: How long they wait for each other.
+        group: Process group of the ranks.
+        timeout: Time that ranks wait for each other.
 
     Raises:
-        RankError: A rank did not come in time, or the store did not answer.
+        RankError: A rank did not arrive in time, or the store did not answer.
     """
     store, size = get_group_store(group), group.size()
     number = _CALLS.get(group, 0) + 1
@@ -127,7 +127,7 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
     except (TimeoutError, RuntimeError) as error:
         raise RankError(_SILENT.format(size=size, error=error), rank=0, fix=_FIX) from error
     if missing:
-        # Whoever comes later has to see that this rank no longer waits.
+        # Ranks that arrive later must see that this rank no longer waits.
         with suppress(RuntimeError, TimeoutError):
             run_within(ASK_S, lambda: store.delete_key(own))
         named = ", ".join(f"rank {each}" for each in missing)
@@ -136,7 +136,7 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def _missing(store: Any, own: str, keys: Sequence[str], seconds: float) -> list[int]:
-    """Say that this rank is here, and return which ranks are not when the time is over."""
+    """Announce this rank, and return the ranks that have not arrived when the time is over."""
     end = time.monotonic() + seconds
     store.set(own, "1")
     while missing := [each for each, key in enumerate(keys) if not store.check([key])]:
@@ -156,12 +156,12 @@ _FIX = "Its own log says why; the others have stopped. Saves and loads are calls
 def make_group(
     group: dist.ProcessGroup, make: Callable[[], dist.ProcessGroup | None], timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """Return a group that the ranks of another one make together, once all have met.
+    """Return a new process group that the ranks of another group create together, after all have met.
 
     Args:
-        group: The other one.
-        make: Makes it, on this rank.
-        timeout: How long ranks wait for each other.
+        group: Process group of the ranks that take part.
+        make: Function that creates the new group on this rank.
+        timeout: Time that ranks wait for each other.
 
     Raises:
         RankError: A rank left before all were connected.

@@ -1,12 +1,12 @@
-"""Use features of torch that the oldest supported version lacks: found by their presence, never by a version number.
+"""Alternatives for features that the oldest supported torch lacks, detected by attribute, never by version.
 
-| feature | without it |
+| feature | alternative |
 |---|---|
-| `ProcessGroup.get_group_store` | the table of torch's process groups is read |
+| `ProcessGroup.get_group_store` | read the table of torch's process groups |
 | `distribute_tensor(src_data_rank=)` | torch scatters the value of the mesh's first rank |
-| `DeviceMesh._concatenate` | the dimensions are taken from the root mesh of both by their names |
-| `Tensor.grad_dtype` | the parameter has the gradient's data while the gradient is assigned |
-| `_top_saved_tensors_default_hooks` | contexts of saved-tensor hooks are recorded as they are entered |
+| `DeviceMesh._concatenate` | take the dimensions by name from the root mesh of both meshes |
+| `Tensor.grad_dtype` | give the parameter the gradient's data while the gradient is assigned |
+| `_top_saved_tensors_default_hooks` | record contexts of saved-tensor hooks when they are entered |
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 
 def get_group_store(group: dist.ProcessGroup) -> Any:
-    """Return the store at which the ranks of a group met.
+    """Return the store through which the ranks of a group connected.
 
     Args:
-        group: A group of this rank.
+        group: Process group that includes this rank.
     """
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
@@ -53,12 +53,12 @@ _TAKES_SOURCE = "src_data_rank" in inspect.signature(distribute_tensor).paramete
 def shard_replicated(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Return a DTensor of a value that every rank of a mesh has.
 
-    Nothing is sent, except with a torch whose `distribute_tensor` always sends: then it is a collective of the mesh.
+    Sends nothing, except if torch's `distribute_tensor` always sends: then this is a collective of the mesh.
 
     Args:
-        value: The full value, equal on all ranks of the mesh, on the mesh's device.
-        mesh: The mesh.
-        placements: One for each dimension of the mesh.
+        value: Full value, equal on all ranks of the mesh, on the mesh's device.
+        mesh: Device mesh.
+        placements: One placement for each dimension of the mesh.
     """
     if _TAKES_SOURCE:
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
@@ -66,14 +66,14 @@ def shard_replicated(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh of the dimensions of several submeshes of one mesh.
+    """Return the mesh with the dimensions of several submeshes of one mesh.
 
     Args:
-        meshes: Submeshes with names of their dimensions.
+        meshes: Submeshes with named dimensions.
 
     Raises:
-        RuntimeError: They are not submeshes of one mesh.
-        UsageError: This torch joins dimensions only in the order in which that mesh has them.
+        RuntimeError: The meshes are not submeshes of one mesh.
+        UsageError: This torch concatenates dimensions only in their order in that mesh.
     """
     if hasattr(DeviceMesh, "_concatenate"):
         return DeviceMesh._concatenate(list(meshes))
@@ -97,11 +97,11 @@ _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 def assign_gradient_of_another_type(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Set the gradient of a parameter that has another type.
+    """Set the gradient of a parameter whose dtype differs from the gradient's.
 
     Args:
-        parameter: A parameter.
-        grad: Its gradient, of the same shape.
+        parameter: Parameter to change.
+        grad: Gradient of the parameter's shape.
     """
     if _HAS_GRAD_DTYPE:
         parameter.grad_dtype = grad.dtype
@@ -117,7 +117,7 @@ def assign_gradient_of_another_type(parameter: torch.Tensor, grad: torch.Tensor)
 
 
 class _EnteredHooks(threading.local):
-    """The contexts of saved-tensor hooks that a thread is in, the innermost last."""
+    """Stack of the saved-tensor hook contexts that a thread has entered, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[PackHook, UnpackHook]] = []
@@ -131,7 +131,7 @@ def _get_recorded_hooks() -> tuple[PackHook, UnpackHook] | None:
 
 
 def _record_entered_hooks() -> None:
-    """Record on each thread which contexts of saved-tensor hooks it is in, where torch does not say."""
+    """Record the entered contexts of saved-tensor hooks on each thread, if torch cannot return them."""
     context: Any = torch.autograd.graph.saved_tensors_hooks
     enter, leave = context.__enter__, context.__exit__
 
@@ -149,10 +149,10 @@ def _record_entered_hooks() -> None:
 
 
 get_saved_tensor_hooks: Callable[[], tuple[PackHook, UnpackHook] | None] = _get_recorded_hooks
-"""Return the hooks through which autograd saves tensors on this thread; None if it saves them as they are."""
+"""Return the hooks through which autograd saves tensors on this thread; None if it saves them unchanged."""
 
 if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-    # The argument makes it answer while torch.compile traces, too.
+    # The argument makes the function work while torch.compile traces, too.
     get_saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 else:
     _record_entered_hooks()

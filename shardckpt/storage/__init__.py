@@ -1,1 +1,1 @@
-"""Bytes at names: local and fsspec stores, ranged reads, publishing. Knows no tensor."""
+"""Stores of named bytes: local and fsspec stores, range requests, publishing. Independent of tensors."""

@@ -1,4 +1,4 @@
-"""Bytes at names in a bucket, or wherever else fsspec reaches."""
+"""A store over fsspec: a bucket, or a folder on any other file system that fsspec supports."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from shardckpt.storage.sftp import SftpFiles, get_connection
 from shardckpt.storage.store import Capabilities, Listed, Read, check_name
 
 CACHE_BYTES = 32 << 20
-"""Fetched bytes one store keeps, so that a small checkpoint is fetched once however it is read."""
+"""Cached bytes of one store, so that a small checkpoint is fetched only once, in whatever order it is read."""
 
 CONCURRENT = 8
-"""Requests of one read that run at once."""
+"""Maximum concurrent requests of one read."""
 
 _SFTP = {"sftp", "ssh"}
 
@@ -34,11 +34,11 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "az
 
 
 _S3_RETRIES = {"mode": "standard", "total_max_attempts": 3}
-"""What botocore tries by itself; its default of five with long pauses would multiply with the tries of `retry`."""
+"""Retry settings for botocore; its default of five attempts with long pauses would multiply with those of `retry`."""
 
 
 class _Wanted(NamedTuple):
-    """A range that was not held: where it goes once it is fetched."""
+    """A range that is not in the cache, and its destination."""
 
     name: str
     start: int
@@ -51,15 +51,15 @@ _Running = deque[tuple[tuple[str, ByteRange], Future[bytes]]]
 
 
 class FsspecStore:
-    """A folder anywhere that fsspec reaches. Reads are thread-safe; endpoints and keys come from the environment.
+    """A folder on any file system of fsspec. Reads are thread-safe; endpoints and keys come from the environment.
 
     Args:
-        url: The folder.
-        cache_bytes: Fetched bytes to keep.
-        storage_options: For the file system, as fsspec takes them.
+        url: URL of the folder.
+        cache_bytes: Maximum bytes to cache.
+        storage_options: Options of the file system, as in fsspec.
 
     Raises:
-        UsageError: The protocol is not known, or its package is not installed.
+        UsageError: The protocol is unknown, or its package is not installed.
     """
 
     def __init__(self, url: str, *, cache_bytes: int = CACHE_BYTES, **storage_options: object) -> None:
@@ -73,16 +73,16 @@ class FsspecStore:
 
     @property
     def url(self) -> str:
-        """The root, as it was given."""
+        """URL of the root folder, as given."""
         return self._url
 
     @property
     def capabilities(self) -> Capabilities:
-        """No rename, and every read is a request."""
+        """Capabilities of a remote store: no atomic rename, and every read is a request."""
         return Capabilities(renames=False, is_local=False)
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; nothing for a folder that does not exist.
+        """Return the content of `folder`, sorted by name; an empty list if the folder does not exist.
 
         Raises:
             UnsafeError: The folder leaves the root.
@@ -99,7 +99,7 @@ class FsspecStore:
         for entry in entries:
             base = entry["name"].rstrip("/").rpartition("/")[2]
             if entry["name"].strip("/") == path.strip("/") or base in {"", ".", ".."}:
-                continue  # some stores list the folder's own marker
+                continue  # some stores list a marker object for the folder itself
             name = f"{folder}/{base}" if folder else base
             is_folder = entry["type"] == "directory"
             if not is_folder and entry["size"] is not None:
@@ -108,10 +108,10 @@ class FsspecStore:
         return sorted(listed)
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes, without a request where it is known from a list.
+        """Return a file's size in bytes, without a request if a listing contained it.
 
         Raises:
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: The name leaves the root.
             StorageError: The store failed, after retries, or does not report a size.
         """
@@ -127,11 +127,11 @@ class FsspecStore:
         return self._sizes[name]
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer: from what is held, and by few concurrent requests for the rest.
+        """Fill every buffer, from the cache and with few concurrent requests for the rest.
 
         Raises:
             TruncatedError: A file ends before a range does.
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: A name leaves the root.
             StorageError: The store failed, after retries.
         """
@@ -151,7 +151,7 @@ class FsspecStore:
             self._fetch_all(requests, wanted)
 
     def _plan(self, name: str, parts: _Parts) -> Sequence[ByteRange]:
-        """Return the requests for what is missing of a file, one that goes on where the last ended reading ahead."""
+        """Return the requests for the missing parts of a file; a request that continues the previous reads ahead."""
         size = self._sizes[name]
         missing = [ByteRange(part.start, part.start + len(part.target)) for part in parts]
         requests = plan_requests(self._cache, name, size, missing)
@@ -170,7 +170,7 @@ class FsspecStore:
         running: _Running = deque()
         try:
             for request in requests:
-                if len(running) == CONCURRENT:  # so that no more bytes wait for their turn than are fetched at once
+                if len(running) == CONCURRENT:  # so that at most this many fetched ranges wait in memory
                     self._deliver_next(running, wanted)
                 running.append((request, pool.submit(self._fetch, *request, stop)))
             while running:
@@ -196,7 +196,7 @@ class FsspecStore:
 
     def _cat(self, path: str, start: int, end: int) -> bytes:
         if type(self._fs).cat_file is fsspec.AbstractFileSystem.cat_file:
-            # Its own would read ahead, by megabytes.
+            # fsspec's own cache would read ahead by megabytes.
             with self._fs.open(path, "rb", cache_type="none") as file:
                 file.seek(start)
                 return bytes(file.read(end - start))
@@ -225,13 +225,13 @@ class FsspecStore:
         """Start a new file.
 
         Args:
-            name: Its name.
-            is_new: It appears only if its name is unused by then: of several such writers at once, one succeeds.
-                Where a back end cannot do that in one step, it looks and then writes.
+            name: Name of the file.
+            is_new: Create the file only if the name is still unused on close: of several concurrent writers, one
+                succeeds. Back ends without an atomic operation for this check for the name and then write.
 
         Raises:
             UnsafeError: The name leaves the root.
-            StorageError: It cannot be created.
+            StorageError: The file cannot be created.
         """
         path = self._path(name)
         self._forget(name)
@@ -250,7 +250,7 @@ class FsspecStore:
             retry(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all it holds; a missing one is not an error.
+        """Remove a folder with all its content; a missing one is not an error.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -261,18 +261,18 @@ class FsspecStore:
             for done in [pool.submit(self.delete, entry.name) for entry in below if not entry.is_folder]:
                 done.result()
         for name in (*(entry.name for entry in below if entry.is_folder), folder):
-            with suppress(Exception):  # buckets have no folders; where there are some, an empty one harms nobody
+            with suppress(Exception):  # buckets have no folders; elsewhere an empty folder is harmless
                 self._fs.rmdir(self._path(name))
 
     def _walk(self, folder: str) -> Iterator[Listed]:
-        """Yield everything below a folder, the content of each folder before itself."""
+        """Yield all content of a folder, recursively; the content of each folder before the folder itself."""
         for entry in self.list(folder):
             if entry.is_folder:
                 yield from self._walk(entry.name)
             yield entry
 
     def changed_at(self, folder: str) -> float | None:
-        """Return when anything in a folder last changed, in seconds since the epoch; None if the store cannot say.
+        """Return the time of the last change in a folder, in seconds since the epoch; None if the store has no times.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -286,20 +286,20 @@ class FsspecStore:
         return max((time for time in times if time is not None), default=None)
 
     def written_at(self, name: str) -> float | None:
-        """Return when a file was written, in seconds since the epoch; None if the store does not report it.
+        """Return the time at which a file was written, in seconds since the epoch; None if the store has no times.
 
         Raises:
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: The name leaves the root.
             StorageError: The store failed, after retries.
         """
         return _changed(self._get_info(name, "its time"))
 
     def version(self, name: str) -> str:
-        """Return a text that changes once a file is replaced; empty if the store does not report one.
+        """Return a text that changes when a file is replaced; empty if the store does not report one.
 
         Raises:
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: The name leaves the root.
             StorageError: The store failed, after retries.
         """
@@ -308,11 +308,11 @@ class FsspecStore:
         return f"{entry.get('size')} {' '.join(known)}" if known else ""
 
     def rename(self, source: str, target: str) -> None:
-        """Refuse: this store cannot rename a folder in one step."""
+        """Raise an error: this store has no atomic rename of folders."""
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
 
     def _get_info(self, name: str, what: str) -> dict[str, Any]:
-        """Return what the store reports of a file. Raises MissingFileError, UnsafeError, StorageError."""
+        """Return the store's metadata of a file. Raises MissingFileError, UnsafeError, StorageError."""
         path = self._path(name)
         info: dict[str, Any] = retry(lambda: self._fs.info(path), f"cannot find {what}", self._shown(name))
         return info
@@ -332,14 +332,14 @@ class FsspecStore:
 
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
-"""How file systems call the time at which an object was written; what is written anew is another object."""
+"""Names under which file systems report when an object was written; a replaced object has a new time."""
 
 _VERSIONS = ("ETag", "etag", "e_tag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "blob_id")
-"""How file systems call what is another one with another content."""
+"""Names under which file systems report a version that changes with the content of an object."""
 
 
 def _changed(entry: Mapping[str, Any]) -> float | None:
-    """Return when an object was written, of the forms that file systems use."""
+    """Return the time at which an object was written, from any of the keys that file systems use."""
     value = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
     if isinstance(value, str):
         with suppress(ValueError):
@@ -350,21 +350,21 @@ def _changed(entry: Mapping[str, Any]) -> float | None:
 
 
 def connect(url: str, **storage_options: object) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it.
+    """Return the file system of a URL and the path in the file system.
 
     Raises:
-        UsageError: The protocol is not known, or its package is not installed.
+        UsageError: The protocol is unknown, or its package is not installed.
         StorageError: The file system cannot be set up.
     """
     protocol = url.partition(":")[0]
     if protocol in _SFTP:
         return _connect_sftp(url, protocol, storage_options)
     if protocol in {"s3", "s3a"} and not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
-        # Reads are tried again here; this is left for uploads.
+        # Reads are retried by `retry`; these retries apply to uploads.
         storage_options = {"config_kwargs": {"retries": _S3_RETRIES}, **storage_options}
     try:
         fs, path = url_to_fs(url, **storage_options)
-        fs.invalidate_cache()  # fsspec shares file systems, and with them lists from before
+        fs.invalidate_cache()  # fsspec shares file system objects, and their cached listings with them
     except ImportError as error:
         raise _missing_package(url, protocol, error) from error
     except ValueError as error:
@@ -377,7 +377,7 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
 
 
 def _connect_sftp(url: str, protocol: str, options: Mapping[str, object]) -> tuple[SftpFiles, str]:
-    """Return this process' connection to an SSH server, which is made when it is used."""
+    """Return this process's connection to an SSH server, which is opened on first use."""
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
@@ -399,7 +399,7 @@ def find_kind(url: str) -> str:
     """Return the kind of a remote URL: `file`, `folder` or `missing`.
 
     Raises:
-        UsageError: The protocol is not known, or its package is not installed.
+        UsageError: The protocol is unknown, or its package is not installed.
         StorageError: The store does not answer, after retries.
     """
     fs, path = connect(url)

@@ -1,4 +1,4 @@
-"""Writing through fsspec: an object that is kept and put at once, or uploaded in parts, or written beside and moved."""
+"""Writers over fsspec: one put request, a multipart upload, or a temporary file that is renamed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from shardckpt.storage.sftp import SftpFiles
 from shardckpt.storage.store import ClosingWriter, Read, Store
 
 PART_BYTES = 16 << 20
-"""Bytes of one part of an upload, of which one is buffered; they grow once there are many."""
+"""Bytes of one part of an upload, of which one is buffered; parts grow if there are many."""
 
 _PARTS = 1000
-"""Parts after which their size grows with the file: S3 takes 10,000, which this reaches beyond its 5 TB."""
+"""Parts after which the part size grows with the file. S3 allows 10,000 parts; this stays below that at 5 TB."""
 
 _SLICE = 4 << 20
-"""Bytes passed to a back end's writer at once, so that its buffer does not outgrow a part."""
+"""Maximum bytes passed to a back end's writer at once, so that its buffer does not exceed a part."""
 
 _COPY_BUFFER = 4 * MAX_REQUEST
 
 _APPEARS_AT_ONCE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "obs", "tos", "r2"}
-"""Protocols whose objects appear when their writer closes; elsewhere a name beside is used and moved."""
+"""Protocols whose objects appear when their writer closes; other protocols use a temporary name and a rename."""
 
 _CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
-"""Of those, whose stores can create an object only if none exists."""
+"""Protocols of `_APPEARS_AT_ONCE` whose stores can create an object only if it does not exist."""
 
 _NOT_OFFERED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -41,10 +41,10 @@ class FsspecWriter(ClosingWriter):
     """A file that appears under its name when it is closed.
 
     Args:
-        fs: The file system.
-        path: What the file becomes, as the file system names it.
-        shown: The same for messages.
-        is_new: Only where no such file is by the time it appears.
+        fs: fsspec file system.
+        path: Path of the file in the file system.
+        shown: Name of the file in messages.
+        is_new: Fail if the file exists when this one would appear.
     """
 
     def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
@@ -55,21 +55,21 @@ class FsspecWriter(ClosingWriter):
 
     @abstractmethod
     def _append(self, part: bytes) -> None:
-        """Take a few bytes."""
+        """Append a small number of bytes."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Make the file appear. Raises FileExistsError if it was to be new and is not."""
+        """Make the file appear. Raises FileExistsError if `is_new` is set and the file exists."""
 
     @abstractmethod
     def _drop(self) -> None:
-        """Remove what was written."""
+        """Remove the written bytes."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`.
 
         Raises:
-            StorageError: The store did not take it.
+            StorageError: The store rejected the data.
         """
         view = memoryview(data).cast("B")
         try:
@@ -98,8 +98,8 @@ class FsspecWriter(ClosingWriter):
         """Make the file appear.
 
         Raises:
-            TargetExistsError: It was to be new, and is not.
-            StorageError: The store did not take it; what was written is dropped.
+            TargetExistsError: `is_new` is set and the file exists.
+            StorageError: The store rejected the data; the written bytes are removed.
         """
         if not self._is_open:
             return
@@ -118,7 +118,7 @@ class FsspecWriter(ClosingWriter):
         self._is_open = False
 
     def abort(self) -> None:
-        """Drop what was written; never raises."""
+        """Remove the written bytes; never raises."""
         if not self._is_open:
             return
         self._is_open = False
@@ -127,14 +127,14 @@ class FsspecWriter(ClosingWriter):
             self._drop()
 
     def _refuse_old(self) -> None:
-        """Look whether something has the name; for back ends that cannot write and look in one step."""
+        """Raise FileExistsError if the name is in use; for back ends that cannot check and write atomically."""
         self._fs.invalidate_cache()
         if self._fs.exists(self._path):
             raise FileExistsError(self._path)
 
 
 class ObjectWriter(FsspecWriter):
-    """An object of a bucket: one request where it fits a part, tried again where that may help; else in parts."""
+    """An object of a bucket: one request with retries if it fits into a part, else a multipart upload."""
 
     def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
         super().__init__(fs, path, shown, is_new=is_new)
@@ -177,7 +177,7 @@ class ObjectWriter(FsspecWriter):
         except (OSError, NotImplementedError, TypeError) as error:
             if isinstance(error, OSError) and error.errno not in _NOT_OFFERED:
                 raise
-            self._can_create = False  # a store that speaks a protocol, though not all of it
+            self._can_create = False  # the server implements only a part of its protocol
             self._refuse_old()
             self._fs.pipe_file(self._path, data)
 
@@ -187,14 +187,14 @@ class ObjectWriter(FsspecWriter):
             return
         with suppress(Exception):
             self._file.discard()
-        self._file.closed = True  # or it would be finished when it is collected
+        self._file.closed = True  # so that the garbage collector does not finish the upload
 
 
 class MovedWriter(FsspecWriter):
-    """A file that is written under a name beside its own and then moved.
+    """A file that is written under a temporary name in the same folder and then renamed.
 
     Raises:
-        StorageError: It cannot be started.
+        StorageError: The file cannot be created.
     """
 
     def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
@@ -220,7 +220,7 @@ class MovedWriter(FsspecWriter):
         if type(self._fs).mv is not fsspec.AbstractFileSystem.mv:
             self._fs.mv(self._partial, self._path)
             return
-        # Its own takes names for patterns.
+        # fsspec's own method would interpret names as patterns.
         self._fs.cp_file(self._partial, self._path)
         self._fs.rm_file(self._partial)
 
@@ -228,12 +228,12 @@ class MovedWriter(FsspecWriter):
         with suppress(Exception):
             self._file.close()
         if isinstance(self._file, fsspec.spec.AbstractBufferedFile):
-            self._file.closed = True  # or it would be finished when it is collected
+            self._file.closed = True  # so that the garbage collector does not finish the file
         retry(lambda: self._fs.rm_file(self._partial), "cannot delete", self._shown)
 
 
 def new_writer(fs: Any, path: str, shown: str, *, is_new: bool) -> FsspecWriter:
-    """Return the writer that suits a file system; arguments are those of FsspecWriter. Raises StorageError."""
+    """Return the writer for a file system. Arguments as for FsspecWriter. Raises StorageError."""
     kind = ObjectWriter if _protocols(fs) & _APPEARS_AT_ONCE else MovedWriter
     return kind(fs, path, shown, is_new=is_new)
 
@@ -243,5 +243,5 @@ def _protocols(fs: Any) -> set[str]:
 
 
 def _puts_at_once(fs: Any) -> bool:
-    """Return True if a file system has a request of its own for small objects."""
+    """Return True if a file system has a put request for small objects."""
     return isinstance(fs, AsyncFileSystem) or type(fs).pipe_file is not fsspec.AbstractFileSystem.pipe_file

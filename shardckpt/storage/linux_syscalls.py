@@ -1,4 +1,4 @@
-"""System calls of Linux that Python does not offer: renameat2, sync_file_range."""
+"""Linux system calls that Python does not provide: renameat2, sync_file_range."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import os
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
-"""Begin writing what is dirty, wait for nothing. It promises nothing either; fsync does."""
+"""Start writing dirty pages without waiting. Gives no guarantee, unlike fsync."""
 
 STEP_BYTES = 1 << 25
-"""Bytes after which it is worth a call of `start_writeback`."""
+"""Minimum bytes that are worth a call of `start_writeback`."""
 
 _NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM}
 
 
 def exchange(one: str, other: str) -> bool:
-    """Swap two existing names of one file system, so that both always exist: renameat2 with RENAME_EXCHANGE.
+    """Swap two existing names of one file system atomically: renameat2 with RENAME_EXCHANGE.
 
     Returns:
-        False where the kernel or the file system cannot; nothing has changed then.
+        False if the kernel or the file system does not support it; then nothing has changed.
 
     Raises:
-        OSError: It can, but failed.
+        OSError: The exchange is supported but failed.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
@@ -38,14 +38,14 @@ def exchange(one: str, other: str) -> bool:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to begin writing a range of a file to the disk; a hint, without an error if it cannot.
+    """Ask the kernel to start writing a range of a file to the disk; never fails, since it is only a hint.
 
-    The disk starts early, so that the fsync at the end finds little to do.
+    The disk starts early, so that the final fsync has little left to write.
 
     Args:
-        fd: The file, open for writing.
-        offset: First byte.
-        nbytes: Bytes.
+        fd: Descriptor of the file, open for writing.
+        offset: Offset of the first byte.
+        nbytes: Number of bytes.
     """
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:

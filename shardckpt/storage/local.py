@@ -1,4 +1,4 @@
-"""Bytes at names in a folder of this machine."""
+"""A store in a folder of the local file system."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from shardckpt.storage.store import (
 )
 
 _OPEN_FILES = 64
-"""File descriptors one store keeps open; a checkpoint may have thousands of files."""
+"""Maximum open file descriptors of one store; a checkpoint may have thousands of files."""
 
 _RUN = 512
-"""Buffers that one call fills; Linux takes 1,024."""
+"""Maximum buffers of one read call; Linux allows 1,024."""
 
 _BUFFER = 1 << 20
-"""Bytes of the buffer that local copies pass through: what it takes is still in the cache when it is written.
+"""Buffer size of local copies, in bytes, small enough that the data is still in the processor's cache when written.
 
 Measured on ext4: 3.9 GB/s with 1 MiB, 2.2 with 2 MiB, 2.7 with copy_file_range (docs/decisions/0005).
 """
 
 _REMOTE_BUFFER = 32 << 20
-"""The same where the source is remote: as much as its concurrent requests fetch at once."""
+"""Buffer size of copies from a remote source, in bytes: the amount that its concurrent requests fetch."""
 
 
 class OpenFile:
-    """A descriptor that closes when the last one who uses it lets go, so that eviction cannot pull it from a reader."""
+    """A file descriptor that closes with its last reference, so that eviction cannot close it during a read."""
 
     __slots__ = ("fd",)
 
     def __init__(self, path: str) -> None:
-        # Without O_NONBLOCK a fifo in a hostile folder would block for ever.
+        # Without O_NONBLOCK a FIFO in a hostile folder would block forever.
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         mode = os.fstat(self.fd).st_mode
         if stat.S_ISDIR(mode):
@@ -56,17 +56,17 @@ class OpenFile:
             raise UnsafeError("not a regular file", where=path, fix="Remove it from the checkpoint's folder.")
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        """Close it; `close` is bound here, since at the interpreter's exit the module's own names may be gone."""
+        """Close the descriptor; `close` is bound as a default since module names may be gone at interpreter exit."""
         fd = getattr(self, "fd", -1)
         if fd >= 0:
             close(fd)
 
 
 class LocalStore:
-    """A folder on this machine. Reads are thread-safe.
+    """A folder in the local file system. Reads are thread-safe.
 
     Args:
-        root: The folder; it need not exist yet.
+        root: Path of the folder, which need not exist yet.
     """
 
     def __init__(self, root: str) -> None:
@@ -78,12 +78,12 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """The root, as it was given."""
+        """Path of the root folder, as given."""
         return self._root
 
     @property
     def capabilities(self) -> Capabilities:
-        """Folders are renamed in one step, reads are cheap."""
+        """Capabilities of a local folder: atomic renames and cheap reads."""
         return Capabilities(renames=True, is_local=True)
 
     def close(self) -> None:
@@ -92,9 +92,9 @@ class LocalStore:
             self._files.clear()
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; nothing for a folder that does not exist.
+        """Return the content of `folder`, sorted by name; an empty list if the folder does not exist.
 
-        A file's size is that of what a link points to, 0 where it points nowhere.
+        The size of a link is the size of the file that it points to, or 0 if that does not exist.
 
         Raises:
             UnsafeError: The folder leaves the root.
@@ -103,11 +103,11 @@ class LocalStore:
         return list(self.list_first(folder, None))
 
     def list_first(self, folder: str, most: int | None) -> Sequence[Listed]:
-        """Return some of the names in `folder`, as `list` does, in a time that does not grow with the others.
+        """Return some of the names in `folder`, like `list`, in a time that does not grow with the number of names.
 
         Args:
             folder: As for `list`.
-            most: How many names are looked at, in the order of the file system; all where None.
+            most: Maximum number of names, in the order of the file system; None for all.
 
         Raises:
             UnsafeError: The folder leaves the root.
@@ -128,9 +128,9 @@ class LocalStore:
         """Return a file's size in bytes.
 
         Raises:
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: The name or its real path leaves the root, or it is not a regular file.
-            StorageError: The file cannot be looked at.
+            StorageError: The metadata of the file cannot be read.
         """
         path = self._path(name)
         with convert_os_errors("cannot find the size", path):
@@ -144,7 +144,7 @@ class LocalStore:
 
         Raises:
             TruncatedError: A file ends before a range does.
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: A name or its real path leaves the root, or it is not a regular file.
             StorageError: Reading failed.
         """
@@ -153,12 +153,12 @@ class LocalStore:
             fill(self.open(name), self._shown(name), offset, *(read.buffer for read in run))
 
     def open(self, name: str) -> OpenFile:
-        """Return an open file of this store; hold the object as long as its `fd` is used.
+        """Return an open file of this store; keep a reference to it while using its `fd`.
 
         Raises:
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: The name or its real path leaves the root, or it is not a regular file.
-            StorageError: It cannot be opened.
+            StorageError: The file cannot be opened.
         """
         with self._lock:
             file = self._files.get(name)
@@ -175,11 +175,11 @@ class LocalStore:
         return file
 
     def create(self, name: str) -> LocalWriter:
-        """Start a new file, folders above it included.
+        """Start a new file and create its parent folders.
 
         Raises:
             UnsafeError: The name leaves the root.
-            StorageError: It cannot be created.
+            StorageError: The file cannot be created.
         """
         path = self._path(name, follow=False)
         with convert_os_errors("cannot create", path):
@@ -189,11 +189,11 @@ class LocalStore:
             return LocalWriter(path, folders, self.close)
 
     def delete(self, name: str) -> None:
-        """Remove a file, of a link the link; a missing one is not an error.
+        """Remove a file, or a link but not its target; a missing one is not an error.
 
         Raises:
             UnsafeError: The name leaves the root.
-            StorageError: It cannot be removed.
+            StorageError: The file cannot be removed.
         """
         path = self._path(name, follow=False)
         self.close()
@@ -204,11 +204,11 @@ class LocalStore:
                 return
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all it holds, of a link in it the link; a missing one is not an error.
+        """Remove a folder with all its content, without following links; a missing one is not an error.
 
         Raises:
             UnsafeError: The name leaves the root.
-            StorageError: Something in it cannot be removed.
+            StorageError: A part of the content cannot be removed.
         """
         path = self._path(folder)
         self.close()
@@ -219,11 +219,11 @@ class LocalStore:
             _remove(path)
 
     def changed_at(self, folder: str) -> float | None:
-        """Return when anything in a folder last changed, in seconds since the epoch; None where nothing is there.
+        """Return the time of the last change in a folder, in seconds since the epoch; None if it does not exist.
 
         Raises:
             UnsafeError: The name leaves the root.
-            StorageError: It cannot be looked at.
+            StorageError: The metadata of a file cannot be read.
         """
         path = self._path(folder)
         times = [_changed(path)]
@@ -232,11 +232,11 @@ class LocalStore:
         return max((time for time in times if time is not None), default=None)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder in one step, replacing a file.
+        """Rename a file or folder atomically; an existing file is replaced.
 
         Raises:
             UnsafeError: A name leaves the root.
-            StorageError: It cannot be renamed.
+            StorageError: The rename failed.
         """
         old, new = self._path(source, follow=False), self._path(target, follow=False)
         self.close()
@@ -247,17 +247,17 @@ class LocalStore:
         return os.path.join(self._root, name)
 
     def _path(self, name: str, *, follow: bool = True) -> str:
-        """Return the path of `name`, after checking that it is below the root.
+        """Return the path of `name` after checking that it is below the root.
 
         Args:
             name: Relative name.
-            follow: Whether a link at its end counts by its target, or by its own place.
+            follow: Whether to check the target of a final link, or the link itself.
         """
         check_name(name, self._root)
         path = self._shown(name)
         if self._is_free_of_links(name if follow else os.path.dirname(name)):
             return path
-        with convert_os_errors("cannot follow its links", path):  # one may go while it is looked at
+        with convert_os_errors("cannot follow its links", path):  # a link may be removed during the check
             real = os.path.realpath(path if follow else os.path.dirname(path))
             dead = os.readlink(path) if follow and not os.path.exists(real) and os.path.islink(path) else ""
         if not (_is_below(real, self._real) or _is_cached_blob(real, self._real)):
@@ -275,10 +275,10 @@ class LocalStore:
         return path
 
     def _is_free_of_links(self, name: str) -> bool:
-        """Return True if the root is the folder that it was, and no part of a name is a link: it is below the root.
+        """Return True if the path is certainly below the root: no part of it is a link, and the root is unchanged.
 
-        False if that is not certain. It takes a call for each part of the name, `os.path.realpath` one for each folder
-        above the root too.
+        Takes one system call for each part of the name; `os.path.realpath` also needs one for each folder above the
+        root.
         """
         if self._root_id is None or _get_folder_id(self._root) != self._root_id:
             return False
@@ -294,7 +294,7 @@ class LocalStore:
 
 
 def _get_folder_id(path: str) -> tuple[int, int] | None:
-    """Return the device and the inode of a folder; None if it does not exist."""
+    """Return device and inode of a folder; None if it does not exist."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -303,7 +303,7 @@ def _get_folder_id(path: str) -> tuple[int, int] | None:
 
 
 def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """Yield reads that follow one another in a file, to be filled by one call."""
+    """Yield groups of consecutive reads in one file; one system call can fill each group."""
     run: list[Read] = []
     end = 0
     for read in sorted((read for read in reads if read.buffer.nbytes), key=_place):
@@ -321,16 +321,16 @@ def _place(read: Read) -> tuple[str, int]:
 
 
 def fill(file: OpenFile, shown: str, offset: int, *buffers: memoryview) -> None:
-    """Read a range of an open file into buffers, one after the other.
+    """Read a range of an open file into consecutive buffers.
 
     Args:
-        file: Where to read.
-        shown: Its name in messages.
-        offset: First byte.
-        buffers: Filled to their ends.
+        file: File to read.
+        shown: Name of the file in messages.
+        offset: Offset of the first byte.
+        buffers: Writable buffers, which are filled completely.
 
     Raises:
-        TruncatedError: The file ends first.
+        TruncatedError: The file ends before the buffers are full.
         StorageError: Reading failed.
     """
     left = [buffer.cast("B") for buffer in buffers]
@@ -348,7 +348,7 @@ def fill(file: OpenFile, shown: str, offset: int, *buffers: memoryview) -> None:
 
 
 def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of views once so many bytes of them are filled."""
+    """Return the remaining views after the first `count` bytes are filled."""
     at = 0
     while count >= len(views[at]):
         count -= len(views[at])
@@ -357,12 +357,12 @@ def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 class LocalWriter(ClosingWriter):
-    """A file being written: under a name beside its own until `close` has made it safe.
+    """Writer of a file under a temporary name until `close` has synced and renamed it.
 
     Args:
-        path: The file it becomes; its folder exists.
-        folders: The file's folder and those above it that may be new; their entries are made safe with the file.
-        appeared: Called once the file has its name.
+        path: Final path of the file; its folder must exist.
+        folders: Folder of the file and its possibly new parents; their entries are synced with the file.
+        appeared: Function that is called after the file has its name.
     """
 
     def __init__(self, path: str, folders: Sequence[str], appeared: Callable[[], None]) -> None:
@@ -380,7 +380,7 @@ class LocalWriter(ClosingWriter):
         """Append `data`.
 
         Raises:
-            StorageError: Writing failed; NoSpaceError where the disk is full.
+            StorageError: Writing failed; NoSpaceError if the disk is full.
         """
         view = memoryview(data).cast("B")
         with convert_os_errors("cannot write", self._path):
@@ -390,7 +390,7 @@ class LocalWriter(ClosingWriter):
                 view = view[count:]
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`, through one buffer that stays in the processor's cache.
+        """Append a range of a file of `source`, through one buffer that fits into the processor's cache.
 
         Raises:
             TruncatedError: The file ends before the range does.
@@ -404,7 +404,7 @@ class LocalWriter(ClosingWriter):
             offset, nbytes = offset + len(part), nbytes - len(part)
 
     def _count(self, nbytes: int) -> None:
-        """Count appended bytes, and let the disk begin on them while the next ones are made."""
+        """Count appended bytes and start their writeback early."""
         self._written += nbytes
         if self._written - self._started >= STEP_BYTES:
             start_writeback(self._fd, self._started, self._written - self._started)
@@ -417,10 +417,10 @@ class LocalWriter(ClosingWriter):
         return self._buffer
 
     def close(self) -> None:
-        """Give the file its name, once its bytes are on the disk.
+        """Sync the file and give it its final name.
 
         Raises:
-            StorageError: The disk did not take them; the file is dropped.
+            StorageError: Syncing failed; the file is removed.
         """
         if self._fd < 0:
             return
@@ -438,13 +438,13 @@ class LocalWriter(ClosingWriter):
             raise
 
     def abort(self) -> None:
-        """Drop what was written; never raises."""
+        """Remove the written bytes; never raises."""
         self._buffer = None
         try:
             self._close_fd()
             os.unlink(self._partial)
         except OSError:
-            pass  # it is gone already, or the disk is, and the error that led here says more
+            pass  # the file or the disk is gone; the original error says more
 
     def _close_fd(self) -> None:
         fd, self._fd = self._fd, -1
@@ -453,7 +453,7 @@ class LocalWriter(ClosingWriter):
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in a folder survive a power failure, if the file system can promise that.
+    """Sync a folder so that its names survive a power failure, if the file system supports that.
 
     Raises:
         OSError: The disk failed.
@@ -466,16 +466,16 @@ def sync_folder(path: str) -> None:
 
 
 def open_folder(path: str) -> int:
-    """Return a descriptor of a folder. Raises OSError."""
+    """Return a file descriptor of a folder. Raises OSError."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def sync_open_folder(fd: int) -> None:
-    """Do what `sync_folder` does, with a descriptor. Raises OSError."""
+    """Sync an open folder like `sync_folder`. Raises OSError."""
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems know no fsync of folders.
+        # Some network file systems do not support fsync of folders.
         if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}:
             raise
 
@@ -484,7 +484,7 @@ def _to_listed(prefix: str, entry: os.DirEntry[str]) -> Listed:
     try:
         is_folder = entry.is_dir()
         size = 0 if is_folder else entry.stat().st_size
-    except OSError:  # a link to nowhere
+    except OSError:  # the link's target does not exist
         is_folder, size = False, 0
     return Listed(prefix + entry.name, size, is_folder)
 
@@ -495,7 +495,7 @@ def _raise_unless_missing(error: OSError) -> None:
 
 
 def _remove(path: str) -> None:
-    """Remove a file, a link or an empty folder, which somebody else may have done already."""
+    """Remove a file, a link or an empty folder that another process may have removed already."""
     with suppress(FileNotFoundError):
         if os.path.isdir(path) and not os.path.islink(path):
             os.rmdir(path)
@@ -514,7 +514,7 @@ def _is_below(real: str, root: str) -> bool:
 
 
 def _is_cached_blob(real: str, root: str) -> bool:
-    """Return True if `root` is in a snapshot of a Hugging Face cache, and `real` in the blobs of that same cache."""
+    """Return True if `root` is in a snapshot of a Hugging Face cache and `real` in the blobs of the same cache."""
     folder = root
     while os.path.basename(os.path.dirname(folder)) != "snapshots":
         folder, below = os.path.dirname(folder), folder

@@ -1,4 +1,4 @@
-"""Publishing on a disk: written beside the target, made safe, then put in its place in one step."""
+"""Publish on a local disk: write beside the target, sync, then rename into place."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from shardckpt.storage.store import Listed, convert_os_errors, storage_error
 
 
 class LocalPublication(Publication):
-    """A folder, or one file, that appears under its name in one rename.
+    """A folder or a file that appears under its name in one atomic rename.
 
     Args:
-        path: The target. Of a link, what it points to is replaced and the link stays.
-        kind: What is written.
-        overwrite: Replace one checkpoint of this kind.
-        needed_bytes: Bytes the result will have; the old content stays until the new one is in place, so both must fit.
-        keep: Names of files of the old folder that the new one has too.
+        path: Path of the target. If it is a link, its target is replaced and the link stays.
+        kind: Kind of checkpoint that is written.
+        overwrite: Replace one existing checkpoint of this kind.
+        needed_bytes: Bytes of the result. The disk must hold both the result and the old content, which is removed
+            last.
+        keep: Names of files of the old folder that become part of the new one.
 
     Raises:
-        UsageError: The target cannot be one; TargetExistsError if it exists and may not be replaced.
-        NoSpaceError: The disk cannot hold the result.
-        StorageError: The target's parent cannot be written.
+        UsageError: The path cannot be a target; TargetExistsError if it exists and may not be replaced.
+        NoSpaceError: The disk does not have enough space for the result.
+        StorageError: The parent folder of the target cannot be written.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class LocalPublication(Publication):
         return self._store.create(os.path.basename(self._target) if isinstance(self._kind, FileKind) else name)
 
     def commit(self) -> None:
-        """Put the result in place, make that safe, remove the old content. Raises StorageError."""
+        """Move the result to its final path, sync the move, and remove the old content. Raises StorageError."""
         with convert_os_errors("cannot put the result in place", self._target):
-            self._require_replaceable()  # since the work began somebody may have put something there
-            # Opened now, so that behind the swap nothing but the fsync can fail.
+            self._require_replaceable()  # another process may have created the target since
+            # Opened before the swap, so that after it only the fsync can fail.
             self._parent = open_folder(os.path.dirname(self._target))
             if isinstance(self._kind, FileKind):
                 self._place_file()
@@ -95,13 +96,13 @@ class LocalPublication(Publication):
         self._settle()
 
     def rollback(self) -> None:
-        """Remove the files; once the result is in place, only tidy up. Never raises.
+        """Remove the files; after the result is in place, only clean up. Never raises.
 
-        Nothing happens in a child that was forked meanwhile: there is nothing that it owns.
+        Does nothing in a forked child, which does not own the publication.
         """
         if os.getpid() != self._owner:
             return
-        # Asked of the disk, since a signal may come between a rename and the line after it.
+        # Check the disk, since a signal may come between a rename and the next statement.
         if is_at(self._result, self._target):
             if not self._is_doubtful:
                 with suppress(StorageError):
@@ -109,7 +110,7 @@ class LocalPublication(Publication):
             self._release()
             return
         if self._old and not os.path.lexists(self._target):
-            with suppress(OSError):  # the next run restores it
+            with suppress(OSError):  # the next run restores the old content
                 os.rename(self._old, self._target)
         remove(self._partial)
         self._release()
@@ -121,7 +122,7 @@ class LocalPublication(Publication):
         os.replace(source, self._target)
 
     def _require_replaceable(self) -> None:
-        """Refuse a target that holds anything but what may be replaced. Raises TargetExistsError."""
+        """Require that the target may be replaced. Raises TargetExistsError."""
         is_file = isinstance(self._kind, FileKind)
         _refuse_existing(self._target, overwrite=self._overwrite, single_file=is_file)
         if isinstance(self._kind, FileKind):
@@ -132,7 +133,7 @@ class LocalPublication(Publication):
             find_replaceable_files(self._kind, LocalStore(self._target), partial(_entries, self._target), self._target)
 
     def _keep_old(self) -> None:
-        """Give files of the old folder a second name in the new one."""
+        """Hard-link the files to keep from the old folder into the new one."""
         for name in self._keep:
             old, new = os.path.join(self._target, name), os.path.join(self._partial, name)
             if os.path.isfile(old) and not os.path.lexists(new):
@@ -160,7 +161,7 @@ class LocalPublication(Publication):
 
     def _move_aside(self) -> None:
         old = sibling_path(self._target, OLD)
-        # Held while the target does not exist, so that no other process restores the moved content as abandoned.
+        # Locked while the target does not exist, so that no other process restores the old content as an orphan.
         mark = take(self._target)
         try:
             self._old = old
@@ -171,7 +172,7 @@ class LocalPublication(Publication):
                 release(mark)
 
     def _settle(self) -> None:
-        """Make the swap safe, then remove the old content, which an exchange has left under the partial's name."""
+        """Sync the swap, then remove the old content, which an exchange has left under the temporary name."""
         try:
             sync_open_folder(self._parent)
         except OSError as error:
@@ -183,7 +184,7 @@ class LocalPublication(Publication):
         self._release()
 
     def _doubt(self, error: OSError) -> StorageError:
-        """Return what to say of a swap that the disk has not confirmed; the old content has to stay intact."""
+        """Return the error for a swap whose sync failed; the old content must stay until the sync succeeds."""
         kept = next((path for path in (self._old, self._partial) if path and os.path.lexists(path)), "")
         then = f"bring back the old content, which stays beside it as {os.path.basename(kept)}" if kept else "remove it"
         return storage_error(
@@ -214,14 +215,14 @@ class LocalPublication(Publication):
             try:
                 os.rmdir(folder)
             except OSError:
-                return  # somebody else uses it by now
+                return  # another process uses the folder
 
 
 def _cannot_make(folder: str, error: OSError) -> StorageError:
-    """Return what the system says of a folder of the target's path that it does not make."""
+    """Return the error for a parent folder of the target that cannot be created."""
     if error.errno != errno.ENOENT:
         return storage_error(error, "cannot make this folder", folder)
-    result = StorageError(  # its parent is there: such file systems make no folders
+    result = StorageError(  # the parent exists: such file systems do not allow new folders
         "cannot make this folder", where=folder, found=error.strerror, fix="Choose a target elsewhere."
     )
     result.errno, result.strerror = error.errno, error.strerror
@@ -246,7 +247,7 @@ def _resolve_target(path: str) -> str:
 
 
 def _restore(target: str) -> None:
-    """Bring back the content that a killed run had moved aside, if nothing has taken its place."""
+    """Restore the old content that a killed process moved aside, unless the target exists again."""
     if not _is_vacant(target):
         return
     left = find_orphans(target, OLD)
@@ -255,17 +256,17 @@ def _restore(target: str) -> None:
 
 
 def _is_vacant(target: str) -> bool:
-    """Return True if the target does not exist, or is an empty folder."""
+    """Return True if the target does not exist or is an empty folder."""
     try:
         return not os.listdir(target)
     except FileNotFoundError:
         return True
     except NotADirectoryError:
-        return not os.path.lexists(target)  # or the folder above it is a file
+        return not os.path.lexists(target)  # or its parent is a file
 
 
 def _entries(root: str, folder: str) -> list[Listed]:
-    """Return the content of a folder below a root; links are files, wherever they lead."""
+    """Return the content of a folder below a root; links count as files, whatever they point to."""
     prefix = f"{folder}/" if folder else ""
     with suppress(FileNotFoundError), os.scandir(os.path.join(root, folder)) as entries:
         return sorted(
@@ -298,7 +299,7 @@ def _require_space(target: str, needed_bytes: int) -> None:
         folder = os.path.dirname(folder)
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
-    # Some network file systems report nothing at all.
+    # Some network file systems do not report free space.
     if disk.f_blocks and free < needed_bytes:
         raise NoSpaceError(
             "the target's disk cannot hold the result",

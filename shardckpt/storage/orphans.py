@@ -1,9 +1,9 @@
-"""Files beside a target: who owns them, and how those of killed processes are found and removed.
+"""Find and remove temporary files that killed processes left beside a target; a lock shows which have an owner.
 
-A partial belongs to whoever holds a flock on it: the kernel drops the lock with the process, and process ids, which
-containers share and systems reuse, play no part. A child that is forked meanwhile would share the lock and keep it when
-its parent is gone, so it closes what it has inherited. Where a file system knows no locks, orphans stay until removed
-by hand.
+A temporary folder belongs to the process that holds a flock on it: the kernel releases the lock when the process
+ends. Process ids are not used, since containers share them and systems reuse them. A forked child would share the lock
+and keep it after its parent ends, so it closes inherited descriptors. On file systems without locks, orphans must be
+removed by hand.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import shutil
 from contextlib import suppress
 
 PARTIAL = "partial"
-"""Being written; worthless without its owner."""
+"""Unfinished content; worthless without its owner."""
 
 OLD = "old"
-"""The former content, moved aside; the only copy if its owner died before the new one was in place."""
+"""Old content, moved aside; the only copy if its owner died before the new content was in place."""
 
 _ATTEMPTS = 2
-"""Times that a removal is tried: what fails once may pass."""
+"""Attempts of a removal, since some errors are temporary."""
 
 _IDS = {PARTIAL: r"\w+", OLD: r"[0-9a-f]{8,}"}
-"""What is taken for ours: of old content, which may be precious, only what nobody would name by hand."""
+"""Patterns of the ids in names of orphans. That of old content is strict, since users may own similar names."""
 
 
 def sibling_path(target: str, kind: str) -> str:
-    """Return a new path beside `target` for a file of this kind."""
+    """Return a new path beside `target` for an orphan kind."""
     folder, name = os.path.split(target)
     return os.path.join(folder, f".{name}.{kind}-{os.urandom(6).hex()}")
 
 
 def is_partial(name: str) -> bool:
-    """Return whether a file name is one that something has while it is being written."""
+    """Return True if a file name is a temporary name of an unfinished file."""
     return re.fullmatch(rf"\..+\.{PARTIAL}-[0-9a-f]{{12}}", name.rpartition("/")[2]) is not None
 
 
 _held: set[int] = set()
-"""Descriptors through which this process owns something."""
+"""Descriptors whose locks this process holds."""
 
 
 def _give_up_inherited() -> None:
-    """Close what the parent owns. In a forked child."""
+    """Close the descriptors inherited from the parent. Runs in forked children."""
     for fd in _held:
         with suppress(OSError):
             os.close(fd)
@@ -54,13 +54,13 @@ os.register_at_fork(after_in_child=_give_up_inherited)
 
 
 def make_partial(target: str) -> tuple[str, int]:
-    """Make a folder beside `target` and own it.
+    """Create a temporary folder beside `target` and lock it.
 
     Returns:
-        Its path, and the descriptor whose lock makes it ours; closing it gives it up.
+        Path of the folder, and the descriptor that holds its lock; closing it releases the lock.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be created.
     """
     while True:
         path, fd = sibling_path(target, PARTIAL), -1
@@ -69,12 +69,12 @@ def make_partial(target: str) -> tuple[str, int]:
             with suppress(FileNotFoundError):
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 hold(fd)
-                # Another run's sweep may have come between making the folder and holding it.
+                # Another process may have removed the folder before it was locked.
                 if is_at(fd, path):
                     return path, fd
         except FileExistsError:
-            raise  # somebody else's
-        except BaseException:  # a signal may come before anybody knows of the folder
+            raise  # the name belongs to another process
+        except BaseException:  # a signal may come before the caller knows of the folder
             remove(path)
             if fd >= 0:
                 release(fd)
@@ -84,26 +84,26 @@ def make_partial(target: str) -> tuple[str, int]:
 
 
 def hold(fd: int) -> None:
-    """Own an open file or folder until it is closed; does nothing on a file system without locks."""
+    """Lock an open file or folder until it is closed; does nothing on a file system without locks."""
     _held.add(fd)
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
 
 
 def close(fd: int) -> None:
-    """Close a descriptor and give up what is owned through it. Raises OSError."""
+    """Close a descriptor and release its lock. Raises OSError."""
     _held.discard(fd)
     os.close(fd)
 
 
 def release(fd: int) -> None:
-    """Close a descriptor through which nothing was written; never raises, since nothing can be lost by it."""
+    """Close a descriptor that was not written to and release its lock; never raises."""
     with suppress(OSError):
         close(fd)
 
 
 def take(path: str) -> int | None:
-    """Own an existing orphan; return the descriptor that does, None where somebody else owns it or nobody can."""
+    """Lock an existing orphan and return the descriptor; None if another process holds the lock or locking fails."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -118,7 +118,7 @@ def take(path: str) -> int | None:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Return True if an open file or folder is the one at `path` now."""
+    """Return True if `path` still names this open file or folder."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except OSError:
@@ -126,7 +126,7 @@ def is_at(fd: int, path: str) -> bool:
 
 
 def find_orphans(target: str, kind: str) -> list[str]:
-    """Return orphans of this kind beside `target` that no process owns, oldest first."""
+    """Return the unlocked orphans of a kind beside `target`, oldest first."""
     folder, name = os.path.split(target)
     pattern = re.compile(rf"\.{re.escape(name)}\.{kind}-{_IDS[kind]}")
     try:
@@ -153,13 +153,13 @@ def _changed(path: str) -> int:
 
 
 def sweep(target: str, kind: str) -> None:
-    """Remove orphans of this kind beside `target` that no process owns; never raises for those that resist."""
+    """Remove the unlocked orphans of a kind beside `target`; never raises for those that cannot be removed."""
     for path in find_orphans(target, kind):
         remove_orphan(path)
 
 
 def remove_orphan(path: str) -> bool:
-    """Remove an orphan, unless a process owns it; return True if it is gone."""
+    """Remove an orphan unless a process has locked it; return True if it no longer exists."""
     fd = take(path)
     if fd is None:
         return False
@@ -171,9 +171,9 @@ def remove_orphan(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove a file or a folder with all it holds, as far as that goes; never raises OSError."""
+    """Remove a file, or a folder with all its content, as far as possible; never raises OSError."""
     for _ in range(_ATTEMPTS):
-        with suppress(OSError):  # rmtree lets errors of closing a folder through
+        with suppress(OSError):  # rmtree raises errors of closing a folder
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:

@@ -1,4 +1,4 @@
-"""The interface of a publication, on a disk or a remote store."""
+"""Interface of a publication on a disk or a remote store."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from abc import ABC, abstractmethod
 from shardckpt.storage.store import Writer
 
 REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
-"""What to do if the target exists."""
+"""Remedy for messages about an existing target."""
 
 
 class Publication(ABC):
-    """A result on its way to its target.
+    """A result that is written and then published at its target.
 
     Attributes:
-        unique_suffix: A short id for the names of large files, since on a store without rename the old files stay
-            readable until the new ones are complete; empty if names may repeat those of the old content.
-        staging_url: Folder of the files until the commit: other processes may write there, each under its own names,
-            and `JoinedPublication` does.
+        unique_suffix: Short id for the names of large files; empty if names may repeat. On a store without rename, new
+            names keep the old files readable until the new ones are complete.
+        staging_url: URL of the folder that contains the files until the commit. Other processes may write files with
+            other names there, as `JoinedPublication` does.
     """
 
     unique_suffix: str = ""
@@ -28,15 +28,15 @@ class Publication(ABC):
         """Start a file of the result.
 
         Args:
-            name: Relative to the target folder; a single-file target has its name already.
+            name: File name relative to the target folder; ignored if the target is a single file.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: The file cannot be created.
         """
 
     @abstractmethod
     def commit(self) -> None:
-        """Put the result in place, all at once. Called by `publish`.
+        """Move the result to its target atomically. Called by `publish`.
 
         Raises:
             StorageError: The store failed.
@@ -44,4 +44,4 @@ class Publication(ABC):
 
     @abstractmethod
     def rollback(self) -> None:
-        """Remove the files unless the result is in place already; never raises. Called by `publish`."""
+        """Remove the files unless the result has been committed; never raises. Called by `publish`."""

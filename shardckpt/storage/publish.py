@@ -1,6 +1,6 @@
-"""Publish a result: it appears under its target's name at once, or not at all.
+"""Publish results atomically: the target's name shows the complete result or the old content.
 
-One process begins a publication and puts it in place; others may join it and write files of their own beside its files.
+One process begins and commits a publication; other processes may join it and add files.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _SHOWN = 3
 def publish(
     url: str, kind: Kind, *, overwrite: bool, needed_bytes: int, last: str | None = None, keep: Collection[str] = ()
 ) -> Iterator[Publication]:
-    """Open a publication; leaving the block puts the result in place, an exception takes it back.
+    """Open a publication; leaving the block commits the result, an exception rolls it back.
 
-    On a disk everything is written beside the target, which a rename then replaces. On a store without rename files
-    get their final names as they are closed, the old content stays readable meanwhile, and `last` is written after all
-    others, whenever it was created.
+    On a disk all files are written beside the target, which a rename then replaces. On a store without rename, files
+    get their final names when they are closed, the old content stays readable meanwhile, and `last` is written after
+    all other files.
 
     Args:
-        url: The target: a folder, or one file.
-        kind: What is written; of a file, the publication takes its name alone.
-        overwrite: Replace one checkpoint of this kind.
-        needed_bytes: Bytes the result will have, for the check of free space; 0 where not known.
+        url: Path or URL of the target: a folder, or one file.
+        kind: Kind of checkpoint that is written. If it is one file, the names given to `create` are ignored.
+        overwrite: Replace one existing checkpoint of this kind.
+        needed_bytes: Bytes of the result, to check the free space; 0 if unknown.
         last: Name of the file that makes the result loadable.
-        keep: Names of files of the old content that become a part of the new one, where they are there.
+        keep: Names of files of the old content that become part of the new one if they exist.
 
     Yields:
-        Where to create the files of the result.
+        The publication in which to create the files of the result.
 
     Raises:
-        TargetExistsError: The target is not empty, and `overwrite` is false or it holds anything but one checkpoint of
-            this kind; nothing was written.
-        UsageError: The target cannot be one.
-        NoSpaceError: The result does not fit; nothing was written.
-        StorageError: The storage failed; nothing is left under the target's name that was not there before.
+        TargetExistsError: The target is not empty, and `overwrite` is false or it contains anything but one checkpoint
+            of this kind; nothing was written.
+        UsageError: The path cannot be a target.
+        NoSpaceError: The disk has too little space for the result; nothing was written.
+        StorageError: The storage failed; the target is unchanged.
     """
     publication = begin(url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, keep=keep)
     try:
@@ -67,19 +67,19 @@ def begin(
     prefix: str = "",
     keep: Collection[str] = (),
 ) -> Publication:
-    """Open a publication that ends with its `commit` or `rollback`, if `publish` cannot be used.
+    """Open a publication without a `with` block; the caller must call its `commit` or `rollback`.
 
-    Other arguments and errors are those of `publish`.
+    Other arguments and errors as for `publish`.
 
     Args:
-        url: The target.
-        kind: What is written.
-        overwrite: Replace one checkpoint of this kind.
-        needed_bytes: Bytes the result will have.
+        url: Path or URL of the target.
+        kind: Kind of checkpoint that is written.
+        overwrite: Replace one existing checkpoint of this kind.
+        needed_bytes: Bytes of the result.
         last: Name of the file that makes the result loadable.
-        prefix: What the names of all files but the last begin with, where they do and no old name does: then the old
-            content stays until the last file is replaced.
-        keep: Names of files of the old content that become a part of the new one, where they are there.
+        prefix: Prefix of the names of all new files but the last, if no old name has it. Then the old content stays
+            until the last file is replaced.
+        keep: Names of files of the old content that become part of the new one if they exist.
     """
     path = local_path(url)
     if path is not None:
@@ -90,13 +90,13 @@ def begin(
 
 
 class JoinedPublication(Publication):
-    """A publication that another process began and commits: files are made in its `staging_url`.
+    """A publication that another process began and commits; this process writes files into its `staging_url`.
 
     Args:
-        staging_url: That of the process that began it.
+        staging_url: URL of the folder, from the process that began the publication.
 
     Raises:
-        StorageError: This process does not see the folder that the other one made there.
+        StorageError: This process does not see the folder that the other process created.
     """
 
     def __init__(self, staging_url: str) -> None:
@@ -108,17 +108,18 @@ class JoinedPublication(Publication):
         self._writers: dict[str, Writer] = {}
 
     def create(self, name: str) -> Writer:
-        """Start a file; its name is one that no other writer and no old content has. Raises StorageError."""
+        """Start a file whose name no other writer and no old content has. Raises StorageError."""
         self._writers[name] = self._store.create(name)
         return self._writers[name]
 
     def commit(self) -> None:
-        """Do nothing: the process that began it commits."""
+        """Do nothing: the process that began the publication commits it."""
 
     def rollback(self) -> None:
         """Remove the files of this process; never raises.
 
-        Not on a store without rename: what was written there may be a part of the result by now. Who began removes it.
+        Keeps them on a store without rename, where they may be part of the result already; there the process that began
+        the publication removes them.
         """
         if not self._store.capabilities.renames:
             return
@@ -129,10 +130,10 @@ class JoinedPublication(Publication):
 
 
 def _require_folder(path: str) -> None:
-    """Make sure that a folder is there which another process has just made.
+    """Require that a folder exists that another process has just created.
 
     Raises:
-        StorageError: It is not.
+        StorageError: The folder does not exist.
     """
     if os.path.isdir(path) or _is_there_now(path):
         return
@@ -144,9 +145,9 @@ def _require_folder(path: str) -> None:
 
 
 def _is_there_now(path: str) -> bool:
-    """Look once more, after making the folders above, which are removed again.
+    """Check again for a folder after creating its parents, which are removed again if they were missing.
 
-    A network file system may remember for a while that one of them did not exist; asked to make it, it looks again.
+    Network file systems may cache that a parent does not exist; creating it makes them look it up again.
     """
     created: list[str] = []
     with convert_os_errors("cannot join the other ranks", path):
@@ -160,7 +161,7 @@ def _is_there_now(path: str) -> bool:
 
 
 def _make_missing(folder: str, created: list[str]) -> None:
-    """Make a folder and those above it if they are missing, and note which."""
+    """Create a folder and its missing parents, and append the created paths to `created`."""
     if os.path.isdir(folder):
         return
     _make_missing(os.path.dirname(folder), created)
@@ -170,10 +171,10 @@ def _make_missing(folder: str, created: list[str]) -> None:
 
 
 def overlaps(source: str, target: str) -> bool:
-    """Return whether two URLs name the same place, or one a place inside the other, links resolved.
+    """Return True if two URLs name the same place, or one a place inside the other, with links resolved.
 
     Raises:
-        UsageError: One of them is not a path or URL.
+        UsageError: One of them is not a valid path or URL.
     """
     one, other = local_path(source), local_path(target)
     if (one is None) != (other is None):
@@ -194,33 +195,33 @@ def _is_within(one: str, other: str) -> bool:
 
 
 def missing_files(url: str, sizes: Mapping[str, int]) -> dict[str, int | None]:
-    """Return the files that this process does not see in full, with the sizes that it sees: None for a missing one.
+    """Return the incomplete files and the sizes that this process sees, in bytes: None for a missing file.
 
-    One listing, where all are there.
+    Takes one listing if all files are complete.
 
     Args:
-        url: The folder.
-        sizes: Bytes by name.
+        url: Path or URL of the folder.
+        sizes: Expected sizes in bytes, by name.
 
     Raises:
         StorageError: The store failed.
     """
     there = {entry.name: entry.size for entry in open_store(url).list()}
     unseen = [name for name, nbytes in sizes.items() if there.get(name) != nbytes]
-    nbytes_now = {name: _size(url, name) for name in unseen}  # lists may lag behind
+    nbytes_now = {name: _size(url, name) for name in unseen}  # listings may be out of date
     return {name: size for name, size in nbytes_now.items() if size != sizes[name]}
 
 
 def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> None:
-    """Require that this process sees the complete files of each rank.
+    """Require that this process sees the complete files of all ranks.
 
     Args:
-        url: The target, for the message.
-        place: The folder that the ranks wrote into.
-        sizes: For each rank, bytes by name of what it wrote; rank 0 is this process.
+        url: Path or URL of the target, for the message.
+        place: Folder that the ranks wrote into.
+        sizes: For each rank, the bytes of its files by name; rank 0 is this process.
 
     Raises:
-        StorageError: Some of it does not; the message names the ranks that wrote it.
+        StorageError: This process does not see all of them; the message names the ranks that wrote the missing files.
     """
     missing = missing_files(place, {name: nbytes for each in sizes for name, nbytes in each.items()})
     if not missing:
@@ -244,17 +245,17 @@ def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> N
 
 
 SHARE_IT = "Save to storage that every rank sees under this name: a shared file system, or a bucket."
-"""What to do where ranks see different folders."""
+"""Remedy for messages about ranks that see different folders."""
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as messages name them, the first ones of many."""
+    """Return rank numbers as text, with only the first ones of many."""
     shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _size(url: str, name: str) -> int | None:
-    """Return the size that the store reports of a file now, None for a missing one."""
+    """Return the current size of a file in the store, in bytes; None for a missing file."""
     with suppress(MissingFileError):
         return open_store(url).size(name)
     return None

@@ -1,4 +1,4 @@
-"""What was fetched of remote files, and which requests would fetch the rest. Pure bookkeeping, no requests."""
+"""Cache of fetched ranges of remote files, and planning of requests for missing ranges. Sends no requests."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 BLOCK = 128 << 10
-"""Bytes that requests are rounded to. Fetching them takes an object store about as long as answering at all."""
+"""Block size that requests are rounded to, in bytes. Its transfer takes about as long as an object store's latency."""
 
 GAP = BLOCK
-"""Unwanted bytes between two wanted ranges that are fetched rather than skipped by a request of their own."""
+"""Maximum gap, in bytes, between two wanted ranges that one request fetches together."""
 
 FULL_FILE = 1 << 20
-"""Files up to this many bytes are fetched in full, since their header, middle and end will all be wanted."""
+"""Maximum size, in bytes, of files that are fetched in full: header, middle and end will all be read."""
 
 MAX_REQUEST = 8 << 20
-"""Bytes of one request at most: several of them run at once, and one that breaks costs little."""
+"""Maximum bytes of one request: several run concurrently, and a failed one is cheap to repeat."""
 
 
 class ByteRange(NamedTuple):
-    """Bytes of one file.
+    """A range of bytes of one file.
 
     Attributes:
-        start: First byte.
-        stop: One after the last byte.
+        start: Offset of the first byte.
+        stop: End of the range, exclusive.
     """
 
     start: int
@@ -33,10 +33,10 @@ class ByteRange(NamedTuple):
 
 
 class BlockCache:
-    """Pieces of files, full blocks each, disjoint; the least recently used go when their bytes exceed the budget.
+    """Disjoint ranges of files, in full blocks; the least recently used are dropped beyond the budget.
 
     Args:
-        budget: Bytes to keep.
+        budget: Maximum bytes to keep.
     """
 
     def __init__(self, budget: int) -> None:
@@ -46,7 +46,7 @@ class BlockCache:
         self._pieces: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def add(self, name: str, start: int, data: bytes) -> None:
-        """Keep bytes of a file; ignored where some of them are held already."""
+        """Keep a range of a file; ignored if a part of it is cached already."""
         if not data or any(self.overlapping(name, start, start + len(data))):
             return
         insort(self._starts.setdefault(name, []), start)
@@ -58,7 +58,7 @@ class BlockCache:
             self._held -= len(old)
 
     def overlapping(self, name: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield first byte and bytes of every held piece that overlaps a range, in file order."""
+        """Yield start and bytes of every cached range that overlaps a range, in file order."""
         starts = self._starts.get(name, [])
         for piece_start in starts[max(bisect_right(starts, start) - 1, 0) :]:
             if piece_start >= stop:
@@ -68,7 +68,7 @@ class BlockCache:
                 yield piece_start, data
 
     def copy(self, name: str, start: int, buffer: memoryview) -> list[ByteRange]:
-        """Copy what is held of a range into `buffer`, and return what is not."""
+        """Copy the cached parts of a range into `buffer`, and return the missing parts."""
         stop, missing, position = start + len(buffer), [], start
         for piece_start, data in list(self.overlapping(name, start, stop)):
             self._pieces.move_to_end((name, piece_start))
@@ -82,23 +82,23 @@ class BlockCache:
         return missing
 
     def holds(self, name: str, start: int, stop: int) -> bool:
-        """Return whether some byte of a range is held."""
+        """Return True if a byte of a range is cached."""
         return any(True for _ in self.overlapping(name, start, stop))
 
     def forget(self, name: str) -> None:
-        """Drop all of a file."""
+        """Drop all ranges of a file."""
         for start in self._starts.pop(name, []):
             self._held -= len(self._pieces.pop((name, start)))
 
 
 def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[ByteRange]) -> list[ByteRange]:
-    """Return few ranges to fetch that hold all `missing` ones and nothing that is held already.
+    """Return a small number of ranges to fetch that cover all `missing` ranges and no cached byte.
 
     Args:
-        cache: The pieces that are there; full blocks, so that all of a missing byte's block is missing.
-        name: The file.
-        size: Its bytes.
-        missing: Wanted ranges of which nothing is held.
+        cache: Cached ranges; they consist of full blocks, so the block of a missing byte is missing completely.
+        name: Name of the file.
+        size: Size of the file in bytes.
+        missing: Wanted ranges without any cached byte.
     """
     merged: list[ByteRange] = []
     for start, stop in sorted(missing):
@@ -114,7 +114,7 @@ def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[Byt
 
 
 def _split(span: ByteRange) -> Iterator[ByteRange]:
-    """Divide a range into requests of about equal size."""
+    """Split a range into requests of about equal size."""
     count = -(-(span.stop - span.start) // MAX_REQUEST)
     step = -(-(span.stop - span.start) // count)
     step = -(-step // BLOCK) * BLOCK

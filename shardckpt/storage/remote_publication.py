@@ -1,4 +1,4 @@
-"""Publishing on a store without rename: new names beside the old ones, what makes the result loadable last."""
+"""Publish on a store without rename: new names beside the old ones; the file that makes it loadable comes last."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from shardckpt.storage.fsspec_store import FsspecStore
 
 _DEAD_S = 24 * 3600.0
-"""Seconds after which what another save wrote, and nothing refers to, counts as left behind: it may be under way."""
+"""Minimum age, in seconds, of unreferenced files of another save before removal: that save may still be running."""
 
 
 class DeferredWriter(ClosingWriter):
-    """A writer whose `close` waits for the commit.
+    """A writer whose `close` is deferred until the commit.
 
     Args:
-        writer: The writer that is closed then.
+        writer: Writer to close at the commit.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -44,23 +44,23 @@ class DeferredWriter(ClosingWriter):
         self._writer.copy_from(source, name, offset, nbytes)
 
     def close(self) -> None:
-        """Do nothing yet."""
+        """Do nothing; `finish` closes the file."""
 
     def finish(self) -> None:
         """Close the file. Raises StorageError."""
         self._writer.close()
 
     def abort(self) -> None:
-        """Drop what was written; never raises."""
+        """Remove the written bytes; never raises."""
         self._writer.abort()
 
 
 class BufferedWriter(ClosingWriter):
-    """A small file that is buffered in memory until the commit.
+    """A small file that is kept in memory until the commit.
 
     Args:
-        store: Where it goes.
-        name: Its name there.
+        store: Store to write to.
+        name: Name in the store.
     """
 
     def __init__(self, store: FsspecStore, name: str) -> None:
@@ -76,27 +76,27 @@ class BufferedWriter(ClosingWriter):
         self._data += read_bytes(source, name, offset, nbytes)
 
     def close(self) -> None:
-        """Do nothing yet."""
+        """Do nothing; `finish` writes the file."""
 
     def finish(self, *, is_new: bool = False) -> None:
         """Write the file.
 
         Args:
-            is_new: Only if none exists.
+            is_new: Write the file only if it does not exist.
 
         Raises:
-            TargetExistsError: There is another one.
+            TargetExistsError: `is_new` is set and another file of this name exists.
             StorageError: The store failed.
         """
         try:
             with self._store.create(self._name, is_new=is_new) as writer:
                 writer.write(self._data)
         except TargetExistsError:
-            if not self.is_written():  # where it does, the answer was lost and the request made once more
+            if not self.is_written():  # if it is, the request was repeated after its answer was lost
                 raise
 
     def is_written(self) -> bool:
-        """Return True if the store has this very file. Raises StorageError."""
+        """Return True if the store has a file with exactly these bytes. Raises StorageError."""
         try:
             store = open_remote(self._store.url)
             nbytes = store.size(self._name)
@@ -111,21 +111,21 @@ class BufferedWriter(ClosingWriter):
 class RemoteFolder(Publication):
     """A folder that becomes loadable with its last object.
 
-    While files of new names are written the old content stays complete. At the end the old content goes, its `last`
-    first, so that no reader mixes old with new; then come the files whose names the old content had, then `last`.
-
-    Where all names but the last begin with a prefix of their own, the old content need not go first: the old `last` is
-    replaced, which is one step, and what nobody refers to any more goes afterwards. Where there was none, the new one
-    is put only if there still is none, so that of two who publish at once one succeeds. Where there was one, both
-    succeed, and the later one stays: so what the other has just written is left alone.
+    The old content stays complete while new files with new names are written. At the commit the old content is removed,
+    its `last` first, so that no reader mixes old and new files; then the files with names of the old content are
+    written, then `last`.
+     If all names but the last have a unique prefix, the old content need not be removed first: `last` is replaced
+    atomically, and unreferenced files are removed afterwards. If there was no `last`, the new one is created only if
+    there still is none, so that of two concurrent publications one succeeds. If there was one, both succeed and the
+    later one stays; therefore recent files of other publications are not removed.
 
     Args:
-        url: The target.
-        kind: What is written.
-        overwrite: Replace one checkpoint of this kind.
+        url: URL of the target.
+        kind: Kind of checkpoint that is written.
+        overwrite: Replace one existing checkpoint of this kind.
         last: Name of the file that makes the result loadable.
-        prefix: What the names of all others begin with, those that other processes write too; empty where they may be
-            those of old files.
+        prefix: Prefix of the names of all other files, including those of other processes; empty if they may be names
+            of old files.
         keep: Names of old files that stay.
 
     Raises:
@@ -162,10 +162,10 @@ class RemoteFolder(Publication):
         self._is_done = self._is_doubtful = False
 
     def create(self, name: str) -> Writer:
-        """Start a file of the result; it appears when closed, or at the end if it is the last or replaces an old one.
+        """Start a file of the result. It appears on close, or at the commit if it is `last` or replaces an old file.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: The file cannot be created.
         """
         if name == self._last:
             self._deferred[name] = BufferedWriter(self._store, name)
@@ -178,7 +178,7 @@ class RemoteFolder(Publication):
         return writer
 
     def commit(self) -> None:
-        """Remove the old content and close the deferred files, the last one last. Raises StorageError."""
+        """Remove the old content and close the deferred files, `last` at the end. Raises StorageError."""
         last = self._deferred.get(self._last or "")
         if isinstance(last, BufferedWriter) and len(self._deferred) == 1 and (self._prefix or not self._old):
             self._flip(last)
@@ -192,8 +192,8 @@ class RemoteFolder(Publication):
         self._is_done = True
 
     def _flip(self, last: BufferedWriter) -> None:
-        """Put or replace `last`, then remove what was old; that this fails changes nothing for a reader."""
-        self._is_doubtful = True  # it may take effect although nobody hears of it
+        """Create or replace `last`, then remove old files; readers are not affected if this removal fails."""
+        self._is_doubtful = True  # the request may succeed although its answer is lost
         is_new = self._last not in self._old
         gone = self._old if is_new else self._replaced()
         last.finish(is_new=is_new)
@@ -203,7 +203,10 @@ class RemoteFolder(Publication):
                 self._store.delete(name)
 
     def _replaced(self) -> list[str]:
-        """Return what nobody needs once `last` is replaced: what it names, and all else but what may be under way."""
+        """Return the files to remove after `last` is replaced.
+
+        These are the files that the old `last` names, and other old files except recent ones of other saves.
+        """
         store, text = open_remote(self.staging_url), b""
         with suppress(StorageError):
             text = read_bytes(store, self._last or "", 0, store.size(self._last or ""))
@@ -212,14 +215,14 @@ class RemoteFolder(Publication):
         return named + [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a file was written long ago, or if the store does not know."""
+        """Return True if a file is older than `_DEAD_S`, or if the store does not report times."""
         with suppress(StorageError):
             written = self._store.written_at(name)
             return written is None or time.time() - written > _DEAD_S
         return False
 
     def rollback(self) -> None:
-        """Delete what was written, the last file first, unless all was or may have been; never raises."""
+        """Delete the written files, the last first, unless the commit happened or may have; never raises."""
         if self._is_done:
             return
         for writer in self._deferred.values():
@@ -231,7 +234,7 @@ class RemoteFolder(Publication):
                 self._store.delete(name)
 
     def _is_rolled_back(self) -> bool:
-        """Remove `last` if it was new and took effect; return True if nothing refers to the files."""
+        """Remove `last` if this publication created it; return True if nothing refers to the files."""
         last = self._deferred.get(self._last or "")
         if not isinstance(last, BufferedWriter) or self._last is None or self._last in self._old:
             return False
@@ -242,7 +245,7 @@ class RemoteFolder(Publication):
         return False
 
     def _list_other_files(self) -> list[str]:
-        """Return what other processes wrote for this result."""
+        """Return the files that other processes wrote for this result."""
         if not self._prefix:
             return []
         with suppress(StorageError):
@@ -251,12 +254,12 @@ class RemoteFolder(Publication):
 
 
 class RemoteFile(Publication):
-    """One object, which its store puts in place by itself.
+    """One object, which its store replaces atomically.
 
     Args:
-        url: The target.
-        kind: What is written.
-        overwrite: Replace one file of this kind.
+        url: URL of the target.
+        kind: Kind of checkpoint that is written.
+        overwrite: Replace one existing file of this kind.
 
     Raises:
         TargetExistsError: The target exists and may not be overwritten.
@@ -279,7 +282,7 @@ class RemoteFile(Publication):
         self._writer: DeferredWriter | None = None
 
     def create(self, name: str) -> Writer:
-        """Start the file; it appears at the publication's end. Raises StorageError."""
+        """Start the file; it appears at the commit. Raises StorageError."""
         assert name == self._name, name
         self._writer = DeferredWriter(self._store.create(name, is_new=self._is_new))
         return self._writer
@@ -300,10 +303,10 @@ def _all_files(store: Store) -> list[str]:
 
 
 def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
-    """Return the files of a place that holds nothing but incomplete content.
+    """Return the files of a folder that contains only incomplete content.
 
     Raises:
-        TargetExistsError: It holds other content.
+        TargetExistsError: The folder contains other content.
     """
     partials = []
     for name in files_below(store.list, "", url):

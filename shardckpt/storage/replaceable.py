@@ -1,4 +1,4 @@
-"""What overwriting may remove: one checkpoint of the kind that is written, or an empty folder, and nothing else."""
+"""Decide what overwriting may replace: one checkpoint of the written kind, or an empty folder, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from shardckpt.storage.orphans import is_partial
 from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
 _HEAD_BYTES = 512
-"""First bytes of a file that show its kind."""
+"""Number of first bytes of a file that identify its kind."""
 
 MOST_ENTRIES = 1_000_000
-"""Files and folders that are looked at before a target counts as too large to be one checkpoint."""
+"""Maximum files and folders to list; a larger target does not count as one checkpoint."""
 
 _OF_A_SYSTEM = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.+|\.nfs[0-9a-f]+")
-"""Files that operating systems put into folders unasked: nobody misses them."""
+"""Names of files that operating systems create in folders; they may be deleted."""
 
 _SHOWN = 8
 
 ListFolder = Callable[[str], Sequence[Listed]]
-"""Returns the content of a folder of the target; the target itself is the empty name."""
+"""Returns the content of a folder, relative to the target; the empty name is the target."""
 
 
 def _no_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:  # noqa: ARG001
@@ -31,16 +31,16 @@ def _no_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:  # noq
 
 @dataclass(frozen=True, slots=True)
 class FolderKind:
-    """Which files make up a checkpoint that is a folder. Files in its folders are matched by their path below it.
+    """Patterns of the files of a checkpoint folder. Files in subfolders are matched by their relative path.
 
     Attributes:
-        title: One such checkpoint, for messages.
-        payload: Names that files of such a checkpoint alone have; a folder without any is not one.
-        beside: Other names that a save of this kind gives.
-        renewed: Names of files that the new result has too, whoever wrote the old ones.
-        members: Given the folder and the sizes of the files directly in it, returns names that the checkpoint itself
-            lists. Raises ShardckptError where the checkpoint must not be replaced.
-        is_one: Recognizes a payload file by its first 512 bytes, if other files may have its name.
+        title: Name of one such checkpoint in messages.
+        payload: Names that only files of such a checkpoint have; every checkpoint has at least one.
+        beside: Other names that a save of this kind writes.
+        renewed: Names of files that the new result also contains, so old ones of any origin may be replaced.
+        members: Returns the names that the checkpoint itself lists, from the store and the sizes of the files directly
+            in it. Raises ShardckptError if the checkpoint must not be replaced.
+        is_one: Recognizes a payload file by its first 512 bytes; None if the name is sufficient.
     """
 
     title: str
@@ -53,11 +53,11 @@ class FolderKind:
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """How to recognize a checkpoint that is one file.
+    """Description of a checkpoint that is one file.
 
     Attributes:
-        title: One such file, for messages.
-        is_one: Recognizes it by the first 512 bytes.
+        title: Name of one such file in messages.
+        is_one: Recognizes the file by its first 512 bytes.
     """
 
     title: str
@@ -68,23 +68,23 @@ Kind = FolderKind | FileKind
 
 
 def is_ignored(name: str) -> bool:
-    """Return True if a file counts for nothing: an operating system put it there, or it never was complete."""
+    """Return True if a file may be ignored: an operating system created it, or it is a temporary file."""
     return is_partial(name) or _OF_A_SYSTEM.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFolder, where: str) -> list[str]:
-    """Return all files of a folder that may be replaced: those of one checkpoint of a kind, or none that counts.
+    """Return all files of a folder if it may be replaced: it contains one checkpoint of a kind, or only ignored files.
 
-    The search ends at the first file that does not belong there.
+    The search ends at the first other file.
 
     Args:
-        kind: The kind that is written.
-        store: Rooted at the folder.
-        list_folder: Lists it; links do not count as folders.
-        where: The target, for messages.
+        kind: Kind of checkpoint that is written.
+        store: Store whose root is the folder.
+        list_folder: Lists a subfolder; links do not count as folders.
+        where: Path or URL of the target, for messages.
 
     Raises:
-        TargetExistsError: It holds other content, which the message lists; or too many entries to look at.
+        TargetExistsError: The folder contains other files, which the message lists, or too many files.
         StorageError: The store failed.
     """
     top = list_folder("")
@@ -114,15 +114,15 @@ def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFold
 
 
 def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[str]:
-    """Yield the files at any depth of a folder, listing no folder before it is needed.
+    """Yield the files of a folder, recursively; each folder is listed when it is reached.
 
     Args:
-        list_folder: Lists folders.
-        folder: Where to begin.
-        where: The target, for messages.
+        list_folder: Lists a folder.
+        folder: Folder to start from.
+        where: Path or URL of the target, for messages.
 
     Raises:
-        TargetExistsError: There is too much to be looked at.
+        TargetExistsError: The folder contains more than `MOST_ENTRIES` entries.
         StorageError: The store failed.
     """
     pending, count = [folder], 0
@@ -143,16 +143,16 @@ def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[st
 
 
 def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
-    """Refuse to replace a file of another kind; an empty one is replaced.
+    """Require that a file is of a kind, or empty, before it is replaced.
 
     Args:
-        kind: The kind that is written.
-        store: The store of the file.
-        name: Of the file.
-        where: The target, for messages.
+        kind: Kind of file that is written.
+        store: Store of the file.
+        name: Name of the file in the store.
+        where: Path or URL of the target, for messages.
 
     Raises:
-        TargetExistsError: It is something else.
+        TargetExistsError: The file is of another kind.
         StorageError: The store failed.
     """
     head = read_bytes(store, name, 0, min(store.size(name), _HEAD_BYTES))
@@ -165,7 +165,7 @@ def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
 
 
 def _find_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]) -> list[str]:
-    """Return payload files by name whose first bytes are those of something else; an empty one is a payload file."""
+    """Return the files with payload names whose first bytes are not those of payload; empty files count as payload."""
     if kind.is_one is None:
         return []
     heads = {

@@ -1,4 +1,4 @@
-"""From what a user types to a store: paths are local, anything with a protocol goes through fsspec."""
+"""Resolve paths and URLs to stores: paths are local, URLs with a protocol use fsspec."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
 
 def as_url(path: object) -> str:
-    """Return what a caller gave for a path as text.
+    """Return a path argument as text.
 
     Raises:
-        UsageError: It is neither text nor a path.
+        UsageError: The argument is neither a string nor a path.
     """
     if isinstance(path, os.PathLike):
         path = os.fspath(path)
@@ -37,10 +37,10 @@ _TEXT = "Name a file, a folder or a URL as text; a state goes before it."
 
 
 def local_path(url: str) -> str | None:
-    """Return the path that a URL names on this machine, None where it names a remote place; `~` is a home folder.
+    """Return the local path of a URL; None if it is remote. `~` is expanded to the home folder.
 
     Raises:
-        UsageError: The URL is empty or holds a NUL.
+        UsageError: The URL is empty or contains a NUL character.
     """
     if not url or "\0" in url:
         raise UsageError("the path must be a path or a URL", where=repr(url), fix="Name a file, a folder or a URL.")
@@ -50,30 +50,30 @@ def local_path(url: str) -> str | None:
 
 
 def open_store(url: str) -> Store:
-    """Return the store rooted at a folder.
+    """Return the store of a folder.
 
     Args:
-        url: A path, or any URL that fsspec knows: `s3://bucket/run`, `hf://org/model`, `memory://x`.
+        url: Path, or any URL that fsspec supports: `s3://bucket/run`, `hf://org/model`, `memory://x`.
 
     Raises:
-        UsageError: The protocol is not known, or its package is not installed.
+        UsageError: The protocol is unknown, or its package is not installed.
     """
     path = local_path(url)
     return open_remote(url) if path is None else LocalStore(path)
 
 
 def open_remote(url: str) -> FsspecStore:
-    """Return the store rooted at a folder that a URL names. Raises UsageError as `open_store` does."""
+    """Return the store of a remote folder. Raises UsageError like `open_store`."""
     from shardckpt.storage.fsspec_store import FsspecStore  # noqa: PLC0415  (fsspec costs a tenth of a second)
 
     return FsspecStore(url)
 
 
 def split(url: str) -> tuple[str, str]:
-    """Return the URL of the folder of a file or folder, and its name there.
+    """Split a path or URL into the URL of its folder and its name there.
 
     Raises:
-        UsageError: The URL names no place in a folder: a root, a bucket.
+        UsageError: The URL has no parent folder: it is a root or a bucket.
     """
     path = local_path(url)
     trimmed = (url if path is None else path).rstrip("/")
@@ -89,7 +89,7 @@ def kind(url: str) -> str:
     """Return the kind of a URL: `file`, `folder` or `missing`.
 
     Raises:
-        UsageError: The protocol is not known, or its package is not installed.
+        UsageError: The protocol is unknown, or its package is not installed.
         StorageError: The store does not answer.
     """
     path = local_path(url)
@@ -102,21 +102,21 @@ def kind(url: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG}:  # nothing can be stored there
+        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG}:  # nothing can exist at this path
             return "missing"
         raise storage_error(error, "cannot look at it", path) from error
     return "folder" if stat.S_ISDIR(mode) else "file"
 
 
 def file_version(folder: str, name: str) -> str:
-    """Return a text that changes once a file is replaced; empty if the store does not report one.
+    """Return a text that changes when a file is replaced; empty if the store does not report one.
 
     Args:
         folder: Path or URL of the folder.
-        name: Of the file.
+        name: Name of the file in the folder.
 
     Raises:
-        MissingFileError: No such file.
+        MissingFileError: The file does not exist.
         StorageError: The store failed.
     """
     path = local_path(folder)

@@ -1,4 +1,4 @@
-"""Retry requests that fail with transient errors, with growing pauses; raise other errors at once."""
+"""Retry requests that fail with transient errors, with growing pauses; raise other errors immediately."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardckpt.errors import MissingFileError, ShardckptError, StorageError
 from shardckpt.storage.store import storage_error
 
 ATTEMPTS = 4
-"""Tries of one request, the first included."""
+"""Attempts of one request, including the first."""
 
 FIRST_PAUSE_S = 0.5
-"""Seconds before the second try, halved to doubled by chance; each further pause is twice as long."""
+"""Seconds before the second attempt, times a random factor of 0.5 to 2; each further pause is twice as long."""
 
 _PERMANENT = {
     errno.ENOENT,
@@ -35,34 +35,34 @@ _PERMANENT = {
     errno.EROFS,
 }
 _TRANSIENT_NAMES = re.compile("Timeout|Connect|Incomplete|Payload|HTTPClient|Protocol|Throttl")
-"""Classes of aiohttp, botocore, urllib3 and paramiko that stand for an interrupted conversation."""
+"""Exception classes of aiohttp, botocore, urllib3 and paramiko for interrupted connections."""
 
 T = TypeVar("T")
 
 
 class ShortBodyError(Exception):
-    """A response held fewer bytes than were asked for."""
+    """A response has fewer bytes than requested."""
 
 
 def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float], object] = time.sleep) -> T:
-    """Return the result of `action`; try again after transient errors.
+    """Return the result of `action`, retried after transient errors.
 
     Args:
-        action: One request; may be repeated.
-        what: What could not be done, for the message, e.g. "cannot read".
-        where: The object, and the range if there is one.
-        pause: Waits for some seconds; returns True if another try is of no use.
+        action: Function that sends one request; it may be called several times.
+        what: Failed action for the message, such as "cannot read".
+        where: Object, and byte range if there is one.
+        pause: Waits for a number of seconds; returns True to stop retrying.
 
     Raises:
         MissingFileError: The object does not exist.
-        StorageError: The store refused, or failed at every try.
+        StorageError: The store rejected the request, or all attempts failed.
     """
     for number in range(1, ATTEMPTS + 1):
         try:
             return action()
         except ShardckptError:
             raise
-        except Exception as error:  # fsspec's back ends raise whatever their libraries do
+        except Exception as error:  # fsspec's back ends raise exceptions of their libraries
             seconds = FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.5, 2)  # noqa: S311 (no secret)
             if number == ATTEMPTS or not is_transient(error) or pause(seconds):
                 raise remote_error(error, what, where, tries=number) from error
@@ -70,7 +70,7 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if the same request may succeed a little later."""
+    """Return True if the same request may succeed later."""
     status = _status(error)
     if status is not None:
         return status >= 500 or status in {408, 425, 429}
@@ -83,7 +83,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> StorageError:
-    """Return a StorageError for whatever a back end raised; raise it `from` the original."""
+    """Return a StorageError for any exception of a back end; the caller raises it `from` the exception."""
     shown = f"{what} (tried {tries} times)" if tries > 1 else what
     if isinstance(error, FileNotFoundError):
         return MissingFileError(shown, where=where, found="no such object", fix="Check the URL.")
@@ -97,7 +97,7 @@ def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> Sto
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status an error carries, as aiohttp and requests carry it."""
+    """Return the HTTP status of an exception of aiohttp or requests."""
     response = getattr(error, "response", None)
     for owner, name in ((error, "status"), (response, "status_code")):
         value = getattr(owner, name, None)

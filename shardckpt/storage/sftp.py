@@ -1,7 +1,7 @@
-"""SFTP as stores need it: one connection a process and server, full slices in flight, made anew when it broke.
+"""SFTP for stores: one connection per process and server, pipelined requests, and reconnection after errors.
 
-What fsspec offers is a connection that one thread may use at a time, that stays dead once it died, and whose writes
-wait for each 32 KiB.
+fsspec's connection allows one thread at a time, is never reconnected after an error, and waits for an answer after
+each 32 KiB written.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from shardckpt.errors import StorageError
 
 _SILENCE_S = 60.0
-"""Seconds without an answer after which a connection counts as dead."""
+"""Seconds without an answer after which a connection counts as lost."""
 
 _KEEPALIVE_S = 30
 _PACKET = 32 << 10
 
 
 class SftpFiles:
-    """The part of an fsspec file system that stores use. Calls of several threads take turns.
+    """The part of fsspec's file system interface that stores use. Concurrent calls are serialized.
 
     Args:
-        connect: Returns fsspec's file system over a new connection.
+        connect: Returns an fsspec file system over a new connection.
     """
 
     protocol = ("sftp", "ssh")
@@ -36,7 +36,7 @@ class SftpFiles:
         self.turn = threading.RLock()
 
     def live(self) -> Any:
-        """Return a file system whose connection has not been lost as far as is known. Within `turn`."""
+        """Return a file system whose connection is not known to be lost. The caller must hold `turn`."""
         if self._fs is not None and (self._fs.ftp.get_channel().closed or not _transport(self._fs).is_active()):
             self.forget()
         if self._fs is None:
@@ -48,34 +48,34 @@ class SftpFiles:
         return self._fs
 
     def forget(self) -> None:
-        """Close the connection: the next call makes another."""
+        """Close the connection; the next call opens a new one."""
         lost, self._fs = self._fs, None
         if lost is not None:
             lost.client.close()
 
     def leave(self) -> None:
-        """Close what a fork has brought here; the other process goes on with it."""
+        """Close the socket inherited by a fork; the parent process continues to use the connection."""
         if self._fs is not None:
             with suppress(Exception):
                 _transport(self._fs).sock.close()
 
     def invalidate_cache(self) -> None:
-        """Do nothing: nothing is remembered."""
+        """Do nothing; listings are never cached."""
 
     def ls(self, path: str, detail: bool = True) -> Any:
-        """List a folder. Raises what paramiko does, as all that follow."""
+        """List a folder. Like the following methods, raises exceptions of paramiko."""
         return self._request(lambda fs: fs.ls(path, detail=detail))
 
     def info(self, path: str) -> Any:
-        """Describe a file or a folder."""
+        """Return the metadata of a file or folder."""
         return self._request(lambda fs: fs.info(path))
 
     def find(self, path: str, detail: bool = True) -> Any:
-        """Describe all files below a folder."""
+        """Return the metadata of all files below a folder."""
         return self._request(lambda fs: fs.find(path, detail=detail))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder and those above it."""
+        """Create a folder and its parents."""
         self._request(lambda fs: fs.makedirs(path, exist_ok=exist_ok))
 
     def rm_file(self, path: str) -> None:
@@ -87,11 +87,11 @@ class SftpFiles:
         self._request(lambda fs: fs.ftp.rmdir(path))
 
     def mv(self, path: str, target: str) -> None:
-        """Rename a file in one step; the target is replaced."""
+        """Rename a file atomically; an existing target is replaced."""
         self._request(lambda fs: fs.ftp.posix_rename(path, target))
 
     def mv_new(self, path: str, target: str) -> None:
-        """Rename a file in one step, if the target does not exist.
+        """Rename a file atomically if the target does not exist.
 
         Raises:
             FileExistsError: The target exists.
@@ -104,7 +104,7 @@ class SftpFiles:
             raise
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
-        """Return a range of a file; all of it is asked for at once."""
+        """Return a range of a file; all requests are sent before the first answer is read."""
 
         def read(fs: Any) -> bytes:
             with fs.ftp.open(path, "rb") as file:
@@ -114,7 +114,7 @@ class SftpFiles:
         return data
 
     def open(self, path: str, mode: str, block_size: int = 0) -> SftpUpload:
-        """Start a file."""
+        """Open a file for writing."""
         assert mode == "wb", (mode, block_size)
         with self.turn:
             return SftpUpload(self, self._request(lambda fs: fs.ftp.open(path, "wb")))
@@ -124,33 +124,33 @@ class SftpFiles:
             fs = self.live()
             try:
                 return action(fs)
-            except (TimeoutError, EOFError):  # an answer may still come, and would be taken for another one's
+            except (TimeoutError, EOFError):  # a late answer would be taken for that of another request
                 self.forget()
                 raise
 
 
 class SftpUpload:
-    """A file being written: all of a slice is sent before its answers are read, and all of them are.
+    """A file being written. Each write sends all its packets before it reads the answers.
 
     Args:
-        files: Whose turn it takes.
-        file: Of paramiko, not buffered.
+        files: Connection to the server.
+        file: Unbuffered file of paramiko.
     """
 
     def __init__(self, files: SftpFiles, file: Any) -> None:
         self._files, self._file = files, file
 
     def write(self, data: bytes) -> None:
-        """Append a slice. Raises OSError where the server refuses any of it."""
+        """Append bytes. Raises OSError if the server rejects any of them."""
         with self._files.turn:
-            # Of what goes ahead paramiko drops errors; a last write that does not reads the answers to all.
+            # paramiko ignores errors of pipelined writes; a final write that is not pipelined reads all answers.
             self._file.set_pipelined(True)
             self._file.write(data[:-_PACKET])
             self._file.set_pipelined(False)
             self._file.write(data[-_PACKET:])
 
     def close(self) -> None:
-        """Finish the file."""
+        """Close the file."""
         with self._files.turn:
             self._file.close()
 
@@ -160,10 +160,10 @@ def _transport(fs: Any) -> Any:
 
 
 def _require_known_host(fs: Any) -> None:
-    """Compare a server's key with the one that `known_hosts` has of it, which fsspec does not read.
+    """Compare a server's key with its entry in `known_hosts`, which fsspec does not read.
 
     Raises:
-        StorageError: It has another one. A server that it does not know is let pass.
+        StorageError: The keys differ. Servers without an entry are accepted.
     """
     port = int(fs.ssh_kwargs.get("port") or 22)
     name = fs.host if port == 22 else f"[{fs.host}]:{port}"
@@ -188,18 +188,18 @@ _SHARING = threading.Lock()
 
 
 def get_connection(server: str, connect: Callable[[], Any]) -> SftpFiles:
-    """Return this process' connection to a server; one that was inherited over a fork is left alone.
+    """Return this process's connection to a server; connections inherited over a fork are not used.
 
     Args:
-        server: What it is called: the address, the user, the options.
-        connect: Returns fsspec's file system over a new connection.
+        server: Key of the connection: address, user and options.
+        connect: Returns an fsspec file system over a new connection.
     """
     with _SHARING:
         return _SHARED.setdefault((os.getpid(), server), SftpFiles(connect))
 
 
 def _after_fork() -> None:
-    """Drop the parent's connections, without sending anything on them."""
+    """Drop the parent's connections without sending anything on them."""
     global _SHARING  # noqa: PLW0603  (another thread may have held it)
     _SHARING = threading.Lock()
     for files in _SHARED.values():

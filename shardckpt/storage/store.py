@@ -1,4 +1,4 @@
-"""The contract of a store of named bytes, the checks and errors that all stores share, and stores over other stores."""
+"""Interface of a store of named bytes, checks and errors shared by all stores, and stores that wrap other stores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardckpt.errors import MissingFileError, NoSpaceError, ShardckptError, Sto
 
 
 class Listed(NamedTuple):
-    """One name in a folder.
+    """One entry of a folder.
 
     Attributes:
-        name: Relative to the store's root, with forward slashes.
-        size: Bytes; 0 for a folder.
-        is_folder: Whether it holds other names.
+        name: Name relative to the store's root, with forward slashes.
+        size: Size in bytes; 0 for a folder.
+        is_folder: Whether the entry is a folder.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Listed(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One wanted range.
+    """A range to read.
 
     Attributes:
-        name: File, relative to the store's root.
-        offset: First byte.
-        buffer: Writable bytes that are filled to the end; their length is the length of the range.
+        name: Name of the file, relative to the store's root.
+        offset: Offset of the first byte in the file.
+        buffer: Writable buffer that is filled completely; its length is the length of the range.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do beyond naming bytes.
+    """Optional capabilities of a store.
 
     Attributes:
-        renames: Folders can be renamed in one step, so that a result appears at once.
-        is_local: Files are on this machine: reads are cheap and small ones need no merging.
+        renames: Whether folders can be renamed atomically, so that a result appears at once.
+        is_local: Whether files are on this machine, so that reads are cheap and small ones need not be merged.
     """
 
     renames: bool
@@ -57,9 +57,9 @@ class Capabilities:
 
 
 class Writer(Protocol):
-    """A file being written from its start to its end. Nothing appears under its name before `close`.
+    """A file being written sequentially. Nothing appears under its name before `close`.
 
-    As a context manager it closes on success and aborts on any exception.
+    As a context manager, a writer closes the file on success and aborts on an exception.
     """
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -74,10 +74,10 @@ class Writer(Protocol):
         """
 
     def close(self) -> None:
-        """Finish the file, so that it survives a power failure if the store can promise that."""
+        """Finish the file and sync it to disk if the store can."""
 
     def abort(self) -> None:
-        """Drop what was written; never raises."""
+        """Remove the written bytes; never raises."""
 
     def __enter__(self) -> Self: ...
 
@@ -87,7 +87,7 @@ class Writer(Protocol):
 
 
 class ClosingWriter(ABC):
-    """What a writer is as a context manager: closed on success, aborted on any exception."""
+    """Base of writers as context managers: close on success, abort on any exception."""
 
     @abstractmethod
     def close(self) -> None:
@@ -95,7 +95,7 @@ class ClosingWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop what was written; never raises."""
+        """Remove the written bytes; never raises."""
 
     def __enter__(self) -> Self:
         return self
@@ -111,65 +111,65 @@ class ClosingWriter(ABC):
 
 @runtime_checkable
 class Store(Protocol):
-    """Bytes at names below one root. Names are relative, with forward slashes, never absolute and never with `..`.
+    """Named bytes below one root. Names are relative, with forward slashes, never absolute and never with `..`.
 
-    Paths are `str`, so that the same name means the same thing on a disk and in a bucket.
+    Names are `str`, so that they mean the same on a disk and in a bucket.
     """
 
     @property
     def url(self) -> str:
-        """The root, as a person would type it."""
+        """Path or URL of the root, as a user would type it."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this store can do."""
+        """Optional capabilities of this store."""
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; nothing for a folder that does not exist."""
+        """Return the content of `folder`, sorted by name; an empty list if the folder does not exist."""
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes.
 
         Raises:
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: The name or its real path leaves the root.
             StorageError: The store failed.
         """
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer. A remote store merges near ranges into few requests and retries what may pass.
+        """Fill every buffer. A remote store merges near ranges into few requests and retries transient errors.
 
         Raises:
             TruncatedError: A file ends before a range does.
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             UnsafeError: A name or its real path leaves the root.
             StorageError: The store failed, after retries.
         """
 
     def create(self, name: str) -> Writer:
-        """Start a new file, folders above it included. Raises StorageError."""
+        """Start a new file and create its parent folders. Raises StorageError."""
 
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is not an error. Raises StorageError."""
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all it holds, in any order; a missing one is not an error. Raises StorageError."""
+        """Remove a folder with all its content, in any order; a missing one is not an error. Raises StorageError."""
 
     def changed_at(self, folder: str) -> float | None:
-        """Return when anything in a folder last changed, in seconds since the epoch; None where nobody knows."""
+        """Return the time of the last change in a folder, in seconds since the epoch; None if unknown."""
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder in one step; only where `capabilities.renames`. Raises StorageError."""
+        """Rename a file or folder atomically; only if `capabilities.renames`. Raises StorageError."""
 
 
 def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
     """Return one range of a file.
 
     Args:
-        store: The store of the file.
-        name: The file.
-        offset: First byte.
-        nbytes: Bytes.
+        store: Store of the file.
+        name: Name of the file in the store.
+        offset: Offset of the first byte.
+        nbytes: Number of bytes.
 
     Raises:
         TruncatedError: The file ends before the range does.
@@ -181,14 +181,14 @@ def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse a name that could mean anything but a place below its root.
+    """Require that a name stays below its root.
 
     Args:
-        name: Relative, with forward slashes; often taken from an untrusted file.
-        where: The root, for the message.
+        name: Relative name with forward slashes, often from an untrusted file.
+        where: Path or URL of the root, for the message.
 
     Raises:
-        UnsafeError: The name is empty, absolute, climbs with `..`, or cannot be a file name at all.
+        UnsafeError: The name is empty, absolute, contains `..`, or is not a valid file name.
     """
     if not name or name.startswith("/") or "\0" in name or ".." in name.split("/") or not _is_encodable(name):
         raise UnsafeError(
@@ -228,10 +228,10 @@ def storage_error(error: OSError, what: str, where: str, *, is_target: bool = Fa
     """Return a StorageError for an OSError, as specific as its errno allows.
 
     Args:
-        error: What the system raised; becomes the cause once the result is raised `from` it.
-        what: What could not be done, e.g. "cannot read".
-        where: The file or folder.
-        is_target: Whether it is one that is made: then nothing can be missing from it.
+        error: Exception of the system; raise the result `from` it.
+        what: Failed action, such as "cannot read".
+        where: Path of the file or folder.
+        is_target: Whether the path is being created; then the result is never a MissingFileError.
     """
     kind: type[StorageError] = StorageError
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -251,20 +251,20 @@ def storage_error(error: OSError, what: str, where: str, *, is_target: bool = Fa
 
 @contextmanager
 def convert_os_errors(what: str, where: str, *, is_target: bool = False) -> Iterator[None]:
-    """Raise an OSError of the block as a StorageError; our own errors pass as they are."""
+    """Raise an OSError of the block as a StorageError; errors of shardckpt pass unchanged."""
     try:
         yield
-    except ShardckptError:  # some of ours are OSErrors too
+    except ShardckptError:  # some errors of shardckpt are OSErrors too
         raise
     except OSError as error:
         raise storage_error(error, what, where, is_target=is_target) from error
 
 
 class WrappedStore:
-    """The underlying store under another name, from which a store that changes some of it is made.
+    """A store that forwards all calls to another store; base class of stores that change some of them.
 
     Args:
-        store: The underlying store.
+        store: Underlying store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -272,53 +272,53 @@ class WrappedStore:
 
     @property
     def url(self) -> str:
-        """The root, as a person would type it."""
+        """Path or URL of the root, as a user would type it."""
         return self._store.url
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this store can do."""
+        """Optional capabilities of this store."""
         return self._store.capabilities
 
     def list(self, folder: str = "") -> list[Listed]:
-        """As the underlying store."""
+        """Forward to the underlying store."""
         return self._store.list(folder)
 
     def size(self, name: str) -> int:
-        """As the underlying store."""
+        """Forward to the underlying store."""
         return self._store.size(name)
 
     def read(self, reads: Sequence[Read]) -> None:
-        """As the underlying store."""
+        """Forward to the underlying store."""
         self._store.read(reads)
 
     def create(self, name: str) -> Writer:
-        """As the underlying store."""
+        """Forward to the underlying store."""
         return self._store.create(name)
 
     def delete(self, name: str) -> None:
-        """As the underlying store."""
+        """Forward to the underlying store."""
         self._store.delete(name)
 
     def delete_folder(self, folder: str) -> None:
-        """As the underlying store."""
+        """Forward to the underlying store."""
         self._store.delete_folder(folder)
 
     def changed_at(self, folder: str) -> float | None:
-        """As the underlying store."""
+        """Forward to the underlying store."""
         return self._store.changed_at(folder)
 
     def rename(self, source: str, target: str) -> None:
-        """As the underlying store."""
+        """Forward to the underlying store."""
         self._store.rename(source, target)
 
 
 class SubfolderStore(WrappedStore):
-    """Bytes at names below a folder of another store; closes, caches and retries as that one does.
+    """Named bytes below a folder of another store, which closes, caches and retries.
 
     Args:
-        store: The other one.
-        folder: In it; need not exist.
+        store: Underlying store.
+        folder: Name of a folder in the underlying store, which need not exist.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -328,11 +328,11 @@ class SubfolderStore(WrappedStore):
 
     @property
     def url(self) -> str:
-        """The root, as a person would type it."""
+        """Path or URL of the folder, as a user would type it."""
         return f"{self._store.url.rstrip('/')}/{self._folder}"
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; nothing for a folder that does not exist."""
+        """Return the content of `folder`, sorted by name; an empty list if the folder does not exist."""
         start = len(self._folder) + 1
         entries = self._store.list(self._name(folder) if folder else self._folder)
         return [entry._replace(name=entry.name[start:]) for entry in entries]
@@ -346,7 +346,7 @@ class SubfolderStore(WrappedStore):
         self._store.read([Read(self._name(name), offset, buffer) for name, offset, buffer in reads])
 
     def create(self, name: str) -> Writer:
-        """Start a new file, folders above it included. Raises StorageError."""
+        """Start a new file and create its parent folders. Raises StorageError."""
         return self._store.create(self._name(name))
 
     def delete(self, name: str) -> None:
@@ -354,15 +354,15 @@ class SubfolderStore(WrappedStore):
         self._store.delete(self._name(name))
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all it holds; a missing one is not an error. Raises StorageError."""
+        """Remove a folder with all its content; a missing one is not an error. Raises StorageError."""
         self._store.delete_folder(self._name(folder))
 
     def changed_at(self, folder: str) -> float | None:
-        """Return when anything in a folder last changed, in seconds since the epoch; None where nobody knows."""
+        """Return the time of the last change in a folder, in seconds since the epoch; None if unknown."""
         return self._store.changed_at(self._name(folder))
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder in one step; only where `capabilities.renames`. Raises StorageError."""
+        """Rename a file or folder atomically; only if `capabilities.renames`. Raises StorageError."""
         self._store.rename(self._name(source), self._name(target))
 
     def _name(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Small files of text that people write and name: rules and the like."""
+"""Read small text files that users write, such as rules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def read_text(url: str) -> str | None:
     """Return the text of a file; None if it does not exist.
 
     Raises:
-        UsageError: It is too large for one that a person wrote, or no UTF-8.
-        StorageError: It cannot be read.
+        UsageError: The file is larger than the limit for such files, or is not UTF-8.
+        StorageError: The file cannot be read.
     """
     if kind(url) != "file":
         return None

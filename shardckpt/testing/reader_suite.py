@@ -1,4 +1,4 @@
-"""What every reader must do: recognize its own format alone, read all of it, and fail with typed errors."""
+"""Conformance suite for readers: recognize only their own format, read all of it, fail with typed errors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GARBAGE = (b"", b"\0" * 64, b"{", b"PK\x03\x04", b"\x80\x04\x95", b"\xff" * 200)
 
 
 class ReaderSuite:
-    """Tests of one `Format`. A subclass sets `form` and gives a `checkpoint` fixture; the format must be installed.
+    """Tests of one `Format`. A subclass sets `form` and provides a `checkpoint` fixture; the format must be installed.
 
     Attributes:
         form: The format under test.
-        expected: Dotted names to values that the checkpoint must hold, bit by bit; further tensors may exist.
+        expected: Values that the checkpoint must contain, bit by bit, by dotted name; further tensors may exist.
     """
 
     form: Format
@@ -134,7 +134,7 @@ class ReaderSuite:
         assert shardckpt.diff(checkpoint, copy).same
 
     def _read_if_sound(self, checkpoint: Path) -> Reader | None:
-        """Return the reader once all bytes were read; None after a typed error."""
+        """Return the reader after reading all bytes; None after a typed error."""
         try:
             reader = self.open(checkpoint)
             for entry in locate(reader, reader.manifest, list(reader.manifest.tensors.values())):

@@ -1,4 +1,4 @@
-"""What every store must do: read and write bytes at names, all or nothing, and never leave its root."""
+"""Conformance suite for stores: read and write named bytes, atomically, and never outside the root."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def put(store: Store, name: str, data: bytes = CONTENT) -> None:
 
 
 class StoreSuite:
-    """Tests of one `Store`. A subclass gives an empty store as the fixture `store`.
+    """Tests of one `Store`. A subclass provides an empty store as the fixture `store`.
 
     Attributes:
-        knows_times: Whether the store knows when a file last changed.
+        knows_times: Whether the store reports when a file last changed.
     """
 
     knows_times = True

@@ -1,4 +1,4 @@
-"""What every target must do: write what it planned, all or nothing, and lose nothing without saying so."""
+"""Conformance suite for targets: write all planned files atomically, and report every lossy conversion."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 class TargetSuite:
     """Tests of one `Target`. A subclass sets `target`, which must be installed.
 
-    An installed format reads what it wrote. If there is none, the subclass overrides `read_model`.
+    An installed format reads the written checkpoint. If there is none, the subclass overrides `read_model`.
 
     Attributes:
         target: The target under test.
-        options: Options that it needs, such as `{"part": "all"}`.
-        is_deterministic: Whether two conversions give the same bytes.
+        options: Options of the conversion, such as `{"part": "all"}`.
+        is_deterministic: Whether two conversions write the same bytes.
     """
 
     target: Target
@@ -61,15 +61,15 @@ class TargetSuite:
         return shardckpt.consolidate(source, place, to=self.target.name, **{**self.options, **options})
 
     def read_model(self, place: str | Path) -> Mapping[str, NDArray[Any]] | None:  # noqa: ARG002
-        """Return the tensors of a model that was written, by name; None if an installed format reads them.
+        """Return the tensors of a written model by name; None if an installed format reads them.
 
         Args:
-            place: Path or URL that was written.
+            place: Path or URL of the written checkpoint.
         """
         return None
 
     def compare_model(self, source: Path, place: str | Path) -> dict[str, str]:
-        """Return how a model that was written differs from its source: name to `dtype`, `shape` or another word."""
+        """Return the differences between a written model and its source: name to `dtype`, `shape` or another word."""
         found = self.read_model(place)
         if found is None:
             comparison = shardckpt.diff(source, place, part="model")
@@ -152,7 +152,7 @@ class TargetSuite:
 
     def test_a_conversion_that_is_stopped_leaves_nothing(self, source: Path, tmp_path: Path) -> None:
         class Stop(Exception):  # noqa: N818
-            """Stops the conversion."""
+            """Raised to stop the conversion."""
 
         def stop(progress: shardckpt.Progress) -> None:
             if progress.done_bytes > progress.total_bytes // 2:
@@ -206,7 +206,7 @@ def read_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
 
 
 def _compare(expected: NDArray[Any], found: NDArray[Any]) -> str:
-    """Return what differs, the values only if they have one dtype; empty for equal bits."""
+    """Return the difference, in values only if the dtypes are equal; empty for equal bits."""
     if expected.shape != found.shape:
         return "shape"
     if expected.dtype != found.dtype:
@@ -220,9 +220,9 @@ def write_source(
     """Write safetensors files of a model and of an Adam-like optimizer.
 
     Args:
-        folder: Folder to make.
+        folder: Folder to create.
         model: Tensors by name.
-        dtypes: Torch's names of the dtypes that differ from numpy's.
+        dtypes: Dtypes in torch's spelling by name, for tensors that NumPy has no dtype for.
     """
     dtypes = dtypes or {}
     trained = [name for name, value in model.items() if value.dtype == np.float32]
