@@ -34,6 +34,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block the host until the stream reaches the event."""
 
+    def query(self) -> bool:
+        """Return True if it has been reached."""
+
 
 class Stream(Protocol):
     """A queue of operations on a device (torch: `torch.cuda.Stream`)."""

@@ -12,7 +12,7 @@ engine forgets to wait for. What counts is what a device might have done:
   the stream that is current then come after them, as NCCL's does. They keep their tensors until then.
 - **Memory** belongs to the stream that was current when it was allocated: as soon as it is freed, operations of that
   stream may get it again. Each access must come before, or be on a stream (or before what is on it) that
-  `record_stream` named.
+  `record_stream` named. Memory of `copy_to_pinned` is the host's, which frees it when it has read it.
 
 An access that is not ordered with an earlier one of the same bytes, of which one writes, is an error that names both
 places, and so is memory that is freed while it may be in use. An access by a view counts for all bytes from its first
@@ -116,6 +116,9 @@ class FakeEvent:
     def __init__(self) -> None:
         self.clock: Clock = {}
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         """Order nothing: see the module's text."""
 
@@ -152,6 +155,7 @@ class Region:
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.users: list[FakeStream] = []  # as record_stream named them
+        self.is_of_host = any(function == "copy_to_pinned" for _, _, function in born[:1])
 
 
 class Work:
@@ -258,7 +262,7 @@ class Checker:
     def free(self, key: int) -> None:
         """Take the memory of a storage: check that nothing may use it when its home stream gets it again."""
         region = self._regions.pop(key, None)
-        if region is None:
+        if region is None or region.is_of_host:
             return
         owners = [region.home, *region.users]
         for access in (*region.writes, *region.reads):
@@ -515,6 +519,7 @@ def _installed(checker: Checker) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         _put(stack, devices, "_streams", FakeStreams(checker))
         _put(stack, engine_streams, "_gather_streams", {})
+        _put(stack, engine_streams, "_reduce_streams", {})
         _put(stack, torch.UntypedStorage, "resize_", _noted_resize(checker))
         _put(stack, torch.Tensor, "tolist", _noted_tolist(checker))
         for name in _COLLECTIVES:

@@ -31,6 +31,7 @@ ORDERING = {
     "_make_gathers_wait",
     "mark_shard_written",
     "record_stream",
+    "wait_for_reductions",
     "record_current_stream",
 }
 """Calls that order streams, or tell the allocator of one."""
@@ -130,6 +131,8 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
     ),
     "core.comm.streams:make_gathers_wait:wait_event": (scenarios.steps_on_a_stream, EACH),
     "core.comm.streams:make_gathers_wait:wait_stream": (scenarios.trains, FLAT),
+    "core.comm.streams:use_reduce_stream:wait_stream": (scenarios.trains_without_shards, FLAT),
+    "core.comm.streams:wait_for_reductions:wait_stream": (scenarios.is_dropped_while_gradients_are_reduced, EACH),
     "core.comm_hooks:allreduce_hook:wait": (scenarios.averages_by_a_hook, FLAT),
     "core.comm_hooks:reduce_scatter_hook:wait": (scenarios.reduces_by_a_hook, FLAT),
     "core.fsdp2.fully_shard:_run_on_stream:wait_stream": (scenarios.changes_gradients_on_a_stream, EACH),
@@ -140,11 +143,25 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         ORIGINAL,
     ),
     "core.params.full_params:gather_some:wait": (scenarios.summons, ORIGINAL),
-    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:wait": (
-        scenarios.trains,
+    "core.params.gradient_reduction:GradientReducer.__del__:wait_for_reductions": (
+        scenarios.is_dropped_while_gradients_are_reduced,
+        EACH,
+    ),
+    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:wait_event": (scenarios.trains, FLAT),
+    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_stream": (
+        scenarios.averages_in_low_precision,
         FLAT,
     ),
-    "core.params.gradient_reduction:GradientReducer._finish:wait": (scenarios.trains_without_shards, FLAT),
+    "core.params.gradient_reduction:GradientReducer._finish:wait": (scenarios.trains, FLAT),
+    "core.params.gradient_reduction:GradientReducer._finish:wait again": (scenarios.trains_without_shards, FLAT),
+    "core.params.gradient_reduction:GradientReducer._add_partial:record_stream": (
+        scenarios.accumulates_over_replicas,
+        EACH,
+    ),
+    "core.params.gradient_reduction:GradientReducer.reset_after_error:wait_for_reductions": (
+        scenarios.fails_in_backward,
+        FLAT,
+    ),
     "core.params.param_bucket:Bucket.replace_shard:mark_shard_written again": (
         scenarios.replaces_data_between_the_passes,
         FLAT,

@@ -21,12 +21,14 @@ from harness import run
 from models import PLAIN, WIDTH, Case, built, case, floats, square
 from streams import UnorderedError, checked
 from torch import nn
-from under_test import TORCH, Strategy, Style, core, grid, no_sync, sharder
+from under_test import LOW, TORCH, Strategy, Style, core, grid, no_sync, sharder
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
 if not TORCH:
     from shardckpt import devices, state
     from shardckpt.core import comm_hooks
+    from shardckpt.core.comm.collectives import ShardGroup
+    from shardckpt.core.params.gradient_reduction import GradientReducer
 
 CPU = torch.device("cpu")
 FULL, GRAD_OP, NONE, HYBRID = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD, Strategy.HYBRID_SHARD
@@ -208,6 +210,33 @@ def trains_with_replicas(style: Style) -> None:
     train(*made(style, HYBRID))
 
 
+def averages_in_low_precision(style: Style) -> None:
+    """Gradients are cast once they are averaged."""
+    types = {"param_dtype": LOW}
+    wrapped, in_place = (
+        {"mixed_precision": core.MixedPrecision(**types)},
+        {"mp_policy": core.MixedPrecisionPolicy(**types)},
+    )
+    train(*made(style, **(wrapped if style.wraps else in_place)))
+
+
+def accumulates_over_replicas(style: Style) -> None:
+    """Sums over the ranks that share shards wait for a sum over replicas."""
+    model, optimizer = made(style, HYBRID)
+    model.set_requires_all_reduce(False)
+    square(model(floats(0, 0))).backward()
+    model.set_requires_all_reduce(True)
+    train(model, optimizer)
+
+
+def is_dropped_while_gradients_are_reduced(style: Style) -> None:
+    model, _ = made(style)
+    model.set_is_last_backward(False)
+    square(model(floats(0, 0))).backward()
+    del model
+    gc.collect()
+
+
 def accumulates_and_clips(style: Style) -> None:
     model, optimizer = made(style)
     with no_sync(model):
@@ -386,7 +415,7 @@ def keeps_slices(style: Style) -> None:
 Scenario = Callable[[Style], None]
 EVERYWHERE: tuple[Scenario, ...] = (
     *(trains, trains_in_low_precision, trains_and_keeps_parameters, trains_without_shards, accumulates_and_clips),
-    trains_without_shards_in_low_precision,
+    *(trains_without_shards_in_low_precision, averages_in_low_precision),
     *(unshards_by_hand_after_a_step, runs_a_unit_below_the_root_after_a_step, ties_across_units),
     *(is_dropped_while_it_is_unsharded, loads_between_the_passes),
     *(replaces_data_between_the_passes, replaces_types_between_the_passes),
@@ -395,9 +424,9 @@ EVERYWHERE: tuple[Scenario, ...] = (
 WRAPPED: tuple[Scenario, ...] = (summons, reduces_by_a_hook, averages_by_a_hook)
 IN_PLACE: tuple[Scenario, ...] = (
     *(changes_gradients_on_a_stream, steps_on_a_stream, changes_kept_parameters),
-    *(gathers_by_extensions, gathers_by_extensions_from_itself),
+    *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
 )
-FOUR_RANKS: tuple[Scenario, ...] = (trains_with_replicas, keeps_slices)
+FOUR_RANKS: tuple[Scenario, ...] = (*(trains_with_replicas, accumulates_over_replicas, keeps_slices),)
 
 
 def found(scenario: Scenario, style: Style) -> list[str]:
@@ -428,7 +457,43 @@ def test_all_accesses_are_ordered(style):
 
 def test_all_accesses_of_several_groups_are_ordered():
     rows = [(trains_with_replicas, style) for style in Style]
-    assert all_found(4, [*rows, (keeps_slices, Style.EACH)]) == {}
+    in_place = [(scenario, Style.EACH) for scenario in (accumulates_over_replicas, keeps_slices)]
+    assert all_found(4, rows + in_place) == {}
+
+
+def sums_that_are_awaited_early(style: Style, strategy: Strategy) -> tuple[int, int]:
+    """How many sums over replicas there are but the last, and for how many of them the next gradients waited."""
+    sums: list[tuple[Any, int]] = []
+    is_awaited: list[bool] = []
+    sum_over_replicas, start = ShardGroup.all_reduce, GradientReducer.start_reduce_scatter
+    with checked() as checker, pytest.MonkeyPatch.context() as patch:
+
+        def noted_sum(group: ShardGroup, *args: Any) -> Any:
+            pending = sum_over_replicas(group, *args)
+            stream = checker.group_stream(group.replicate.group_name)
+            sums.append((stream, stream.clock[stream.number]))
+            return pending
+
+        def noted_start(reducer: GradientReducer, **settings: Any) -> None:
+            if sums:
+                stream, number = sums[-1]
+                is_awaited.append(checker.current.clock.get(stream.number, 0) >= number)
+            start(reducer, **settings)
+
+        patch.setattr(ShardGroup, "all_reduce", noted_sum)
+        patch.setattr(GradientReducer, "start_reduce_scatter", noted_start)
+        train(*made(style, strategy), 1)
+    return len(is_awaited), sum(is_awaited)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, NONE), (4, HYBRID)], ids=["no shards", "replicas"])
+def test_a_sum_over_replicas_runs_beside_the_backward_of_the_next_unit(world, strategy):
+    def body(rank, world):
+        return [sums_that_are_awaited_early(style, strategy) for style in Style]
+
+    found = [row for each in run(world, body) for row in each]
+    assert all(count > 1 for count, _ in found)
+    assert [early for _, early in found] == [0] * len(found)
 
 
 WRITES_BETWEEN_THE_PASSES = (

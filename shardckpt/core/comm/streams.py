@@ -1,4 +1,4 @@
-"""The stream that gathers, what waits for it and for what it waits; storage that is freed and allocated again."""
+"""The streams that gather and reduce, and what waits for what; storage that is freed and allocated again."""
 
 from __future__ import annotations
 
@@ -129,6 +129,32 @@ def make_gathers_wait(device: torch.device, event: Event | None = None) -> None:
         stream.wait_event(event)
     else:
         stream.wait_stream(get_current_stream(device))
+
+
+_reduce_streams: dict[torch.device, Stream] = {}
+
+
+def use_reduce_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context of the stream that all reductions of a device share; it waits for what is queued now.
+
+    Args:
+        device: One that has streams.
+    """
+    if device not in _reduce_streams:
+        _reduce_streams[device] = make_stream(device)
+    stream = _reduce_streams[device]
+    stream.wait_stream(get_current_stream(device))
+    return use_stream(stream, device)
+
+
+def wait_for_reductions(device: torch.device) -> None:
+    """Make computation that is queued from now on wait for all that reductions have queued.
+
+    Args:
+        device: One that has streams.
+    """
+    if device in _reduce_streams:
+        get_current_stream(device).wait_stream(_reduce_streams[device])
 
 
 class RateLimiter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup, allocate
+from shardckpt.core.comm.streams import use_reduce_stream, wait_for_reductions
 from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
-from shardckpt.devices import Event, copy_to_pinned, has_streams
+from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_event, record_stream
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,18 @@ class ReducedGrad:
 class _Reduction:
     how: ReduceOptions
     out: torch.Tensor
-    source: torch.Tensor | None  # kept where what is queued still reads it; threads keep what they read themselves
+    source: torch.Tensor | None  # kept while something that is queued may read it; threads keep their inputs themselves
     has: tuple[bool, ...]  # for each parameter whether this rank had a gradient
     pending: Pending
     hook_flags: torch.Tensor | None = None  # who had gradients, where a user's hook reduced
+
+
+@dataclass(frozen=True)
+class _QueuedResult:
+    """Result of a reduction on a device that runs it later; None if it waits for a later reduction."""
+
+    reduced: ReducedGrad | None
+    event: Event | None  # behind all of the reduction
 
 
 class GradientReducer:
@@ -116,6 +126,7 @@ class GradientReducer:
         self._hook: CommHook | None = None
         self._comms = CustomCollectives()
         self._reduction: _Reduction | None = None
+        self._queued: _QueuedResult | None = None  # of that reduction, where the device has streams
         self._partial: torch.Tensor | None = None
         self._unsynced_grads: list[torch.Tensor | None] = []
 
@@ -126,6 +137,11 @@ class GradientReducer:
         memo[id(self)] = copied
         copied.set_collectives(hook=self._hook, comms=self._comms, group=self._group)
         return copied
+
+    def __del__(self) -> None:
+        """Keep memory that a reduction still uses from being reused: nothing has waited for it."""
+        if getattr(self, "_reduction", None) is not None and not sys.is_finalizing():
+            wait_for_reductions(self._unsharded.device)
 
     @property
     def hook(self) -> CommHook | None:
@@ -176,6 +192,8 @@ class GradientReducer:
     def is_done(self) -> bool:
         """Return True if `wait_reduce_scatter` would neither wait nor start another collective."""
         reduction = self._reduction
+        if self._queued is not None:
+            return self._queued.event is None or self._queued.event.query()
         alone = self._group.replicas == 1 and self._comms.all_reduce_hook is None
         return reduction is None or (alone and reduction.pending.done)
 
@@ -201,6 +219,8 @@ class GradientReducer:
             if self._hook is not None
             else self._launch_reduce_scatter(gradients, how)
         )
+        if has_streams(how.device):
+            self._queued = self._queue_rest(self._reduction)
 
     def _launch_reduce_scatter(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         chunk, size, count = self._layout.packing.layout.chunk, self._group.size, len(gradients)
@@ -219,7 +239,8 @@ class GradientReducer:
             return _Reduction(how, source, source, has, Pending(None, ""))
         out = torch.empty(row, dtype=how.dtype, device=device)
         pending = self._group.reduce_scatter(out, source, f"reduce {self._layout.name}", own)
-        return _Reduction(how, out, source if own is not None or has_streams(device) else None, has, pending)
+        is_kept = own is not None or has_streams(device)
+        return _Reduction(how, out, source if is_kept else None, has, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; flags of who had a gradient are reduced separately."""
@@ -239,14 +260,23 @@ class GradientReducer:
             self._hook.call(self._hook.state, source, out)
         return _Reduction(how, out, source, has, Pending(None, ""), flags)
 
+    def _queue_rest(self, reduction: _Reduction) -> _QueuedResult:
+        """Queue what follows the reduce-scatter beside the computation, which waits for it when it reads the result."""
+        device = reduction.how.device
+        with use_reduce_stream(device):
+            return _QueuedResult(self._finish(reduction), record_event(device))
+
     def wait_reduce_scatter(self) -> ReducedGrad | None:
         """Wait for the reduction and return its gradient; None if there is none or it waits for a later one."""
         reduction, self._reduction = self._reduction, None
-        if reduction is None:
-            return None
-        reduction.pending.wait()
-        reduced = self._finish(reduction)
-        return None if reduced is None else self._move_to_shard(reduced)
+        queued, self._queued = self._queued, None
+        if reduction is None or queued is None:
+            return None if reduction is None else self._finish(reduction)
+        if queued.event is not None:
+            get_current_stream(reduction.how.device).wait_event(queued.event)
+        if queued.reduced is not None:
+            record_stream(queued.reduced.gradient)  # it may be memory of the stream that reduces
+        return queued.reduced
 
     def _move_to_shard(self, reduced: ReducedGrad) -> ReducedGrad:
         """Cast a gradient, and move it to the device of the shard; a copy to pinned memory may be under way."""
@@ -257,10 +287,11 @@ class GradientReducer:
         return replace(reduced, gradient=copied, event=event)
 
     def _finish(self, reduction: _Reduction) -> ReducedGrad | None:
-        """Sum over replicas and divide; None if the sum over this rank's group waits for a later reduction."""
+        """Wait, sum over replicas, divide; None if the sum over this rank's group waits for a later reduction."""
+        reduction.pending.wait()
         chunk = self._layout.packing.layout.chunk
         if reduction.hook_flags is not None:
-            return _build_result(reduction.out[:chunk], reduction.has, reduction.hook_flags)
+            return self._move_to_shard(_build_result(reduction.out[:chunk], reduction.has, reduction.hook_flags))
         if not (reduction.how.all_reduce or self._layout.keeps_full) and self._group.replicas > 1:
             self._keep_partial(reduction.out)
             return None
@@ -273,20 +304,24 @@ class GradientReducer:
             gradient.div_(after)
         if self._comms.all_reduce_hook is not None:
             self._comms.all_reduce_hook(gradient)
-        return _build_result(gradient, reduction.has, out[chunk:])
+        return self._move_to_shard(_build_result(gradient, reduction.has, out[chunk:]))
 
     def _keep_partial(self, out: torch.Tensor) -> None:
         self._partial = self._add_partial(out)
 
     def _add_partial(self, out: torch.Tensor) -> torch.Tensor:
         partial, self._partial = self._partial, None
-        return out if partial is None else out.add_(partial)
+        if partial is None:
+            return out
+        record_stream(partial)  # memory of the stream that computes
+        return out.add_(partial)
 
     def reset_after_error(self) -> None:
         """Wait for a pending reduction after an error, and drop all gradients."""
         reduction, self._reduction = self._reduction, None
-        self._partial, self._unsynced_grads = None, []
+        self._queued, self._partial, self._unsynced_grads = None, None, []
         if reduction is not None:
+            wait_for_reductions(reduction.how.device)
             reduction.pending.wait()
 
 
