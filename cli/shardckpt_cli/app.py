@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from typing import Annotated
 
 import typer
 
@@ -18,6 +19,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import shardckpt
+
+        print(f"shardckpt {shardckpt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _take_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take what stands before the command."""
+
+
 _consolidate = wrap_command(consolidate.consolidate)
 app.command("consolidate", cls=CommandWithTargets)(_consolidate)
 app.command("convert", cls=CommandWithTargets, help=consolidate.CONVERT_HELP)(_consolidate)

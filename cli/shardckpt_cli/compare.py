@@ -56,12 +56,12 @@ def _show(result: Comparison) -> None:
         print(f"not compared: {escape(name)}: {escape(why)}", file=sys.stderr)
     output.left_out(result.left_out)
     rows = [*map(_tensor_row, result.differences), *map(_value_row, result.value_differences)]
-    if rows:
-        print(output.table(rows))
-    values = f" and {result.compared_values} other values" if result.compared_values else ""
+    output.show_table(rows)
+    compared = output.count(result.compared, "tensor")
+    values = f" and {output.count(result.compared_values, 'other value')}" if result.compared_values else ""
     equal = result.equal + result.equal_values
     refused = f", {len(result.not_compared)} not compared" if result.not_compared else ""
-    print(f"{result.compared} tensors{values} in both, {equal} equal, {len(rows)} differences{refused}")
+    print(f"{compared}{values} in both, {equal} equal, {output.count(len(rows), 'difference')}{refused}")
 
 
 def _tensor_row(found: TensorDifference) -> tuple[str, ...]:

@@ -69,11 +69,8 @@ def run(verb: str, given: dict[str, Any]) -> None:
         quiet = quiet or os.environ.get("RANK", "0") != "0"
         as_json = as_json and os.environ.get("RANK", "0") == "0"
     chosen = {key: value for key, value in given.items() if value is not None}
-    line = output.ProgressLine(quiet or as_json)
-    try:
-        report: Report = getattr(shardckpt, verb)(on_progress=line, **chosen)
-    finally:
-        line.clear()
+    with output.show_progress(quiet=quiet or as_json) as on_progress:
+        report: Report = getattr(shardckpt, verb)(on_progress=on_progress, **chosen)
     if as_json:
         print(output.as_json(report))
         return
@@ -91,16 +88,17 @@ def _words(report: Report) -> str:
     files = len(report.files)
     lines = [
         f"{report.source}: {report.format}",
-        f"{did} {report.tensors} tensors, {output.size(report.nbytes)}, in {files} file{'s' * (files != 1)}"
-        f" to {report.target}",
+        f"{did} {output.count(report.tensors, 'tensor')}, {output.size(report.nbytes)},"
+        f" in {output.count(files, 'file')} to {report.target}",
     ]
-    lines += [f"  {f.name}  {f.tensors} tensors  {output.size(f.nbytes)}" for f in report.files[:_MOST_FILES]]
+    for file in report.files[:_MOST_FILES]:
+        lines.append(f"  {file.name}  {output.count(file.tensors, 'tensor')}  {output.size(file.nbytes)}")
     if files > _MOST_FILES:
         lines.append(f"  and {files - _MOST_FILES} more files: --json lists all")
     if report.carried:
         lines.append(f"  and {', '.join(report.carried)}")
     lines += [f"tied: {name} is {kept}" for name, kept in report.ties.items()]
-    lines += [f"cast: {count} tensors {kinds}" for kinds, count in report.cast.items()]
+    lines += [f"cast: {output.count(number, 'tensor')} {kinds}" for kinds, number in report.cast.items()]
     if not report.dry_run:
         lines.append("  ".join(f"{phase} {seconds:.2f} s" for phase, seconds in report.seconds.items()))
     return "\n".join(map(escape, lines))

@@ -31,7 +31,7 @@ def inspect(
     output.warn(found.warnings)
     print(_summary(found))
     print()
-    print(_tree(found) if tree else _table(found))
+    (_show_tree if tree else _show_tensors)(found)
 
 
 def _summary(found: Inspection) -> str:
@@ -43,8 +43,8 @@ def _summary(found: Inspection) -> str:
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
     lines = [
         f"{found.source}: {found.format}",
-        f"{len(found.tensors)} tensors, {output.size(found.nbytes)} ({kinds or 'none'}),"
-        f" {len(found.objects)} other values, {len(found.files)} files",
+        f"{output.count(len(found.tensors), 'tensor')}, {output.size(found.nbytes)} ({kinds or 'none'}),"
+        f" {output.count(len(found.objects), 'other value')}, {output.count(len(found.files), 'file')}",
     ]
     for part, places in found.parts.items():
         shown = [place or "top level" for place in places]
@@ -54,11 +54,11 @@ def _summary(found: Inspection) -> str:
     return "\n".join(map(escape, lines))
 
 
-def _table(found: Inspection) -> str:
+def _show_tensors(found: Inspection) -> None:
     from shardckpt.errors import escape
 
     rows = [(escape(t.name), t.dtype, _shape(t.shape), output.size(t.nbytes), f"{t.pieces}") for t in found.tensors]
-    return output.table([("tensor", "dtype", "shape", "size", "pieces"), *rows], right=frozenset({3, 4}))
+    output.show_table(rows, header=("tensor", "dtype", "shape", "size", "pieces"), right=frozenset({3, 4}))
 
 
 @lru_cache(maxsize=4096)
@@ -66,8 +66,8 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _tree(found: Inspection) -> str:
-    """Return sizes by prefix, children below parents; a tied tensor counts once."""
+def _show_tree(found: Inspection) -> None:
+    """Show sizes by prefix, children below parents; a tied tensor counts once."""
     from shardckpt.errors import escape
 
     sizes, counts = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
@@ -84,4 +84,4 @@ def _tree(found: Inspection) -> str:
         )
         for prefix in sorted(sizes)
     ]
-    return output.table([("prefix", "tensors", "size"), *rows], right=frozenset({1, 2}))
+    output.show_table(rows, header=("prefix", "tensors", "size"), right=frozenset({1, 2}))

@@ -1,17 +1,24 @@
-"""How results are printed: sizes, tables, JSON, and the progress line of a terminal."""
+"""How results are printed: sizes, tables, JSON, and the progress on a terminal.
+
+`rich` draws what goes to a terminal, and is imported only then. A pipe or a file gets plain text, each row on its line.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 _WIDEST = 96
 _MOST_PLACES = 12
+_MOST_DRAWN = 1000
+"""Rows of a table that rich draws, at 0.25 ms each."""
 
 
 class ProgressLike(Protocol):
@@ -25,10 +32,6 @@ class ProgressLike(Protocol):
     def total_bytes(self) -> int:
         """Bytes that will be written."""
 
-    @property
-    def seconds(self) -> float:
-        """Since the first byte."""
-
 
 @lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen sizes
 def size(nbytes: float) -> str:
@@ -40,19 +43,45 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
-def table(rows: Iterable[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
-    """Return rows as aligned columns.
+def count(number: int, noun: str) -> str:
+    """Return a number of things: `1 tensor`, `2 tensors`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def show_table(
+    rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), right: frozenset[int] = frozenset()
+) -> None:
+    """Print rows as aligned columns; a terminal gets long names folded within their column.
 
     Args:
-        rows: Of equal length.
+        rows: Of equal length, escaped.
+        header: Names of the columns.
         right: Columns that are aligned to the right.
     """
-    kept = [tuple(row) for row in rows]
-    if not kept:
-        return ""
-    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*kept, strict=True)]
-    form = "  ".join(f"{{:{'>' if i in right else '<'}{width}}}" for i, width in enumerate(widths))
-    return "\n".join(form.format(*row).rstrip() for row in kept)
+    if _can_draw(sys.stdout) and not os.environ.get("NO_COLOR") and len(rows) <= _MOST_DRAWN:
+        _draw_table(rows, header, right)
+    elif lines := [*([header] if header else []), *rows]:
+        widths = [min(max(map(len, column)), _WIDEST) for column in zip(*lines, strict=True)]
+        form = "  ".join(f"{{:{'>' if i in right else '<'}{width}}}" for i, width in enumerate(widths))
+        print("\n".join(form.format(*line).rstrip() for line in lines))
+
+
+def _draw_table(rows: Sequence[Sequence[str]], header: Sequence[str], right: frozenset[int]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    names = header or [""] * len(rows[0])
+    columns = [Column(name, justify="right" if i in right else "left", overflow="fold") for i, name in enumerate(names)]
+    drawn = Table(*columns, box=None, pad_edge=False, show_header=bool(header))
+    for row in rows:
+        drawn.add_row(*row)
+    # a name may hold [bold] or :smile:, which would be replaced
+    Console(markup=False, emoji=False, highlight=False).print(drawn)
+
+
+def _can_draw(stream: TextIO) -> bool:
+    """Return True for a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def as_json(result: Any) -> str:
@@ -90,36 +119,31 @@ def left_out(places: Sequence[str]) -> None:
         print(f"left out: {escape(', '.join(places[:_MOST_PLACES]))}{more}", file=sys.stderr)
 
 
-class ProgressLine:
-    """One line on a terminal that is overwritten as bytes are written; nothing if stderr is not a terminal.
+@contextmanager
+def show_progress(*, quiet: bool) -> Iterator[Callable[[ProgressLike], None] | None]:
+    """Show bytes, their rate and the time left on a terminal, from the first byte to the end of the block.
 
     Args:
-        quiet: Print nothing at all.
+        quiet: Show nothing.
+
+    Yields:
+        What the work calls with its progress; None if nothing is shown.
     """
+    if quiet or not _can_draw(sys.stderr):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    _LEAST_SECONDS = 0.1
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = bars.add_task("")
 
-    def __init__(self, quiet: bool) -> None:
-        self._shown = -self._LEAST_SECONDS
-        self._on = not quiet and sys.stderr.isatty()
-        self._dirty = False
+    def show(progress: ProgressLike) -> None:
+        bars.update(bar, completed=progress.done_bytes, total=progress.total_bytes)
+        bars.start()  # the first time
 
-    def __call__(self, progress: ProgressLike) -> None:
-        """Show how far the work is, at most ten times a second."""
-        done = progress.done_bytes >= progress.total_bytes
-        if not self._on or (progress.seconds - self._shown < self._LEAST_SECONDS and not done):
-            return
-        self._shown = progress.seconds
-        rate = progress.done_bytes / max(progress.seconds, 1e-6)
-        left = (progress.total_bytes - progress.done_bytes) / max(rate, 1.0)
-        share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
-        done_of_total = f"{size(progress.done_bytes)} of {size(progress.total_bytes)} ({share:.0f} %)"
-        text = f"{done_of_total}  {size(rate)}/s  {left:.0f} s left"
-        print(f"\r{text:<72}", end="", file=sys.stderr, flush=True)
-        self._dirty = True
-
-    def clear(self) -> None:
-        """Wipe the line."""
-        if self._dirty:
-            print("\r" + " " * 72 + "\r", end="", file=sys.stderr, flush=True)
-            self._dirty = False
+    try:
+        yield show
+    finally:
+        bars.stop()

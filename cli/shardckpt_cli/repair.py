@@ -27,4 +27,5 @@ def repair(
         return
     output.warn(result.warnings)
     done = f"{'would write' if dry_run else 'wrote'} {' and '.join(result.written)}" if result.written else "intact"
-    print(escape(f"{result.source}: {result.tensors} tensors in {result.files} files: {done}"))
+    content = f"{output.count(result.tensors, 'tensor')} in {output.count(result.files, 'file')}"
+    print(escape(f"{result.source}: {content}: {done}"))

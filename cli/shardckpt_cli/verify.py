@@ -25,7 +25,7 @@ def verify(
         for problem in result.problems:
             print(problem)
         checked = f", {output.size(result.checked_bytes)} match their checksums" if result.checked_bytes else ""
-        count = len(result.problems)
-        state = "intact" if result.ok else f"{count} problem{'s' * (count != 1)}"
-        print(f"{escape(result.source)}: {result.format or 'unreadable'}: {result.tensors} tensors, {state}{checked}")
+        state = "intact" if result.ok else output.count(len(result.problems), "problem")
+        tensors = output.count(result.tensors, "tensor")
+        print(f"{escape(result.source)}: {result.format or 'unreadable'}: {tensors}, {state}{checked}")
     raise typer.Exit(0 if result.ok else 1)

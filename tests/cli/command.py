@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -69,6 +70,19 @@ def finish(process: subprocess.Popen[str]) -> Outcome:
 def run(*args: object, **options: object) -> Outcome:
     """Run the command in a process of its own."""
     return finish(start(*args, **options))
+
+
+def run_on_terminal(*args: object, **environment: str) -> tuple[int, str]:
+    """Run the command on a terminal of 80 columns; return its exit code and all that reached the terminal."""
+    ours, theirs = pty.openpty()
+    process = start(*args, stdout=theirs, stderr=theirs, env={**ENVIRONMENT, "TERM": "xterm", **environment})
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # what Linux answers once nobody has the other end
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    os.close(ours)
+    return process.wait(60), shown.decode()
 
 
 def run_here(*args: object) -> Outcome:

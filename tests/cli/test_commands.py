@@ -7,7 +7,6 @@ import ctypes
 import errno
 import json
 import os
-import pty
 import re
 import resource
 import shutil
@@ -214,16 +213,6 @@ class TestOutput:
         assert "no config.json" in found.err
         assert len(found.err.splitlines()) == 1
         assert "wrote 2 tensors" in found.out
-
-    def test_on_a_terminal_there_is(self, src: Path, tmp_path: Path) -> None:
-        ours, theirs = pty.openpty()
-        assert run("consolidate", src, tmp_path / "out", stderr=theirs).code == 0
-        os.close(theirs)
-        shown = os.read(ours, 10_000).decode()
-        os.close(ours)
-        assert "100 %" in shown
-        assert "/s" in shown
-        assert "s left" in shown
 
     def test_a_dry_run_says_what_it_would_and_writes_nothing(self, src: Path, tmp_path: Path) -> None:
         found = run_here("consolidate", src, tmp_path / "out", "--dry-run")
@@ -434,15 +423,15 @@ def wait_for(ready: Callable[[], bool], seconds: float = 60) -> None:
 class TestRepair:
     def test_it_says_what_it_wrote_and_what_is_lost(self, tmp_path: Path) -> None:
         step = write_step(tmp_path / "step", {"model": {"w": torch.ones(3)}, "n": 5})
-        assert run_here("repair", step).out == f"{step}: 1 tensors in 1 files: intact\n"
+        assert run_here("repair", step).out == f"{step}: 1 tensor in 1 file: intact\n"
         (step / "COMMIT").unlink()
         assert run_here("verify", step).code == 1
         done = f"write {SAVE}.manifest.json and COMMIT"
-        assert run_here("repair", step, "--dry-run").out == f"{step}: 1 tensors in 1 files: would {done}\n"
+        assert run_here("repair", step, "--dry-run").out == f"{step}: 1 tensor in 1 file: would {done}\n"
         found = run_here("repair", step)
         assert (found.code, found.out, found.err) == (
             0,
-            f"{step}: 1 tensors in 1 files: wrote COMMIT\n".replace("wrote COMMIT", f"wrote{done[5:]}"),
+            f"{step}: 1 tensor in 1 file: wrote COMMIT\n".replace("wrote COMMIT", f"wrote{done[5:]}"),
             "",
         )
         assert run_here("verify", step).code == 0
