@@ -160,7 +160,7 @@ class Manifest:
         objects: Other values by path, including empty containers, so that the state can be rebuilt.
         aliases: Path of a tied array to the path of the first array with the same elements, if the format stores this.
         metadata: Text stored with the arrays (safetensors `__metadata__`).
-        warnings: One sentence for each oddity that does not prevent loading.
+        warnings: Oddities that do not prevent loading, one sentence each.
         missing: Missing files whose tensors are unknown. A checkpoint with such files can be inspected, but does not
             count as complete.
         elsewhere: Name of a file outside the checkpoint's folder to the URL of its folder.
@@ -169,7 +169,7 @@ class Manifest:
             not saved.
         has_shapes: Whether global shapes are stored. If not, a shape is the bounding box of the existing boxes, and
             missing last rows of an array cannot be detected.
-        unread: One phrase for each file or value that the reader skips; `warnings` mention them too.
+        unread: Skipped files and values, one phrase each; `warnings` mention them too.
         keeps_order: Whether `tensors` are in the order of the saved state dict. If not, for example because they are
             sorted by name, their order does not determine an optimizer's ids.
         by_order: Optimizers whose ids the reader replaced with names, by the order of the model's state dict.

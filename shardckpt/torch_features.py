@@ -58,7 +58,7 @@ def shard_replicated(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence
     Args:
         value: Full value, equal on all ranks of the mesh, on the mesh's device.
         mesh: Device mesh.
-        placements: One placement for each dimension of the mesh.
+        placements: Placements, one for each dimension of the mesh.
     """
     if _TAKES_SOURCE:
         return distribute_tensor(value, mesh, placements, src_data_rank=None)

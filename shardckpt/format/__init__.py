@@ -1,1 +1,1 @@
-"""Read checkpoints of every format as manifests. Knows no model and no rank."""
+"""Read checkpoints of every format as manifests, without a model and without other ranks."""

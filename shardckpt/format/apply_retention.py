@@ -1,4 +1,4 @@
-"""Delete the steps of a run that no rule keeps, and what dead saves left. For `Checkpointer` and `prune` alike."""
+"""Delete the steps of a run that no retention rule keeps, and orphans. Used by `Checkpointer` and `prune`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardckpt.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What was deleted, or with `dry_run` would be.
+    """Names of deleted folders and of content that stays; with `dry_run`, of what would be deleted.
 
     Attributes:
-        steps: Folders of steps, doubles of deleted steps included.
-        orphans: Names of folders that dead saves had left.
+        steps: Folders of deleted steps, including duplicates of a step number.
+        orphans: Names of deleted folders of saves that were killed.
         other_content: Names of content in these steps that no save wrote; it stays.
     """
 
@@ -47,19 +47,20 @@ def apply_retention(
     """Delete the steps that no rule keeps, then expired orphans.
 
     Args:
-        store: Rooted at the run.
-        run: As read.
-        rules: Which steps are kept.
-        now: In seconds since the epoch.
-        is_complete: Returns True if a step can be loaded. Of the others, only doubles of deleted steps are deleted.
+        store: Store whose root is the run directory.
+        run: Steps and orphans of the run, from `read_run_to_remove`.
+        rules: Retention rules.
+        now: Current time, in seconds since the epoch.
+        is_complete: Returns True if a step can be loaded. Incomplete steps are deleted only as duplicates of deleted
+            steps.
         get_metrics: Returns the metrics of a complete step; called if a rule needs them.
-        may_be_over: The run may have ended, so that the time since its newest step counts however long it is.
-        protected: Steps that stay whatever the rules say.
-        dry_run: Delete nothing.
+        may_be_over: Whether the run may have ended, so that any time since its newest step counts in full.
+        protected: Numbers of steps that stay regardless of the rules.
+        dry_run: Whether to delete nothing.
 
     Raises:
-        UsageError: `keep_best` goes by a metric that no complete step has.
-        UnsupportedError: A newer version wrote a step of the run.
+        UsageError: `keep_best` names a metric that no complete step has.
+        UnsupportedError: A newer version of shardckpt wrote a step of the run.
         StorageError: The store failed.
     """
     steps = [
@@ -80,6 +81,6 @@ def apply_retention(
 def _describe(
     step: StepFolder, is_complete: bool, get_metrics: Callable[[StepFolder], Mapping[str, float]] | None
 ) -> SavedStep:
-    """Return a step as the rules see it."""
+    """Return the description of a step for the retention rules."""
     metrics = get_metrics(step) if get_metrics is not None and is_complete else {}
     return SavedStep(step.number, is_complete, step.saved_at, metrics, step.branch)

@@ -1,8 +1,8 @@
-"""What reading a file may cost: one budget for everything that is made of its bytes, and what a dict's keys may be.
+"""Limits on the cost of reading a file: a budget for all objects made of its bytes, and checks of dict keys.
 
-Memory and time are counted together, in bytes: a container counts what Python takes for it, work without memory 64
-bytes for each microsecond. Nothing is given back when a value is dropped, so that making and dropping it again and
-again ends as well.
+Memory and time are counted together, in bytes: a container costs the memory of its Python object, work without memory
+costs 64 bytes per microsecond. The cost of a dropped value is not refunded, so that creating and dropping values in a
+loop ends as well.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.manifest import Path
 
 FREE_BYTES = 64 << 20
-"""What the smallest file may cost."""
+"""Cost, in bytes, that every file may have."""
 
 FILE_FACTOR = 8
-"""What each byte of a file adds to that."""
+"""Additional allowed cost for each byte of a file."""
 
 HEADER_FACTOR = 32
-"""What each byte that is parsed adds at the most: the rest of a file may be sparse, and cost its author nothing."""
+"""Maximum allowed cost for each parsed byte: other bytes of a file may be sparse, which costs its author nothing."""
 
 ENTRY_BYTES = 160
-"""What a value costs that gets a path of its own in a manifest; the characters of its path come on top."""
+"""Cost of a value with its own path in a manifest; the characters of the path are added."""
 
 TENSOR_BYTES = 640
-"""What a tensor costs there, with its piece and its box."""
+"""Cost of a tensor in a manifest, with its piece and its box."""
 
 
 CHUNK_BYTES = 384
-"""What each further box of a tensor costs."""
+"""Cost of each further box of a tensor."""
 
 
 class ReadBudget:
-    """The memory that reading a file may still cost.
+    """Remaining cost that reading a file may have, in bytes.
 
     Attributes:
-        left: Bytes that are left; code that counts very often takes from it by itself, and calls `exceeded`.
+        left: Remaining bytes. Code that counts very often subtracts from it directly and calls `exceeded`.
 
     Args:
         file_bytes: Bytes of the file, or of all files of the checkpoint.
-        header_bytes: Bytes of what is parsed; all of the file where None.
-        where: The file, for messages.
+        header_bytes: Bytes that are parsed; None for all bytes.
+        where: Name of the file, for messages.
     """
 
     __slots__ = ("_most", "_spent_on", "_where", "left")
@@ -56,31 +56,31 @@ class ReadBudget:
         self.left = self._most
 
     def spend(self, nbytes: int) -> None:
-        """Count bytes.
+        """Subtract bytes.
 
         Raises:
-            UnsafeError: More than the file may cost.
+            UnsafeError: The budget is exceeded.
         """
         self.left -= nbytes
         if self.left < 0:
             raise self.exceeded()
 
     def spend_once(self, key: object, nbytes: int) -> None:
-        """Count bytes of what is read again and again only the first time."""
+        """Subtract bytes for `key`, only the first time."""
         if key not in self._spent_on:
             self._spent_on.add(key)
             self.spend(nbytes)
 
     def spend_entry(self, path_characters: int) -> None:
-        """Count a value that gets a path of its own."""
+        """Subtract the cost of a value with a path of its own."""
         self.spend(ENTRY_BYTES + path_characters)
 
     def spend_tensor(self, path_characters: int) -> None:
-        """Count a tensor that gets a path of its own."""
+        """Subtract the cost of a tensor with a path of its own."""
         self.spend(TENSOR_BYTES + path_characters)
 
     def exceeded(self) -> UnsafeError:
-        """Return the error for a file that costs more."""
+        """Return the error for a file that exceeds its budget."""
         return UnsafeError(
             "reading the file would cost more memory or time than any checkpoint of its size needs",
             where=self._where,
@@ -90,34 +90,34 @@ class ReadBudget:
 
 
 _MOST_ALIKE = 64
-"""Keys of one dict that may have one hash: of floats up to 34 can by accident, and a chosen thousand costs a second."""
+"""Maximum keys of one dict with equal hashes: up to 34 floats collide by accident; 1,000 keys take a second."""
 
 _MOST_MET = 1024
-"""Taken places where one key is looked for: powers of two meet up to 400, and this many take three microseconds."""
+"""Maximum occupied slots in the search for one key: powers of two meet up to 400; this many take 3 microseconds."""
 
 _USUALLY_MET = 64
-"""The same for the keys of one table on average: honest ones meet 2, multiples of powers of two 20, these powers 40."""
+"""Maximum occupied slots per key on average: honest keys meet 2, multiples of powers of two 20, powers of two 40."""
 
 _FEW = 64
-"""Keys of a container that are not counted: those cost next to nothing."""
+"""Number of keys of a container that are not checked, since they cost almost nothing."""
 
 _LARGEST_DISTINCT = 2**61 - 2
-"""Integers from 0 to this one hash to themselves, so that all hashes differ."""
+"""Largest integer below which all integers from 0 have distinct hashes, equal to themselves."""
 
 _WORD = 2**64 - 1
 
 _KEY_PARTS = 64
-"""Values in one tuple used as a key; the paths and names that writers use have a handful."""
+"""Maximum values in a tuple that is a key; paths and names of real files have a few."""
 
 
 class _Table:
-    """Follows where CPython puts keys in the table of a dict or of a set, and counts the taken places that they meet.
+    """Simulates where CPython inserts keys in the hash table of a dict or set, and counts collisions.
 
-    Keys of one hash meet in every place. Others meet where their hashes were chosen so: the places that are tried
-    one after another depend on the hash and the size of the table alone.
+    Keys with equal hashes collide in every slot. Other keys collide if their hashes were chosen for it: the sequence of
+    probed slots depends only on the hash and the size of the table.
 
     Args:
-        is_set: Whether the table is that of a set, which tries several places beside each other.
+        is_set: Whether the table is that of a set, which probes several adjacent slots.
     """
 
     __slots__ = ("_allowed", "_hashes", "_is_set", "_taken")
@@ -128,14 +128,14 @@ class _Table:
         self._resize(8)
 
     def add(self, value: int, count: int) -> None:
-        """Put the hash of a new key into the table.
+        """Insert the hash of a new key into the table.
 
         Args:
-            value: The hash.
-            count: Keys in the container with this one; those whose hashes cannot be chosen need not have been added.
+            value: Hash of the key.
+            count: Keys in the container, including this one. Keys whose hashes cannot be chosen may be left uncounted.
 
         Raises:
-            UnsafeError: It meets very many others.
+            UnsafeError: The key collides with too many other keys.
         """
         size = len(self._taken)
         while (5 * (count - 1) >= 3 * (size - 1)) if self._is_set else (count > 2 * size // 3):
@@ -170,16 +170,16 @@ class _Table:
 
 
 _SET_RUN = 9
-"""Places behind the first that a set tries before it jumps."""
+"""Adjacent slots that a set probes before it jumps."""
 
 
 class KeyGuard:
-    """Refuses keys that were chosen to collide in a dict or a set.
+    """Rejects keys that were chosen to collide in a dict or a set.
 
-    Python salts the hashes of text, and those of numbers and of tuples of them anybody can choose.
+    Python salts the hashes of text; the hashes of numbers, and of tuples of numbers, can be chosen by an attacker.
 
     Args:
-        plain: Types besides numbers and tuples that may be keys: their hashes cannot be chosen.
+        plain: Types of keys, besides numbers and tuples, whose hashes cannot be chosen.
     """
 
     __slots__ = ("_plain", "_seen", "_tables")
@@ -187,18 +187,18 @@ class KeyGuard:
     def __init__(self, plain: frozenset[type]) -> None:
         self._plain = plain
         self._seen: dict[tuple[int, int], int] = {}
-        self._tables: dict[int, tuple[object, _Table]] = {}  # the container is kept, so that its id stays its own
+        self._tables: dict[int, tuple[object, _Table]] = {}  # the container is kept so that no other object gets its id
 
     def check(self, key: object, container: dict[Any, Any] | set[Any]) -> None:
-        """Refuse a key whose hash is undefined, costly, or chosen to meet many others; it is put there at once.
+        """Check a key before the caller inserts it: its hash must be defined, cheap, and collide with few others.
 
         Args:
-            key: The key.
-            container: Where it will be put.
+            key: Key to check.
+            container: Dict or set into which the caller inserts the key.
 
         Raises:
-            FormatError: The type of the key cannot be hashed here.
-            UnsafeError: Its size or its hash could exhaust this machine.
+            FormatError: The type of the key is not hashable here.
+            UnsafeError: The size or the hash of the key could exhaust this machine.
         """
         kind = type(key)
         if kind in self._plain:
@@ -216,13 +216,13 @@ class KeyGuard:
         known = self._tables.get(id(container))
         if known is None:
             if kind is int and 0 <= key <= count:  # type: ignore[operator]
-                return  # such numbers alone have a place each
+                return  # each of these numbers has its own slot
             known = self._tables[id(container)] = container, _build_table(container, type(container) is set)
         if key not in container:
             known[1].add(hash(key), count + 1)
 
     def check_all(self, keys: Sequence[object]) -> None:
-        """Refuse keys of a container that is made of them at once, as `check` does."""
+        """Check the keys of a container that is created from all of them at once, like `check`."""
         for key in keys:
             if type(key) is not int and type(key) not in self._plain:
                 self._check_kind(key)
@@ -236,7 +236,7 @@ class KeyGuard:
             raise FormatError(f"the pickle uses a value of type {type(key).__name__} as a key")
 
     def _check_parts(self, key: tuple[object, ...], left: int) -> int:
-        """Return how many more values the tuple around may hold."""
+        """Check the parts of a tuple; return how many more values the outermost tuple may contain."""
         for part in key:
             left -= 1
             if left <= 0:
@@ -253,16 +253,16 @@ class KeyGuard:
 def _build_table(keys: Iterable[Hashable], is_set: bool) -> _Table:
     table = _Table(is_set)
     for count, key in enumerate(keys, 1):
-        if type(key) is not str:  # their hashes are salted
+        if type(key) is not str:  # hashes of text are salted
             table.add(hash(key), count)
     return table
 
 
 def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
-    """Refuse keys of one dict, or values of one set, that were chosen to meet in one place of it.
+    """Require that keys of one dict, or values of one set, were not chosen to collide.
 
     Raises:
-        UnsafeError: They were.
+        UnsafeError: Too many keys collide.
     """
     if len(keys) <= _FEW or all(type(key) is str or (type(key) is int and 0 <= key <= i) for i, key in enumerate(keys)):
         return
@@ -277,10 +277,10 @@ def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
 
 
 def check_paths(paths: Collection[Path], where: object = "") -> None:
-    """Refuse paths that were chosen to meet, or of whose keys many were.
+    """Require that neither the paths nor the keys in them were chosen to collide.
 
     Raises:
-        UnsafeError: They were.
+        UnsafeError: Too many paths or keys collide.
     """
     check_hashes(list(paths), where)
     large = {f"{key:x}" for path in paths for key in path if type(key) is int and not 0 <= key <= _LARGEST_DISTINCT}
@@ -295,10 +295,10 @@ def check_paths(paths: Collection[Path], where: object = "") -> None:
 
 
 def require_small(what: str, nbytes: int, most: int, where: object) -> None:
-    """Refuse a file, or a part of one, that is larger than any that is needed.
+    """Require that a file, or a part of one, is not larger than any real one.
 
     Raises:
-        UnsafeError: It is.
+        UnsafeError: It is larger than `most` bytes.
     """
     if nbytes > most:
         raise UnsafeError(f"{what} is too large", where=where, found=f"{nbytes} bytes", expected=f"at most {most}")

@@ -1,4 +1,4 @@
-"""Any box of a tensor, put together from its pieces in a caller's buffer; full tensors, block by block."""
+"""Read boxes of tensors from their pieces into buffers of the caller; read full tensors block by block."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from shardckpt.plan.layout.coverage import locate
 from shardckpt.storage.store import Read, Store
 
 _NEAR_BYTES = 4096
-"""A range this short is read in full, even if little of it is needed: it is one block of a disk."""
+"""Maximum bytes of a range that is always read in full, even if few of them are needed: one block of a disk."""
 
 _NEAR_BYTES_OF_LARGE = 1 << 18
-"""The same for large boxes of strided views: reading so much costs no more than one more call."""
+"""The same limit for large boxes of strided views, for which one more call costs more than reading these bytes."""
 
 _LARGE_BYTES = 1 << 18
 
 _MOST_STAGED_BYTES = 1 << 21
 _MOST_STAGED = 4096
-"""Staged ranges of strided views are read and scattered whenever so much or so many are planned."""
+"""Maximum staged ranges of strided views in one batch; a full batch is read and scattered before the next."""
 
 _BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""Types that numpy moves without looking at the bits."""
+"""NumPy dtypes by width in bytes, used to copy elements of any dtype without interpreting their bits."""
 
 
 class ReadItem(NamedTuple):
-    """One box to read.
+    """A box to read.
 
     Attributes:
         pieces: Resolved pieces of the tensor, which cover the box.
-        box: In elements of the full tensor.
-        dtype: Stored type, by torch's name.
-        buffer: Writable, exactly the bytes of the box; filled in row-major order.
+        box: Box in the full tensor, in elements.
+        dtype: Stored dtype, in torch's spelling.
+        buffer: Writable buffer of exactly the bytes of the box; filled in row-major order.
     """
 
     pieces: Sequence[Piece]
@@ -72,7 +72,7 @@ class _StagedRead:
 
 
 def straight_reads(want: ReadItem) -> list[Read] | None:
-    """Return the reads that fill a want; None where bytes have to be decoded or put in order on their way."""
+    """Return the reads that fill a box directly; None if bytes must be decoded or reordered."""
     reads: list[Read] = []
     for piece in want.pieces:
         if piece.box == want.box and isinstance(piece.layout, Span):
@@ -88,7 +88,7 @@ def straight_reads(want: ReadItem) -> list[Read] | None:
 
 
 class PieceReader:
-    """Fills boxes from the files of one store. Holds a decoder for each encoded piece met, until `forget`.
+    """Reads boxes from the files of one store. Keeps a decoder for each encoded piece until `forget`.
 
     Args:
         store: Store of the files.
@@ -99,19 +99,20 @@ class PieceReader:
         self._decoders: dict[tuple[str, Encoded], DecodedStream] = {}
 
     def fill(self, wants: Sequence[ReadItem], more: Sequence[Read] = ()) -> None:
-        """Fill the buffers of all wants, with one batch of reads.
+        """Fill the buffers of all items with one batch of reads.
 
         Args:
-            wants: What is to be put together.
-            more: Other reads of the same batch.
+            wants: Boxes to read.
+            more: Further reads of the same batch.
 
-        Memory: besides the buffers, at most their size again, and 2 MiB for strided views, which are read in several
+        Memory: in addition to the buffers at most their size again, and 2 MiB for strided views, which are read in
+            several
         batches.
 
         Raises:
-            TruncatedError: A file ends early.
+            TruncatedError: A file ends too early.
             FormatError: An encoded piece is damaged.
-            UnsupportedError: A box that starts inside a byte of a narrow dtype.
+            UnsupportedError: A box of a sub-byte dtype does not start at a byte.
         """
         reads: list[Read] = [*more]
         parts: list[_StagedRead] = []
@@ -130,7 +131,7 @@ class PieceReader:
         parts.clear()
 
     def forget(self) -> None:
-        """Drop the decoders: nothing of the tensors read so far is wanted any more."""
+        """Drop the decoders; call it when the tensors read so far are complete."""
         self._decoders.clear()
 
     def _plan(self, want: ReadItem, piece: Piece, inner: Box, reads: list[Read], parts: list[_StagedRead]) -> None:
@@ -168,9 +169,9 @@ class PieceReader:
 def _span_ranges(
     want: ReadItem, piece: Piece, span: Span, inner: Box, parts: list[_StagedRead]
 ) -> Iterator[tuple[memoryview, int]]:
-    """Yield where the bytes of `inner` go and the byte of the file they start at.
+    """Yield the target of the bytes of `inner`, and the offset in the file at which they start.
 
-    They go to the want's own buffer if they are contiguous there, else to one that is scattered later.
+    The target is in the item's buffer if the bytes are contiguous there, else a buffer that is scattered later.
     """
     width = bits(want.dtype)
     in_piece, in_want = shift(inner, piece.box.offset), shift(inner, want.box.offset)
@@ -195,7 +196,7 @@ def _span_ranges(
 
 
 def _rows(box: Box) -> Iterator[Box]:
-    """Split a box in its first dimension that has more than one index."""
+    """Split a box along its first dimension with more than one index."""
     dim = next(d for d, n in enumerate(box.size) if n > 1)
     for i in range(box.size[dim]):
         yield Box(
@@ -205,7 +206,7 @@ def _rows(box: Box) -> Iterator[Box]:
 
 
 def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_StagedRead, int]]:
-    """Yield the byte ranges of a storage that hold `inner`, split at large gaps between its elements."""
+    """Yield the byte ranges of a storage that contain `inner`, split at large gaps between its elements."""
     width = bits(want.dtype) // 8
     near = _NEAR_BYTES if len(want.buffer) < _LARGE_BYTES else _NEAR_BYTES_OF_LARGE
     todo = [inner]
@@ -221,11 +222,11 @@ def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -
             yield part, layout.offset + first * width
         else:
             low, high = _halves(box, layout.strides)
-            todo += (high, low)  # the low one is next: decoders only run forward
+            todo += (high, low)  # the lower half is next, since decoders only run forward
 
 
 def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:
-    """Split a box in the dimension of the largest stride."""
+    """Split a box along the dimension of the largest stride."""
     dim = max(range(len(steps)), key=lambda d: (box.size[d] - 1) * steps[d] if steps[d] else -1)
     half = box.size[dim] // 2
     low = Box(box.offset, (*box.size[:dim], half, *box.size[dim + 1 :]))
@@ -237,9 +238,9 @@ def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:
 
 
 def _scatter(part: _StagedRead) -> None:
-    """Copy staged elements to their box in the want's buffer.
+    """Copy staged elements to their box in the item's buffer.
 
-    Dimensions of one index are left out: numpy holds 64, and a hostile file may have any number of those.
+    Dimensions of size 1 are dropped: NumPy supports 64 dimensions, and a hostile file may have any number of size 1.
     """
     width = bits(part.want.dtype) // 8
     kind = _BY_WIDTH[width]
@@ -251,18 +252,18 @@ def _scatter(part: _StagedRead) -> None:
 
 
 def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:
-    """Return True if two arrays of one checkpoint hold the same bits, block by block."""
+    """Return True if two arrays of one checkpoint have equal bits; compared block by block."""
     from_a, from_b = locate(reader, manifest, [a, b])
     return all(x == y for x, y in zip(read_blocks(reader, from_a), read_blocks(reader, from_b), strict=True))
 
 
 def read_blocks(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) -> Iterator[bytearray]:
-    """Yield the bytes of a resolved array in row-major order, block by block.
+    """Yield the bytes of an array in row-major order, block by block.
 
     Args:
-        reader: The open checkpoint.
-        entry: With resolved pieces.
-        block_bytes: Most bytes of a block.
+        reader: Open checkpoint.
+        entry: Array with resolved pieces.
+        block_bytes: Maximum bytes of a block.
 
     Raises:
         CheckpointError: The bytes cannot be read.

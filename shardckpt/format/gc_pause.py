@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector while very many small objects are created."""
+"""Pause Python's garbage collector while many small objects are created."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable the cyclic garbage collector inside; reference counts free objects as always.
+    """Disable the cyclic garbage collector in the block; reference counting still frees objects.
 
-    New objects set the collector off again and again, over all objects of the process: up to half of the time of a
+    New objects trigger the collector again and again, over all objects of the process: up to half of the time to open a
     large checkpoint.
     """
     was_enabled = gc.isenabled()

@@ -1,7 +1,7 @@
 """Merge the shards that ranks wrote into full tensors.
 
-Parsers of formats say which box of which tensor a file holds, as `Shard`. Here replicas are dropped, dtypes compared,
-and elements that no file holds are named with the file that should hold them.
+Parsers of formats return the box of each tensor in a file, as `Shard`. This module drops replicas, compares dtypes, and
+names elements that no file contains with the file that should contain them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ KEEP_ONE_SAVE = "Keep the files of one save, and nothing else, in a folder of th
 OTHER_SAVE = "The files are from different saves (keep those of one in a folder of their own), or one is damaged."
 
 MOST_MISSING = 64
-"""Missing boxes of a tensor that are named one by one."""
+"""Maximum missing boxes of a tensor that are named individually."""
 
 _MOST_SEARCHED = 1 << 16
-"""Boxes of a tensor that are searched for missing ones."""
+"""Maximum boxes of a tensor for which missing boxes are searched."""
 
 
 class Shard(NamedTuple):
     """A part of one tensor in one file.
 
     Attributes:
-        file: For messages.
+        file: Name of the file, for messages.
         dtype: Stored dtype.
-        pieces: Boxes of the tensor, and where their bytes are.
+        pieces: Boxes of the tensor with the locations of their bytes.
     """
 
     file: str
@@ -42,7 +42,7 @@ class Shard(NamedTuple):
 
 
 class RankOrigin(NamedTuple):
-    """A file, the rank that wrote it, and the number of ranks; 0 if nothing says."""
+    """A file, the rank that wrote it, and the number of ranks; 0 if unknown."""
 
     file: str
     rank: int
@@ -51,7 +51,7 @@ class RankOrigin(NamedTuple):
 
 @dataclass(slots=True)
 class PathContent:
-    """Tensors and values below one path of a manifest, by the rest of their path."""
+    """Tensors and values below one path of a manifest, by the remaining path."""
 
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)
     objects: dict[Path, ObjectEntry] = field(default_factory=dict)
@@ -69,12 +69,12 @@ class ManifestBuilder:
 
     Attributes:
         url: URL of the store, for messages.
-        content: Tensors, values and shared tensors by path.
-        missing_files: Labels of files that should be there.
-        warnings: One sentence each.
-        unread: Values that are passed over.
-        missing: Files that are missing, if nobody knows what they held.
-        by_order: Optimizers whose ids were named by the order of the model.
+        content: Tensors, values and tied tensors by path.
+        missing_files: Labels of missing files.
+        warnings: Warnings, one sentence each.
+        unread: Values that the reader skips.
+        missing: Missing files whose content is unknown.
+        by_order: Optimizers whose ids were replaced with names by the order of the model.
     """
 
     url: str
@@ -99,7 +99,7 @@ class ManifestBuilder:
         """Add a tensor or a value.
 
         Raises:
-            FormatError: There is a tensor at this path.
+            FormatError: The path already has a tensor.
         """
         if isinstance(entry, ObjectEntry):
             self.objects[path] = replace(entry, path=path)
@@ -113,12 +113,12 @@ class ManifestBuilder:
         self.objects[path] = ObjectEntry(path, value)
 
     def put_unreadable(self, path: Path, entry: TensorEntry, kind: str, fix: str = LEAVE_OUT) -> None:
-        """Add a tensor that is listed and raises an error if it is read."""
+        """Add a tensor that is listed but raises an error when it is read."""
         lost = entry.pieces[0]._replace(layout=Lazy(0, 0, UnreadableTensor(path, kind, fix)))
         self.put(path, entry._replace(pieces=(lost,)))
 
     def tie(self, alias: Path, first: Path) -> None:
-        """Add another name of a tensor, unless the name is taken."""
+        """Add another name of a tensor, unless the name is in use."""
         if alias not in self.tensors:
             self.put(alias, self.tensors[first])
             self.content.aliases[alias] = first
@@ -154,14 +154,14 @@ def merge_shards(
     missing: Iterable[tuple[Box, str]] = (),
     dtype: str = "",
 ) -> TensorEntry:
-    """Merge the shards of one tensor; of replicas the first is taken.
+    """Merge the shards of one tensor; the first of several replicas is used.
 
     Args:
         builder: Records missing files.
         path: Path of the tensor.
-        shape: Full shape.
-        shards: In the order of ranks.
-        missing: Boxes with a label of the file that holds each, searched if elements are missing.
+        shape: Full shape, in elements.
+        shards: Shards in rank order.
+        missing: Boxes with a label of the file that should contain each, used if elements are missing.
         dtype: Stored dtype, if it is known without shards.
 
     Raises:
@@ -196,8 +196,8 @@ def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Seq
     """Return the pieces for parts of a rank's 1-D tensor.
 
     Args:
-        entry: The tensor, of one piece.
-        boxes: Boxes of the full tensor, each with the first of its elements in the 1-D tensor.
+        entry: Tensor with one piece.
+        boxes: Boxes of the full tensor, each with its first element in the 1-D tensor.
         order: Dimensions of the full tensor from the slowest to the fastest in memory; empty means row-major.
     """
     [piece] = entry.pieces
@@ -206,12 +206,12 @@ def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Seq
 
 
 def label_rank_file(place: int, parts: int, world: int) -> str:
-    """Return how messages call the file that holds part `place` of `parts`."""
+    """Return the label in messages of the file that contains part `place` of `parts`."""
     return f"the file of rank {place}" if parts == world else f"a file with part {place} of {parts}"
 
 
 def split_content(manifest: Manifest, roots: Collection[Path]) -> tuple[dict[Path, PathContent], PathContent]:
-    """Split a manifest by the paths that it is below; return the rest under full paths."""
+    """Split a manifest by root paths; return the content of each root, and the rest under full paths."""
     lengths = sorted({len(root) for root in roots})
     contents, rest = {root: PathContent() for root in roots}, PathContent()
 
@@ -233,10 +233,10 @@ def split_content(manifest: Manifest, roots: Collection[Path]) -> tuple[dict[Pat
 
 
 def require_one_save(origins: Iterable[RankOrigin], url: str) -> None:
-    """Check that files are from one save: one number of ranks, each rank once.
+    """Require that files are from one save: equal numbers of ranks, each rank once.
 
     Raises:
-        FormatError: They are not.
+        FormatError: The files are from different saves.
     """
     ordered = sorted(origins, key=lambda origin: origin.rank)
     worlds = [origin for origin in ordered if origin.world]
@@ -260,12 +260,12 @@ def require_one_save(origins: Iterable[RankOrigin], url: str) -> None:
 
 
 def note_missing_ranks(builder: ManifestBuilder, world: int, names: Mapping[int, Collection[object]]) -> None:
-    """Warn about ranks without a file; if ranks hold different names, nobody knows what those held.
+    """Warn about ranks without a file; if ranks have different tensor names, their content is unknown.
 
     Args:
-        builder: Takes the warning.
+        builder: Builder that receives the warning.
         world: Number of ranks.
-        names: Names of the tensors of each rank that has a file.
+        names: Rank with a file to the names of its tensors.
     """
     missing = world - len(names)
     if missing <= 0:

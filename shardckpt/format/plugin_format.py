@@ -1,4 +1,4 @@
-"""A format of a plugin, whose faults do not reach the caller, or name the plugin."""
+"""Wrap formats of plugins: their errors name the plugin, or are contained while formats are detected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.plugins import Plugin, name_plugin, warn_of_plugin
 
 
 def guard_format(form: Format, plugin: Plugin) -> Format:
-    """Return a format of a plugin that warns if it fails to look, and raises typed errors if it fails to read."""
+    """Return a format of a plugin that warns if its recognition fails, and raises typed errors if its reading fails."""
 
     def recognize(source: Source) -> Evidence:
         try:
@@ -32,9 +32,9 @@ def guard_format(form: Format, plugin: Plugin) -> Format:
 
 
 def _guard_reader(reader: Reader, plugin: Plugin, where: str) -> Reader:
-    """Return an open reader, checked, with methods whose errors name its plugin.
+    """Check an open reader and wrap its methods so that errors name the plugin.
 
-    It stays the object that the plugin made: a target of the same plugin may ask for its type.
+    The object remains the plugin's own, since a target of the same plugin may check its type.
     """
     _check_reader(reader)
     resolve, load_object = reader.resolve, reader.load_object
@@ -64,12 +64,12 @@ def _guard_reader(reader: Reader, plugin: Plugin, where: str) -> Reader:
         "with_param_shapes": guarded_with_param_shapes,
     }
     for name, method in guarded.items():
-        object.__setattr__(reader, name, method)  # also of a frozen dataclass
+        object.__setattr__(reader, name, method)  # works for frozen dataclasses too
     return reader
 
 
 def _check_reader(reader: object) -> None:
-    """Check the types in what a plugin opened, which no later step does. Raises TypeError."""
+    """Check the types in a reader of a plugin, which no later step checks. Raises TypeError."""
     if not isinstance(reader, Reader):
         raise TypeError(f"`open` must return a Reader, got {type(reader).__name__}")
     for file, size in reader.manifest.files.items():
@@ -84,7 +84,7 @@ def _check_reader(reader: object) -> None:
 
 
 def _check_resolved(pieces: list[Piece], wanted: int) -> list[Piece]:
-    """Check what a plugin resolved. Raises TypeError."""
+    """Check the pieces that a plugin resolved. Raises TypeError."""
     if len(pieces) != wanted:
         raise TypeError(f"`resolve` must return {wanted} pieces, got {len(pieces)}")
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What every format offers: how it is recognized, and the reader that turns it into a manifest."""
+"""Interface of formats: how a format recognizes a source, and the reader that turns it into a manifest."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardckpt.storage.store import Listed, Store, read_bytes
 
 PathText = str | os.PathLike[str]
 NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
-"""Folders of base steps that the caller names: the place of the one that is not beside the step. Or, for
-several, the step's name of each to its place; `NAME=PATH` says that too, and `NAME` alone means that place."""
+"""Base folders that the caller names: the path or URL of the only base that is not beside the step; or, for several,
+the step's reference of each to its path or URL. `NAME=PATH` is the same as text, `NAME` alone is a path or URL."""
 
 
 def require_bases(bases: object) -> None:
-    """Check what a caller names as `base`. Raises UsageError if it is neither a place nor several."""
+    """Check an argument `base`. Raises UsageError if it is neither a path or URL nor several of them."""
     path = (str, os.PathLike)
     places = bases.values() if isinstance(bases, Mapping) else [bases] if isinstance(bases, path) else bases
     if not isinstance(places, Collection) or not all(isinstance(place, path) for place in places):
@@ -33,12 +33,12 @@ def require_bases(bases: object) -> None:
 
 
 class Source:
-    """What the user pointed at: a folder, or one file in it.
+    """A folder, or one file in it, that the user named.
 
     Args:
-        store: Rooted at the folder, or at the folder of the file.
-        file: The file's name in `store`, or None for a folder.
-        bases: Folders that the caller names of those that a step refers to.
+        store: Store whose root is the folder, or the folder of the file.
+        file: Name of the file in `store`; None for a folder.
+        bases: Base folders that the caller names.
     """
 
     def __init__(self, store: Store, file: str | None = None, bases: NamedBases = "") -> None:
@@ -49,12 +49,12 @@ class Source:
 
     @property
     def url(self) -> str:
-        """As the user typed it."""
+        """Path or URL, as the user typed it."""
         return f"{self.store.url.rstrip('/')}/{self.file}" if self.file else self.store.url
 
     @cached_property
     def listing(self) -> dict[str, Listed]:
-        """Entries directly in the folder, by name; only the file if a file was named."""
+        """Entries directly in the folder, by name; only the file if the source is a file."""
         if self.file is not None:
             return {self.file: Listed(self.file, self.store.size(self.file), False)}
         return {entry.name: entry for entry in self.store.list()}
@@ -70,7 +70,7 @@ class Source:
         return sorted(name for name, entry in self.listing.items() if entry.is_folder)
 
     def head(self, name: str, nbytes: int = 64) -> bytes:
-        """Return the first bytes of a file, fewer where it is shorter; kept, so that each probe may ask."""
+        """Return the first bytes of a file, fewer if it is shorter; cached for all formats."""
         known = self._heads.get(name)
         if known is None or len(known) < nbytes:
             entry = self.listing.get(name)
@@ -80,25 +80,25 @@ class Source:
 
 
 class Evidence(IntEnum):
-    """How sure a format is that a source is its own."""
+    """Confidence of a format that it recognizes a source."""
 
     NONE = 0
     NAME = 1
-    """File names alone: reading may yet fail, and then the checkpoint is at fault."""
+    """Based on file names: if reading fails later, the checkpoint is damaged."""
     STRUCTURE = 2
-    """Bytes that only this format has."""
+    """Based on bytes that only this format has."""
 
 
 class Checksum(NamedTuple):
-    """A checksum that a format stores beside its bytes.
+    """A checksum that a format stores.
 
     Attributes:
-        file: Name relative to the store.
-        offset: First byte it covers.
-        nbytes: Bytes it covers.
+        file: File name relative to the store.
+        offset: Offset of the first covered byte.
+        nbytes: Number of covered bytes.
         algorithm: `crc32` or `xxh3-64`.
-        value: As stored.
-        label: How its format calls this range, for messages: `block 3, `; empty where it has no name.
+        value: Stored checksum.
+        label: Label of the range in messages, such as `block 3, `; empty if it has none.
     """
 
     file: str
@@ -111,16 +111,16 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParamShapes:
-    """Names and shapes of a model's parameters, from outside of the checkpoint.
+    """Names and shapes of a model's parameters that come from outside of the checkpoint.
 
     Attributes:
-        shapes: Name to shape, in the order of the model where that is known.
-        where: Their source, for messages.
-        aliases: Further names of a parameter to its first.
-        units: Flat parameters to their members in order, if known; else names decide.
+        shapes: Name to shape, in the order of the model if that is known.
+        where: Source of the shapes, for messages.
+        aliases: Further names of a parameter to its first name.
+        units: Flat parameter to its members in order, if known; otherwise names decide.
         ids: Ids of an optimizer to names, if known.
         is_ordered: Whether `shapes` is in the order of the model.
-        others: The same of further models; flat parameters are of the first one that fits them.
+        others: Shapes of further models; the first model that matches a flat parameter is used.
     """
 
     shapes: Mapping[str, Shape]
@@ -133,11 +133,11 @@ class ParamShapes:
 
 
 class Reader:
-    """An open checkpoint: its manifest, and what is found out on demand.
+    """An open checkpoint: its manifest, and methods that read further data on demand.
 
     Args:
-        store: Store of its files; every file name in the manifest is relative to it.
-        manifest: What it holds.
+        store: Store of the files; every file name in the manifest is relative to it.
+        manifest: Manifest of the checkpoint.
     """
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
@@ -145,67 +145,67 @@ class Reader:
         self.manifest = manifest
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with every `Lazy` layout replaced by the place of the elements, in the same order.
+        """Return the pieces in the same order, with every `Lazy` layout replaced by the location of its elements.
 
         All containers are opened in one batch, so that a remote store can merge the reads.
 
         Raises:
-            CheckpointError: A container is damaged, or does not hold what the manifest says.
+            CheckpointError: A container is damaged, or contradicts the manifest.
         """
         return list(pieces)
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return an object's value, read without executing anything.
+        """Return the value of an object without executing code.
 
         Raises:
-            CheckpointError: It is damaged or refused.
+            CheckpointError: The object is damaged or rejected.
         """
         return entry.value
 
     @property
     def is_flat(self) -> bool:
-        """Whether there are flat parameters in it."""
+        """Whether the checkpoint contains flat parameters."""
         return False
 
     @property
     def needs_param_shapes(self) -> bool:
-        """Whether there are flat parameters whose members are unknown."""
+        """Whether the checkpoint contains flat parameters whose members are unknown."""
         return False
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:  # noqa: ARG002  (most files store shapes)
-        """Return a reader that knows the members of flat parameters.
+        """Return a reader with the given members of flat parameters.
 
         Raises:
-            UsageError: The shapes do not fit what the files hold.
+            UsageError: The shapes do not match the stored flat parameters.
         """
         return self
 
     @property
     def raw_store(self) -> Store:
-        """The files without checks; `store` checks them if the format stores hashes."""
+        """The files without checks of hashes; `store` checks them if the format stores hashes."""
         return self.store
 
     @property
     def unverified_store(self) -> Store:
-        """The files for those who want no checks: only what nothing else vouches for is checked."""
+        """The files with as few checks as possible; data that nothing else guarantees is still checked."""
         return self.raw_store
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the checksums that the format stores, in file order; none where it stores none."""
+        """Yield the stored checksums in file order; nothing if the format stores none."""
         return iter(())
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format that can be read.
+    """A format that can be read.
 
     Attributes:
         name: Short name, as in `Manifest.format`.
-        title: What people call it.
-        looks_for: Marks of a source, one phrase for messages.
-        recognize: Returns how sure the format is; must not raise for foreign or hostile content.
+        title: Common name, for messages.
+        looks_for: Phrase with the files by which a source is recognized, for messages.
+        recognize: Returns the confidence for a source; must not raise for foreign or hostile content.
         open: Opens a recognized source.
-        names: Pattern of names of which a folder of this format has at least one; None if any folder may be.
+        names: Pattern that matches at least one file name of each folder of this format; None if names may be any.
     """
 
     name: str
@@ -216,17 +216,17 @@ class Format:
     names: re.Pattern[str] | None = field(default=None, compare=False)
 
     def may_recognize(self, source: Source) -> bool:
-        """Return True if the names in a folder allow this format; every file may be of any."""
+        """Return True if the names in a folder allow this format; always True for a file."""
         if source.file is not None:
             return True
         return self.names is None or any(map(self.names.fullmatch, source.listing))
 
 
 def require_size(store: Store, name: str, size: int, needed: int) -> None:
-    """Check that a file is long enough for what is about to be read from it.
+    """Require that a file is long enough for a planned read.
 
     Raises:
-        TruncatedError: It is not.
+        TruncatedError: The file is too short.
     """
     if size < needed:
         raise TruncatedError(

@@ -1,4 +1,4 @@
-"""From a path or URL to an open checkpoint: every registered format is asked, structure first, name second."""
+"""Detect and open the format of a path or URL, from its structure if possible, else from file names."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ FORMATS: tuple[Format, ...] = (
     torch_files.LOOSE_FORMAT,
     torch_files.FILE_FORMAT,
 )
-"""Every built-in format. Those that contain others stand before them."""
+"""Built-in formats. Those that contain other formats come first."""
 
 _FIRST, _LAST = "shardckpt.formats.first", "shardckpt.formats"
-"""Groups of entry points: formats of other distributions that are asked before the built-in ones, and behind them."""
+"""Entry point groups of plugins: formats that are tried before the built-in ones, and after them."""
 
 _POINT_AT_CHECKPOINT = "Point at the folder or file that holds the checkpoint."
 _FOREIGN = (
@@ -80,20 +80,20 @@ _FOREIGN = (
     ),
     (("COMMIT",), "a shardckpt step without its manifest and its files", _POINT_AT_CHECKPOINT),
 )
-"""Names that show what a folder is, its description, and what to do with it."""
+"""File names of known other formats, with a description of the folder and a remedy."""
 
 _SHOWN = 8
 _AT_ONCE = 8
 _LEVELS = 4
-"""How deep a folder is looked into that is not a checkpoint itself: Lightning puts three folders around its files."""
+"""Levels of subfolders to search for checkpoints: Lightning puts its files three levels deep."""
 _FOLDERS = {True: 500, False: 64}
-"""How many folders are looked into, on this machine and elsewhere."""
+"""Maximum folders to search, local and remote."""
 _NAMES = 100_000
-"""How many names in these folders are looked at."""
+"""Maximum names to read in these folders."""
 
 
 def iter_formats() -> Iterator[Format]:
-    """Yield every format in the order in which they are asked; those of plugins are loaded when their turn comes."""
+    """Yield all formats in the order in which they are tried; those of plugins are loaded when reached."""
     yield from _load_formats(_FIRST, tuple(sys.path))
     yield from FORMATS
     yield from _load_formats(_LAST, tuple(sys.path))
@@ -101,7 +101,7 @@ def iter_formats() -> Iterator[Format]:
 
 @cache
 def _load_formats(group: str, _path: tuple[str, ...]) -> tuple[Format, ...]:
-    """Return the formats of plugins; one that cannot be loaded is left out, with a warning."""
+    """Return the formats of plugins; those that fail to load are skipped with a warning."""
     formats = []
     for plugin in find_plugins((_FIRST, _LAST), tuple(form.name for form in FORMATS)):
         try:
@@ -113,15 +113,15 @@ def _load_formats(group: str, _path: tuple[str, ...]) -> tuple[Format, ...]:
 
 
 def open_source(url: str, bases: NamedBases = "") -> Source:
-    """Return the source at a path or URL, unopened.
+    """Return the unopened source at a path or URL.
 
     Args:
-        url: The path or URL.
-        bases: Folders that the caller names of those that a step refers to.
+        url: Path or URL of the checkpoint.
+        bases: Base folders that the caller names.
 
     Raises:
-        SourceNotFoundError: There is nothing.
-        UsageError: No filesystem for the URL's protocol; the bases are neither a place nor several.
+        SourceNotFoundError: The path or URL does not exist.
+        UsageError: No file system supports the protocol, or `bases` has a wrong type.
     """
     require_bases(bases)
     found = kind(url)
@@ -137,8 +137,8 @@ def detect(source: Source) -> Format:
     """Return the format of a source.
 
     Raises:
-        UnknownFormatError: No reader recognizes it; the message lists what was found and what was looked for.
-        UsageError: Bases are named, and checkpoints of its format have none.
+        UnknownFormatError: No format recognizes the source; the message lists its content and the recognized files.
+        UsageError: Bases are given, but the format does not support them.
     """
     found = _require_format(source)
     if source.bases and found is not native.FORMAT:
@@ -157,7 +157,7 @@ def _require_format(source: Source) -> Format:
 
 
 def _probe(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
-    """Return the format that recognizes a source, by structure if any does, else None."""
+    """Return the format that recognizes a source, preferably by structure; else None."""
     named: Format | None = None
     for candidate in iter_formats():
         evidence = candidate.recognize(source) if candidate.may_recognize(source) else Evidence.NONE
@@ -169,7 +169,7 @@ def _probe(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
 
 
 def _suggest_nearby(source: Source) -> UnknownFormatError | None:
-    """Return the error that names a checkpoint one level above or below, else None."""
+    """Return the error that suggests a checkpoint one level above or below; else None."""
     if source.file is not None:
         form = _probe_nearby(Source(source.store))
         if form is None:
@@ -192,9 +192,9 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
 
 
 def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
-    """Return the checkpoints in a folder that are nearest to it, by path: those of one level, at most `_SHOWN` and one.
+    """Return the checkpoints nearest below a folder, by path: those of one level, at most `_SHOWN` and one.
 
-    The look goes no deeper than `_LEVELS`, and into no more than `_FOLDERS` folders and `_NAMES` names.
+    Searches at most `_LEVELS` levels, `_FOLDERS` folders and `_NAMES` names.
     """
     store = _FirstNames(source.store, _NAMES)
     left = _FOLDERS[store.capabilities.is_local]
@@ -221,27 +221,27 @@ def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
 
 
 def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list[str]]:
-    """Return the format of a folder that nobody pointed at, and its folders, the last by name first.
+    """Return the format of a subfolder during a search, and its subfolders, last by name first.
 
-    If it is directly in the folder that somebody pointed at, names of files are enough.
+    Directly below the searched folder, file names are sufficient evidence.
     """
     source = Source(SubfolderStore(store, path))
     try:
         form = _probe(source, Evidence.NAME if depth == 1 else Evidence.STRUCTURE)
         return form, [f"{path}/{name}" for name in reversed(source.folders) if not name.startswith(".")]
-    except (StorageError, CheckpointError):  # it cannot be looked at, or a link leads elsewhere
+    except (StorageError, CheckpointError):  # the folder is unreadable, or a link to another place
         return None, []
 
 
 class _FirstNames(WrappedStore):
-    """A store that lists only so many names in all its folders together."""
+    """A store that lists a limited number of names in all folders together."""
 
     def __init__(self, store: Store, most: int) -> None:
         super().__init__(store)
         self._left = most
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the entries of `folder`, or the first names of it."""
+        """Return the first entries of `folder`, within the limit."""
         most = max(self._left, 0)
         if isinstance(self._store, LocalStore):
             found = list(self._store.list_first(folder, most))
@@ -252,7 +252,7 @@ class _FirstNames(WrappedStore):
 
 
 def _probe_nearby(source: Source) -> Format | None:
-    """Return the format of a place that nobody pointed at: where it cannot be looked at, it is none."""
+    """Return the format of a place during a search; None if it is unreadable."""
     try:
         return _probe(source)
     except StorageError:
@@ -260,10 +260,10 @@ def _probe_nearby(source: Source) -> Format | None:
 
 
 def checkpoint_in(url: str) -> str:
-    """Say which checkpoint a folder is, holds, or looks like; empty where it is none and nobody knows of one in it.
+    """Return a description of the checkpoint that a folder is, contains, or looks like; empty if there is none.
 
     Args:
-        url: Path or URL of the folder; need not exist.
+        url: Path or URL of the folder, which need not exist.
 
     """
     if kind(url) != "folder":
@@ -280,13 +280,13 @@ def checkpoint_in(url: str) -> str:
 
 
 def _describe_run(path: str) -> str:
-    """Return how the run is called that a folder is a step of; empty where it is not a step of one."""
+    """Return a description of the run whose step a path is; empty if it is not a step of a run."""
     run, _, name = path.rpartition("/")
     return f"{run} (a run)" if run and is_step_name(name) else ""
 
 
 def _shorten(shown: list[str]) -> str:
-    """Return the first of several texts in one, with a mark where there are more."""
+    """Return the first of several texts, joined, with an ellipsis if there are more."""
     return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
 
 
@@ -302,19 +302,19 @@ def _unknown_error(source: Source, what: str, fix: str) -> UnknownFormatError:
 
 
 def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
-    """Open the checkpoint at a path or URL, whatever its format; arguments are those of `open_source`.
+    """Open the checkpoint at a path or URL, in any format; arguments as for `open_source`.
 
     Raises:
-        SourceNotFoundError: There is nothing.
-        UnknownFormatError: No reader recognizes it.
-        CheckpointError: It is recognized and cannot be read.
+        SourceNotFoundError: The path or URL does not exist.
+        UnknownFormatError: No format recognizes the source.
+        CheckpointError: The checkpoint is damaged or not supported.
     """
     source = open_source(url, bases)
     return detect(source).open(source)
 
 
 def _explanation(source: Source) -> tuple[str, str]:
-    """Return what a source looks like by its names, and what to do."""
+    """Return a description of a source by its file names, and a remedy."""
     names = set(source.listing)
     for marks, what, fix in _FOREIGN:
         if names & set(marks):

@@ -1,6 +1,6 @@
-"""Rules applied to an open checkpoint: read, planned on names and shapes, then located; still no tensor is read.
+"""Apply rules to an open checkpoint: plan them on names and shapes, then locate the pieces; reads no tensors.
 
-`remap_reader` returns the checkpoint as rules have it; a conversion chooses among the results first.
+`remap_reader` applies rules to a complete checkpoint; a conversion also selects among the results.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _CONFIG = "config.json"
 
 
 def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
-    """Return the rules of a file, then those of `--rename`.
+    """Return the rules of a file, followed by those of `--rename`.
 
     Args:
-        file: Path or URL of a TOML file, or the name of a set that comes with the package; empty for none.
+        file: Path or URL of a TOML file, or the name of a built-in set of rules; empty for none.
         renames: `FROM=TO`, in order.
-        config: The model's `config.json`, whose numbers rules may name.
+        config: The model's `config.json`, whose numbers rules may use by name.
 
     Raises:
-        UsageError: The file or set does not exist, or a rule is not valid.
+        UsageError: The file or set does not exist, or a rule is invalid.
         StorageError: The file cannot be read.
     """
     found = parse_rules(rules_text(file, lambda: read_text(file)), file, config) if file else ()
@@ -48,12 +48,12 @@ def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, obje
 
 @dataclass(frozen=True, slots=True)
 class RemappedCheckpoint:
-    """The plan of rules for a checkpoint.
+    """The results of rules for a checkpoint.
 
     Attributes:
-        plan: What becomes of every tensor, those of the optimizer alone included.
-        model: Final names of the model's tensors to how they are made, in order.
-        ties: Final name that is not written to the one that stands for it.
+        plan: Result for every tensor, including those that exist only in the optimizer.
+        model: Final names of the model's tensors to their construction, in order.
+        ties: Final name of a tensor that is not written, to the name of the equal tensor that is.
     """
 
     plan: RemapPlan
@@ -67,13 +67,13 @@ def plan_rules(
     """Plan the rules for model and optimizer.
 
     Args:
-        rules: In order.
+        rules: Rules in order.
         model: Canonical name to tensor.
-        state: The optimizer by those names, if it is asked for.
-        ties: Canonical name to the one that holds the same tensor.
+        state: Optimizer state by canonical names; None if it is not converted.
+        ties: Canonical name to the first name of the same tensor.
 
     Raises:
-        UsageError: A rule does not fit.
+        UsageError: A rule does not match the tensors.
     """
     facts = {name: (entry.shape, entry.dtype) for name, entry in model.items()}
     if state is not None:
@@ -84,14 +84,14 @@ def plan_rules(
 
 
 def _ties(made: Mapping[str, RemappedTensor], ties: Mapping[str, str]) -> dict[str, str]:
-    """Return which results are made alike of the same tensors."""
+    """Return the results that are equal since the same operations make them from the same tensors."""
     groups: dict[RemappedTensor, list[str]] = {}
     for name, each in made.items():
         groups.setdefault(each._replace(recipe=planning.replace_sources(each.recipe, ties)), []).append(name)
     dropped: dict[str, str] = {}
     for tensor, names in groups.items():
         if all(leaf.name not in ties.values() for leaf in planning.iter_sources(tensor.recipe)):
-            continue  # made alike by rules, and not tied in the checkpoint
+            continue  # equal construction, but not tied in the checkpoint
         kept = next((name for name in names if made[name] == tensor), names[0])
         dropped |= {name: kept for name in names if name != kept}
     return dropped
@@ -104,18 +104,18 @@ def locate_model(
     names: Sequence[str],
     model: Mapping[str, TensorEntry],
 ) -> tuple[dict[str, TensorEntry], list[TensorEntry]]:
-    """Return results by name, located, and what of the checkpoint they are made of.
+    """Return the located results by name, and the tensors of the checkpoint that they are made from.
 
     Args:
-        reader: The open checkpoint.
-        manifest: What it holds.
-        remapped: The results of the rules.
-        names: Final names that are wanted.
+        reader: Open checkpoint.
+        manifest: Manifest of the checkpoint.
+        remapped: Results of the rules.
+        names: Final names of the wanted tensors.
         model: Canonical name to tensor.
 
     Raises:
-        CheckpointError: Elements are missing or doubled, or a container is damaged.
-        UsageError: A result would be of several types.
+        CheckpointError: Elements are missing or duplicate, or a container is damaged.
+        UsageError: A result would have several dtypes.
     """
     needed = list(
         dict.fromkeys(leaf.name for name in names for leaf in planning.iter_sources(remapped.model[name].recipe))
@@ -126,11 +126,11 @@ def locate_model(
 
 
 def locate_state(reader: Reader, manifest: Manifest, plan: RemapPlan, state: OptimizerState) -> OptimizerState:
-    """Return an optimizer as rules make it, located.
+    """Return the optimizer state after the rules, located.
 
     Raises:
-        CheckpointError: Elements are missing or doubled, or a container is damaged.
-        UsageError: Slots or groups do not fit together.
+        CheckpointError: Elements are missing or duplicate, or a container is damaged.
+        UsageError: Slots or groups are inconsistent.
     """
     used = {leaf.name for made in plan.made.values() for leaf in planning.iter_sources(made.recipe)}
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in used}
@@ -149,11 +149,11 @@ def restrict_plan(plan: RemapPlan, names: Iterable[str]) -> RemapPlan:
 
 
 class RemappedReader(Reader):
-    """A reader whose manifest is as rules have it.
+    """A reader with a manifest changed by rules.
 
     Args:
-        inner: The reader of the files.
-        manifest: What rules made of its manifest; what is new in it is located.
+        inner: Reader of the files.
+        manifest: Manifest after the rules, with located new pieces.
     """
 
     def __init__(self, inner: Reader, manifest: Manifest) -> None:
@@ -162,33 +162,33 @@ class RemappedReader(Reader):
 
     @property
     def raw_store(self) -> Store:
-        """The files as they are stored."""
+        """The files as stored."""
         return self._inner.raw_store
 
     @property
     def unverified_store(self) -> Store:
-        """The files for those who want no checks."""
+        """The files with as few checks as possible."""
         return self._inner.unverified_store
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces, located."""
+        """Return the located pieces."""
         return self._inner.resolve(pieces)
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return an object's value."""
+        """Return the value of an object."""
         return self._inner.load_object(entry)
 
 
 def remap_reader(reader: Reader, place: str) -> RemappedReader:
-    """Return a checkpoint as the rules of a file have it, its optimizers too.
+    """Return a checkpoint with rules applied, also to its optimizers.
 
     Args:
-        reader: The open checkpoint.
-        place: TOML file, or the name of a set that comes with the package.
+        reader: Open checkpoint.
+        place: TOML file, or name of a built-in set of rules.
 
     Raises:
-        UsageError: A rule does not fit; nothing was read but names.
-        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        UsageError: A rule does not match; only names were read so far.
+        CheckpointError: Elements are missing or duplicate, or a container is damaged.
     """
     rules = read_rules(place, config=_config(reader.store))
     manifest = split_flat_names(reader.manifest)

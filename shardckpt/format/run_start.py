@@ -1,4 +1,4 @@
-"""The folder of a run without steps: whether a run may begin there, or it is something else."""
+"""Check that a folder without steps may be the directory of a new run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _FIX = "Name the folder that holds the steps of a run (step-00000100, ...), or l
 
 
 def require_start_of_run(url: str) -> None:
-    """Refuse to take a folder without steps for a run that has not begun, if it holds something else.
+    """Require that a folder without steps contains no other checkpoint, so that a run may begin in it.
 
     Args:
         url: Path or URL of the folder.
 
     Raises:
-        UnknownFormatError: It is a checkpoint, or holds some that are not steps.
-        SourceNotFoundError: Its bucket does not exist.
+        UnknownFormatError: The folder is a checkpoint, or contains checkpoints that are not steps.
+        SourceNotFoundError: The bucket does not exist.
         UsageError: One of its parents is a file.
-        StorageError: It, or its parent, cannot be read.
+        StorageError: The folder, or its parent, cannot be read.
     """
     found = checkpoint_in(url)
     if found:
@@ -41,7 +41,7 @@ def _require_bucket(url: str) -> None:
         return
     try:
         found = kind(bucket)
-    except StorageError:  # who may not look at the bucket may still have this folder in it
+    except StorageError:  # the folder may exist in a bucket that this user may not list
         return
     if found == "missing":
         raise SourceNotFoundError("this bucket does not exist", where=bucket, fix="Check its name, or create it.")

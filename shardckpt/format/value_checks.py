@@ -1,4 +1,4 @@
-"""Check values from files that nobody vouches for: lists, names, counts and shapes, within bounds."""
+"""Check values from untrusted files: lists, names, counts and shapes, within limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_list(value: object, where: str = "") -> Sequence[object]:
     """Return a list or tuple.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The value is not a list or tuple.
     """
     if not isinstance(value, list | tuple):
         raise FormatError("a value must be a list", where=where, found=type(value).__name__)
@@ -27,7 +27,7 @@ def check_text(value: object, where: str = "") -> str:
     """Return a string.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The value is not a string.
     """
     if not isinstance(value, str):
         raise FormatError("a name must be text", where=where, found=type(value).__name__)
@@ -38,7 +38,7 @@ def check_count(value: object, most: int = MOST_ELEMENTS, where: str = "") -> in
     """Return an integer from 0 to `most`.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The value is not such an integer.
     """
     if type(value) is not int or not 0 <= value <= most:
         raise FormatError("a number is not an integer, negative or too large", where=where, found=value)
@@ -49,7 +49,7 @@ def check_counts(value: object, most: int = MOST_ELEMENTS, where: str = "") -> S
     """Return a list of integers from 0 to `most`.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The value is not such a list.
     """
     numbers = check_list(value, where)
     if not all(type(n) is int and 0 <= n <= most for n in numbers):
@@ -71,7 +71,7 @@ def check_shape(value: object, where: str = "") -> Shape:
     """Return a shape.
 
     Raises:
-        FormatError: It is something else, or has more elements than any machine holds.
+        FormatError: The value is not a shape, or has more elements than `MOST_ELEMENTS`.
     """
     shape = check_counts(value, where=where)
     if not is_shape(shape):

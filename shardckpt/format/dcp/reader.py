@@ -1,8 +1,8 @@
-"""torch's distributed checkpoints (DCP): `.metadata` says which slice of which `.distcp` file holds which box.
+"""Reader of torch's distributed checkpoints (DCP): `.metadata` maps boxes of tensors to slices of `.distcp` files.
 
-Written by `torch.distributed.checkpoint.save` since torch 2.0; read as of torch 2.13. A slice is a full torch archive,
-or one tensor of a safetensors file (`SerializationFormat.SAFETENSORS`), or a zstd stream of an archive. Without rank
-coordination each rank leaves its own `__{rank}.metadata`, and the checkpoint is their union.
+Written by `torch.distributed.checkpoint.save` since torch 2.0; tested up to torch 2.13. A slice is a complete torch
+archive, a tensor of a safetensors file (`SerializationFormat.SAFETENSORS`), or a zstd stream of an archive. Without
+rank coordination each rank writes its own `__{rank}.metadata`, and the checkpoint is the union of these.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ZSTD = re.compile(r"stream\.zstd(@[^/]*)?(/1(\..*)?)?")
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by its `.metadata`, by rank-local ones, or by `.distcp` files alone."""
+    """Recognize a folder by `.metadata`, by metadata files of ranks, or by `.distcp` files alone."""
     if source.file is not None:
         is_named = source.file.endswith(SUFFIX) or bool(metadata_names([source.file]))
         return Evidence.NAME if is_named else Evidence.NONE
@@ -53,7 +53,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def metadata_names(files: Sequence[str]) -> list[str]:
-    """Return which of `files` (names without folders) hold a checkpoint's metadata: one, or one a rank, by rank."""
+    """Return the metadata files among `files` (names without folders): one, or one for each rank in rank order."""
     if METADATA in files:
         return [METADATA]
     ranks = {int(match["rank"]): name for name in files if (match := _RANK_METADATA.fullmatch(name))}
@@ -65,7 +65,7 @@ def open_source(source: Source) -> Reader:
 
     Raises:
         CheckpointError: The metadata is damaged, unsafe, or missing.
-        UsageError: The source is one file of a folder.
+        UsageError: The source is one file of a DCP folder.
     """
     if source.file is not None:
         raise UsageError(
@@ -79,7 +79,7 @@ def open_folder(store: Store, folder: str = "") -> Reader:
 
     Args:
         store: Store of the files.
-        folder: Its name in the store; empty for the root. File names in the manifest begin with it.
+        folder: Name of the folder in the store; empty for the root. File names in the manifest begin with it.
 
     Raises:
         CheckpointError: The metadata is damaged, unsafe, or missing.
@@ -101,7 +101,7 @@ def open_folder(store: Store, folder: str = "") -> Reader:
             where = f"{store.url}/{prefix}{name}"
             root = _load(store, prefix + name, sizes[name], where, budget)
             _Metadata(root, prefix, where, budget).add_to(found)
-            del root  # with many ranks' metadata, one at a time
+            del root  # with metadata of many ranks, keep one at a time in memory
         return DcpReader(store, _manifest(store, prefix, sizes, names, found), ReadBudget(sum(sizes.values())))
 
 
@@ -115,7 +115,7 @@ def _load(store: Store, name: str, size: int, where: str, budget: ReadBudget) ->
 
 
 class _Stored(NamedTuple):
-    """Place of a slice: file name in the store, bytes."""
+    """Location of a slice: file name in the store, and byte range."""
 
     file: str
     offset: int
@@ -125,13 +125,13 @@ class _Stored(NamedTuple):
 
 @dataclass(slots=True)
 class _Union:
-    """What the metadata of all ranks says together.
+    """Union of the metadata of all ranks.
 
     Attributes:
-        tensors: Name to global shape, dtype, and the chunks by box: a piece, or None where no slice was stored.
-        objects: Name to the place of its bytes, or None if they were not stored.
+        tensors: Name to global shape, dtype, and chunks by box: a piece, or None if its slice was not stored.
+        objects: Name to the location of its bytes; None if they were not stored.
         paths: Name to path in the saved state, if known.
-        warnings: What is odd.
+        warnings: Oddities, one sentence each.
     """
 
     tensors: dict[str, tuple[Shape, str, dict[Box, Piece | None]]] = field(default_factory=dict)
@@ -141,13 +141,13 @@ class _Union:
 
 
 class _Metadata:
-    """One pickled `Metadata`, checked while it is taken apart.
+    """A pickled `Metadata` object, checked while it is parsed.
 
     Args:
-        root: The pickle's object, its state a dict.
-        prefix: Of file names in the store.
-        where: The file, for messages.
-        budget: What reading the checkpoint may cost.
+        root: Object of the pickle, with its state as a dict.
+        prefix: Prefix of file names in the store.
+        where: Name of the metadata file, for messages.
+        budget: Budget for reading the checkpoint.
     """
 
     def __init__(self, root: InstanceStub, prefix: str, where: str, budget: ReadBudget) -> None:
@@ -165,7 +165,7 @@ class _Metadata:
         self._version = state.get("version")
 
     def add_to(self, union: _Union) -> None:
-        """Add what it says to `union`."""
+        """Add the tensors and objects to `union`."""
         for name, record in self._records.items():
             if not isinstance(name, str):
                 raise FormatError("a tensor name must be a string", where=self._where, found=_format_value(name))
@@ -190,7 +190,7 @@ class _Metadata:
         return FormatError(f"{name!r} {what}", where=self._where, found=found, expected=expected)
 
     def _index(self, storage: Mapping[object, object]) -> dict[tuple[str, Shape | None], _Stored]:
-        """Return the storage records by name and offset; torch's keys are objects that hold both."""
+        """Return the storage records by name and offset, both of which torch stores in the key object."""
         stored: dict[tuple[str, Shape | None], _Stored] = {}
         for key, info in storage.items():
             index = key.state if isinstance(key, InstanceStub) else None
@@ -204,7 +204,7 @@ class _Metadata:
                     "storage_data has an index without a name", where=self._where, found=_format_value(name)
                 )
             place = None if offset is None else self._shape(name, offset)
-            if place and prod(place) > _MAX_INT:  # within no shape, and hashes of such places can be chosen
+            if place and prod(place) > _MAX_INT:  # larger than any shape, and hashes of such offsets can be chosen
                 raise self._bad(name, "is stored for an impossible offset", place)
             stored[name, place] = self._storage(name, info.state)
         return stored
@@ -242,7 +242,7 @@ class _Metadata:
         shape, stored = self._shape(name, state.get("size")), self._dtype(name, state.get("properties"))
         if not isinstance(chunks, list | tuple):
             raise self._bad(name, "has no list of chunks", _format_value(chunks))
-        if id(chunks) in self._chunk_lists:  # or a small pickle could say the same million chunks a million times
+        if id(chunks) in self._chunk_lists:  # a small pickle could refer to the same million chunks a million times
             raise self._bad(name, "shares its chunks with another tensor", f"{len(chunks)} chunks")
         self._chunk_lists.add(id(chunks))
         if prod(shape) > _MAX_INT:
@@ -303,7 +303,7 @@ class _Metadata:
         return self._dtypes.setdefault(dtype.name, dtype.name)
 
     def _add_paths(self, union: _Union) -> None:
-        """Take the paths that the planner left; planners of other libraries leave something else, or nothing."""
+        """Add the paths that torch's planner stored; planners of other libraries store other values, or none."""
         if not isinstance(self._planner_data, dict):
             return
         for name, path in self._planner_data.items():
@@ -318,7 +318,7 @@ class _Metadata:
 
 
 def _format_value(value: object) -> str:
-    """Return a short text for an error; never the inside of a container, which a hostile pickle can make endless."""
+    """Return a short text for an error, without the content of containers, which a hostile pickle can make endless."""
     if isinstance(value, InstanceStub):
         return value.name
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
@@ -366,7 +366,7 @@ def _manifest(store: Store, prefix: str, sizes: Mapping[str, int], names: Sequen
 
 
 def _aliases(tensors: Mapping[Path, TensorEntry]) -> dict[Path, Path]:
-    """Return tensors that are stored in the very slices of an earlier one: two names of one array."""
+    """Return tensors with exactly the slices of an earlier tensor: two names of one array."""
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
     for path, entry in tensors.items():
@@ -388,7 +388,7 @@ def _object(path: Path, stored: _Stored | None) -> ObjectEntry:
 
 
 def _sizes(store: Store, prefix: str, sizes: Mapping[str, int], used: Mapping[str, None]) -> dict[str, int]:
-    """Return the size of every file that is needed, -1 where it is missing; folders below are listed once each."""
+    """Return the size of each required file, -1 for a missing one; each subfolder is listed once."""
     known = {prefix + name: size for name, size in sizes.items()}
     folders = {file.rpartition("/")[0] for file in used if file not in known}
     for folder in folders - {prefix.rstrip("/")}:
@@ -413,12 +413,12 @@ def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Ma
 
 
 class DcpReader(Reader):
-    """An open DCP folder. Slices are opened when `resolve` is asked for their elements.
+    """An open DCP folder. Slices are opened by `resolve` when their elements are needed.
 
     Args:
         store: Store of the files.
-        manifest: What it holds; its lazy pieces know their `StoredSlice`.
-        budget: What finding its elements may cost; that of its files' size where None.
+        manifest: Manifest of the checkpoint, whose lazy pieces have `StoredSlice` details.
+        budget: Budget for locating elements; None for the default budget of the files' sizes.
     """
 
     def __init__(self, store: Store, manifest: Manifest, budget: ReadBudget | None = None) -> None:
@@ -428,18 +428,18 @@ class DcpReader(Reader):
         self._budget = ReadBudget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with every slice replaced by the place of its elements, in the same order.
+        """Return the pieces in the same order, with every slice replaced by the location of its elements.
 
         Raises:
-            CheckpointError: A slice is damaged, or does not hold what the metadata says.
+            CheckpointError: A slice is damaged, or contradicts the metadata.
         """
         return resolve_slices(self.store, self.manifest.files, pieces, self._blobs, self._budget)
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return an object's value, read without executing anything.
+        """Return the value of an object without executing code.
 
         Raises:
-            CheckpointError: It is damaged or refused, or was never stored.
+            CheckpointError: The object is damaged or rejected, or was never stored.
         """
         if entry.value is not UNREAD:
             return entry.value
@@ -453,7 +453,7 @@ class DcpReader(Reader):
         return read_object(self.store, entry.file, entry.layout, budget)
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the CRC-32 of every record of every uncompressed slice, in file order; none where torch left them out.
+        """Yield the CRC-32 of each record of each uncompressed slice, in file order; nothing for records without one.
 
         Raises:
             CheckpointError: A slice is damaged.

@@ -1,7 +1,7 @@
-"""Slices of `.distcp` files that hold tensors: opened in batches to find the places of their elements.
+"""Locate the elements of tensors in slices of `.distcp` files; slices are opened in batches.
 
-A slice is a complete torch archive that was written as a stream: torch leaves sizes out of the local headers, so a
-plain slice is found through the directory at its end, a compressed one by walking the head of the decoded stream.
+A slice is a complete torch archive that was written as a stream, so its local headers have no sizes: a plain slice is
+located through the directory at its end, a compressed slice by parsing the start of the decoded stream.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _PICKLE_LIMITS = Limits(nbytes=_MAX_PICKLE_BYTES)
 
 
 class Blob(NamedTuple):
-    """A safetensors file that a slice is in.
+    """A safetensors file that contains slices.
 
     Attributes:
-        header: Its header; offsets count from where the header starts.
-        offsets: Name to the offset of the one chunk of that tensor that it holds, where torch says it.
+        header: Header of the file; offsets count from the start of the header.
+        offsets: Name of a tensor to the offset of its only chunk in this file, if torch stores it.
     """
 
     header: Header
@@ -58,11 +58,11 @@ class Blob(NamedTuple):
 
 
 class StoredSlice(NamedTuple):
-    """Where the slice of a `Lazy` piece is stored.
+    """Details of a slice in a `Lazy` layout.
 
     Attributes:
-        name: The tensor's name, flat.
-        stored: Its dtype.
+        name: Flat name of the tensor.
+        stored: Stored dtype.
         is_zstd: Whether the slice is compressed.
     """
 
@@ -71,7 +71,7 @@ class StoredSlice(NamedTuple):
     is_zstd: bool
 
     def is_safetensors(self, piece: Piece) -> bool:
-        """Return True if it is in a safetensors file: torch then counts its elements only, without an archive."""
+        """Return True if the slice is in a safetensors file; then torch stores the size of its elements only."""
         assert isinstance(piece.layout, Lazy)
         return not self.is_zstd and piece.layout.nbytes == nbytes(self.stored, piece.box.volume)
 
@@ -80,10 +80,10 @@ class OpenedSlice(NamedTuple):
     """A slice that is being resolved.
 
     Attributes:
-        piece: The piece, its layout `Lazy`.
-        layout: That layout.
-        slice: What it knows.
-        where: The file, tensor and box, for messages.
+        piece: Piece with a `Lazy` layout.
+        layout: The layout of `piece`.
+        slice: Details of the slice.
+        where: Name of file, tensor and box, for messages.
     """
 
     piece: Piece
@@ -93,24 +93,24 @@ class OpenedSlice(NamedTuple):
 
 
 Blobs = dict[tuple[str, int], Blob]
-"""File and first byte to the safetensors blob that starts there."""
+"""File name and offset to the safetensors file that starts there."""
 
 
 def resolve_slices(
     store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs, budget: ReadBudget
 ) -> list[Piece]:
-    """Return DCP pieces with every `Lazy` layout replaced by the place of the elements, in the same order.
+    """Return DCP pieces in the same order, with every `Lazy` layout replaced by the location of the elements.
 
     Args:
         store: Store of the files.
-        files: Name to size in bytes, -1 for a missing one.
-        pieces: From a DCP manifest.
-        blobs: Those met before; new ones are added, so that each header is read once.
-        budget: What finding elements in the checkpoint may cost.
+        files: File name to size in bytes, -1 for a missing file.
+        pieces: Pieces of a DCP manifest.
+        blobs: Cache of safetensors headers; new ones are added, so that each is read once.
+        budget: Budget for locating elements of the checkpoint.
 
     Raises:
-        IncompleteError: A file is missing, or holds another chunk in place of the one that was promised.
-        CheckpointError: A slice is damaged, or does not hold what the metadata says.
+        IncompleteError: A file is missing, or contains another chunk than the metadata says.
+        CheckpointError: A slice is damaged, or contradicts the metadata.
     """
     out = list(pieces)
     lazy = ((i, piece) for i, piece in enumerate(pieces) if isinstance(piece.layout, Lazy))
@@ -130,18 +130,18 @@ def _open_slice(store: Store, files: Mapping[str, int], piece: Piece) -> OpenedS
 
 
 def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, what: str) -> None:
-    """Check that a file is there and reaches as far as it is needed.
+    """Require that a file exists and has a minimum size.
 
     Args:
         store: Store of the files.
-        files: Name to size in bytes, -1 for a missing one.
-        file: Its name.
-        end: Bytes it must have.
-        what: What is stored in it, for messages.
+        files: File name to size in bytes, -1 for a missing file.
+        file: Name of the file.
+        end: Minimum size in bytes.
+        what: Name of the stored value, for messages.
 
     Raises:
         IncompleteError: The file is missing.
-        TruncatedError: It is shorter.
+        TruncatedError: The file is shorter.
     """
     size = files.get(file, -1)
     if size < 0:
@@ -163,7 +163,7 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
 def _layouts(
     store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs, budget: ReadBudget
 ) -> list[Span | Strided | Encoded]:
-    """Return the places of the elements of each slice. `blobs` keeps the safetensors files from batch to batch."""
+    """Return the location of each slice's elements. `blobs` caches the safetensors headers between batches."""
     found: dict[int, Span | Strided | Encoded] = {}
     tensors = {i: o for i, o in enumerate(opened) if o.slice.is_safetensors(o.piece)}
     streams = {i: o for i, o in enumerate(opened) if o.slice.is_zstd}
@@ -177,7 +177,7 @@ def _layouts(
 
 
 def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs) -> None:
-    """Read the safetensors headers that are not known yet; torch stores where the header begins, not the tensor."""
+    """Read the safetensors headers that are not cached; torch stores the offset of the header, not of the tensor."""
     places = {(o.piece.file, o.layout.offset): o.where for o in opened}
     missing = {place: where for place, where in places.items() if place not in blobs}
     starts = {place: bytearray(8) for place in missing}
@@ -239,7 +239,7 @@ def _mismatch_error(opened: OpenedSlice, dtype: str, shape: tuple[int, ...]) -> 
 
 def _locate_in_archives(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget) -> Iterator[Span | Strided]:
     places = [ArchivePlace(o.piece.file, o.layout.offset, o.layout.nbytes) for o in opened]
-    distinct = list(dict.fromkeys(places))  # what thousands of names share is opened once
+    distinct = list(dict.fromkeys(places))  # open a slice once even if thousands of names share it
     found = dict(zip(distinct, open_archives(store, distinct), strict=True))
     archives = [found[place] for place in places]
     records = [
@@ -262,7 +262,7 @@ def _locate_in_archives(store: Store, opened: Sequence[OpenedSlice], budget: Rea
 
 
 def _entry(archive: ZipArchive, name: str, where: str) -> ZipEntry:
-    """Return the entry below the archive's one root folder, whatever that is called."""
+    """Return the entry with a name below the archive's only root folder, whose name may be any."""
     first = next(iter(archive.entries), "")
     entry = archive.entries.get(f"{first.partition('/')[0]}/{name}")
     if entry is None:
@@ -271,7 +271,7 @@ def _entry(archive: ZipArchive, name: str, where: str) -> ZipEntry:
 
 
 def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequence[OpenedSlice]) -> None:
-    """Refuse big-endian elements; the first slice of a file speaks for all, since one process wrote them."""
+    """Reject big-endian elements; one check per file suffices, since one process wrote all its slices."""
     wanted, where = {}, {}
     for archive, o in zip(archives, opened, strict=True):
         root = next(iter(archive.entries)).partition("/")[0]
@@ -283,7 +283,7 @@ def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequ
 
 
 def _stub(data: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> TensorStub:
-    """Return the tensor that a slice's pickle describes; layers of one shape have the same bytes here."""
+    """Return the tensor of a slice's pickle, cached by its bytes, which are equal for layers of equal shape."""
     stub = known.get(data)
     if stub is None:
         value = pickle_reader.load(data, where=opened.where, persistent=Storages(), limits=_PICKLE_LIMITS)
@@ -303,11 +303,11 @@ def _storage_bytes(stub: TensorStub) -> int:
 
 
 def locate_view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
-    """Return the place of a slice's elements, given the record that holds its storage.
+    """Return the location of a slice's elements in the record of its storage.
 
     Raises:
-        FormatError: It is not the tensor that the metadata promises, or leaves its storage.
-        UnsupportedError: Its values are not its bytes.
+        FormatError: The tensor differs from the metadata, or exceeds its storage.
+        UnsupportedError: The tensor's values differ from its bytes (a lazy conjugate or negative view).
     """
     storage = stub.storage
     assert isinstance(storage, StorageRef)
@@ -343,13 +343,13 @@ def _locate_in_streams(store: Store, opened: Sequence[OpenedSlice], budget: Read
 def _inner(
     store: Store, opened: OpenedSlice, encoded: bytes, known: dict[bytes, TensorStub], budget: ReadBudget
 ) -> Span | Strided:
-    """Find the elements in a decoded stream from its head, as little of it as will do."""
+    """Locate the elements in a decoded stream, decoding as little of it as possible."""
     stream = DecodedStream(
         store, opened.piece.file, Encoded("zstd", opened.layout.offset, opened.layout.nbytes, Span(0, 0))
     )
     for attempt, most in enumerate(_HEAD_BYTES):
         head = stream.head(most) if attempt else decode_head(encoded, most, opened.where)
-        if attempt:  # a slice of a few bytes may decode to as many megabytes as it likes, and there may be thousands
+        if attempt:  # a slice of a few bytes may decode to many megabytes, and there may be thousands of slices
             budget.spend_once((opened.piece.file, opened.layout.offset, most), len(head))
         try:
             return _walk_head(head, known, opened)
@@ -362,10 +362,10 @@ def _inner(
 
 
 def decode_head(encoded: bytes, most: int, where: str) -> bytes:
-    """Return at most `most` decoded bytes of what may be the front of a zstd stream.
+    """Decode at most `most` bytes from the start of a zstd stream.
 
     Raises:
-        FormatError: It is not a zstd stream, or needs a window beyond the limit.
+        FormatError: The bytes are not a zstd stream, or need a window above the limit.
     """
     try:
         reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(io.BytesIO(encoded))
@@ -388,11 +388,11 @@ def _walk_head(head: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice)
 
 
 def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator[Checksum]:
-    """Yield the CRC-32 of every record of torch archives, in the order given; records without one are left out.
+    """Yield the CRC-32 of each record of torch archives, in the given order; records without one are skipped.
 
     Args:
         store: Store of the files.
-        spans: File and place of each archive.
+        spans: File and byte range of each archive.
 
     Raises:
         CheckpointError: An archive is damaged.

@@ -1,7 +1,7 @@
-"""Writes torch's distributed checkpoints (DCP) without torch: slices as torch archives, and `.metadata` as a pickle.
+"""Write torch's distributed checkpoints (DCP) without torch: slices as torch archives, and `.metadata` as a pickle.
 
-As `torch.distributed.checkpoint.save` of torch 2.13 with its file system writer leaves them: a slice for every chunk
-of a tensor and for every object, one behind the other in `__{rank}_{n}.distcp`; `.metadata` stores the place of each.
+Follows `torch.distributed.checkpoint.save` of torch 2.13 with its file system writer: one slice for each chunk of a
+tensor and for each object, concatenated in `__{rank}_{n}.distcp`; `.metadata` stores the location of each slice.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ VERSION = "1.0.0"
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _FILE = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _CONTIGUOUS = 0
-"""`torch.contiguous_format`, as the metadata's enumeration counts it."""
+"""Value of `torch.contiguous_format` in the enumeration of the metadata."""
 
 
 class SliceObject(NamedTuple):
-    """An object that is written as a slice.
+    """An object that is stored as a slice.
 
     Attributes:
         path: Path in the saved state.
-        content: The torch archive of its value.
+        content: Torch archive of the value.
     """
 
     path: Path
@@ -49,10 +49,10 @@ class WrittenSlice(NamedTuple):
     """A slice of a file.
 
     Attributes:
-        what: What it holds.
-        archive: Where its bytes go; None for an object.
-        offset: First byte in the file.
-        nbytes: Bytes.
+        what: Tensor chunk or object in the slice.
+        archive: Archive that the chunk's bytes are written to; None for an object.
+        offset: Offset of the first byte in the file.
+        nbytes: Number of bytes.
     """
 
     what: PayloadChunk | SliceObject
@@ -63,11 +63,11 @@ class WrittenSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SliceFile:
-    """A `.distcp` file, decided.
+    """A planned `.distcp` file.
 
     Attributes:
-        name: In the checkpoint's folder.
-        slices: In order; padding is between them.
+        name: File name in the checkpoint's folder.
+        slices: Slices in file order, with padding between them.
     """
 
     name: str
@@ -75,7 +75,7 @@ class SliceFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self.slices[-1].offset + self.slices[-1].nbytes if self.slices else 0
 
 
@@ -83,7 +83,7 @@ def make_object(path: Path, value: object) -> SliceObject:
     """Encode an object as a slice.
 
     Raises:
-        UnsupportedError: A value that torch would not read back; the message names its path.
+        UnsupportedError: Torch cannot load a value of this type; the message names its path.
     """
     return SliceObject(path, encode_archive(value))
 
@@ -94,11 +94,11 @@ def slice_files(
     """Plan the files of one rank.
 
     Args:
-        rank: Which.
-        chunks: In order. An empty tensor's chunk is stored too, as torch stores it.
-        items: Objects, behind the chunks.
-        most_bytes: Bytes of a file after which another begins.
-        unique_suffix: Put into every name, where the usual ones may still be read by somebody.
+        rank: Rank that writes the files.
+        chunks: Tensor chunks in order. Empty chunks are stored too, as by torch.
+        items: Objects, stored after the chunks.
+        most_bytes: Maximum bytes of a file; a larger slice gets a file of its own.
+        unique_suffix: Suffix of all file names; use it if readers may still read files with the usual names.
     """
     files: list[SliceFile] = []
     slices: list[WrittenSlice] = []
@@ -132,12 +132,12 @@ def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order
     """Return the content of `.metadata`.
 
     Args:
-        files: All of the checkpoint, of every rank.
-        order: Paths in the order that a reader is to see; others follow.
-        ties: Further path of a tensor to the path that its slices are stored under: both names get the same slices.
+        files: Files of all ranks.
+        order: Paths in the order that readers see; other paths follow.
+        ties: Further path of a tensor to the path under which its slices are stored; both names get the same slices.
 
     Raises:
-        NameCollisionError: Two paths read alike when their keys are joined by dots.
+        NameCollisionError: Two paths give the same name when their keys are joined by dots.
     """
     names = _FlatNames()
     also: dict[Path, list[Path]] = {}
@@ -175,7 +175,7 @@ def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order
 
 
 class _FlatNames:
-    """Flat names of paths, each path's own."""
+    """Assigns each path a unique flat name."""
 
     def __init__(self) -> None:
         self.known: dict[Path, str] = {}

@@ -1,4 +1,4 @@
-"""Find where the ranks of one DeepSpeed model hold each parameter in their flat tensors, and check that it fits."""
+"""Locate each parameter in the flat tensors of the ranks of one DeepSpeed model, and check the sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardckpt.format.deepspeed.zero_files import StateFiles
 from shardckpt.format.deepspeed.zero_partition import PartitionRun
 
 _EXPERT = re.compile(r"(?P<start>.*\.deepspeed_experts\.)(?P<local>\d{1,6})(?P<rest>\..*)", re.DOTALL)
-"""Names of parameters of experts in `deepspeed.moe`."""
+"""Names of expert parameters in `deepspeed.moe`."""
 
 KEEP_ONE_SAVE = "Keep the files of one save."
 CONVERT = "Convert it with DeepSpeed's ds_to_universal.py, and point at the result."
@@ -25,13 +25,13 @@ CONVERT = "Convert it with DeepSpeed's ds_to_universal.py, and point at the resu
 
 @dataclass(frozen=True, slots=True)
 class TrainedParam:
-    """A parameter that an optimizer has.
+    """A parameter with optimizer state.
 
     Attributes:
         name: Name in the model.
-        shape: Full shape.
-        unit: Flat tensor that it starts in.
-        runs: Its elements in the ranks' flat tensors.
+        shape: Full shape, in elements.
+        unit: Index of the flat tensor in which it starts.
+        runs: Runs of its elements in the ranks' flat tensors.
     """
 
     name: str
@@ -44,19 +44,19 @@ class PartitionGroup(NamedTuple):
     """Ranks that share a flat group.
 
     Attributes:
-        ranks: In the order of their parts.
-        experts: Number of their set of experts; 0 if all ranks hold the same.
+        ranks: Ranks in the order of their partitions.
+        experts: Index of their set of experts; 0 if all ranks have the same parameters.
     """
 
     ranks: tuple[int, ...]
     experts: int
 
     def name(self, local: str, counts: Mapping[str, int]) -> str:
-        """Return a parameter's name in the model: ranks count their own experts from 0.
+        """Return a parameter's name in the model; ranks count their own experts from 0.
 
         Args:
-            local: Its name on a rank.
-            counts: Start of experts' names to how many each rank holds.
+            local: Name on a rank.
+            counts: Prefix of expert names to the number of experts on each rank.
         """
         match = _EXPERT.fullmatch(local)
         if match is None or not self.experts:
@@ -69,9 +69,9 @@ class DataParallelRanks:
     """The files of one model-parallel rank.
 
     Attributes:
-        contents: The content of all files.
+        contents: Content of all files.
         files: All files, by kind.
-        mp: The model-parallel rank.
+        mp: Model-parallel rank.
         models: Data-parallel rank to the state of its model file; one file if every rank has the full model.
         optims: Data-parallel rank to the state of its optimizer file.
         world: Number of data-parallel ranks.
@@ -86,31 +86,31 @@ class DataParallelRanks:
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether each parameter is split by itself (stage 3)."""
+        """Whether each parameter is partitioned individually (stage 3)."""
         return any(place[1] == self.mp for place in self.files.parts)
 
     @cached_property
     def shapes(self) -> tuple[Mapping[str, Shape], ...]:
-        """Shapes of the parameters of every flat tensor, as the lowest rank stores them."""
+        """Shapes of the parameters of each flat tensor, as the lowest rank stores them."""
         return next((state.shapes for state in self.models.values() if state.shapes is not None), ())
 
     @cached_property
     def first_optim(self) -> PartitionOptimState | None:
-        """State of the lowest rank's optimizer file, if there is one."""
+        """State of the lowest rank's optimizer file; None if there is none."""
         return self.optims[min(self.optims)] if self.optims else None
 
     @cached_property
     def params(self) -> dict[str, TrainedParam]:
-        """The parameters that an optimizer has, by name."""
+        """Parameters with optimizer state, by name."""
         return {param.name: param for param in self._locate_params()}
 
     @property
     def tensor_ranks(self) -> int:
-        """Number of ranks of tensor parallelism; 1 if no file says."""
+        """Number of tensor-parallel ranks; 1 if no file stores it."""
         return max((state.tensor_ranks for state in self.models.values()), default=1)
 
     def slot_lengths(self, unit: int) -> dict[int, set[int]]:
-        """Return, for each rank, the lengths that its slots of a flat tensor may have."""
+        """Return, for each rank, the possible lengths of its slots of a flat tensor, in elements."""
         lengths = {rank: {state.flats[unit].shape[0]} for rank, state in self.optims.items()}
         for group in [] if self.is_split else self._find_groups(unit):
             total, partition = self._offsets(unit)[-1], self._fit_partition(unit, group)
@@ -130,7 +130,7 @@ class DataParallelRanks:
             yield from self._locate_stage1_2(unit)
 
     def _locate_stage3(self) -> Iterator[TrainedParam]:
-        """Stage 3: each parameter is split by itself, over all flat tensors of a rank."""
+        """Stage 3: each parameter is partitioned individually, over all flat tensors of a rank."""
         parts = [sum(layout.part_elements(prod(shape), self.world) for shape in unit.values()) for unit in self.shapes]
         lengths = {rank: [entry.shape[0] for entry in state.flats] for rank, state in self.optims.items()}
         first = next(iter(lengths.values()), parts)
@@ -150,7 +150,7 @@ class DataParallelRanks:
                 offset += layout.part_elements(prod(shape), self.world)
 
     def _locate_stage1_2(self, unit: int) -> Iterator[TrainedParam]:
-        """Stages 1 and 2: a flat group is split into equal parts, for each group of ranks that shares it."""
+        """Stages 1 and 2: a flat group is split into equal partitions, for each group of ranks that shares it."""
         for rank, state in self.optims.items():
             if unit >= len(state.flats):
                 self.refuse(f"group {unit}", [rank], f"{len(state.flats)} flat tensors", len(self.shapes))
@@ -165,7 +165,7 @@ class DataParallelRanks:
         return {name: prod(shape) for name, shape in self.shapes[unit].items()}
 
     def _offsets(self, unit: int) -> list[int]:
-        """Return the offset of each parameter in a flat group, and its end."""
+        """Return the offset of each parameter in a flat group, and the end of the group, in elements."""
         first, numels = next(iter(self.optims.values()), None), list(self._numels(unit).values())
         paddings = first.paddings[unit] if first and first.paddings and unit < len(first.paddings) else None
         if paddings is not None and len(paddings) != len(numels):
@@ -186,7 +186,7 @@ class DataParallelRanks:
         }
 
     def _fit_partition(self, unit: int, group: PartitionGroup) -> int:
-        """Return the elements of each part of a flat group; they have to fit the lengths of the ranks' tensors."""
+        """Return the partition size of a flat group in elements; it must match the lengths of the ranks' tensors."""
         total = self._offsets(unit)[-1]
         lengths = {
             place: self.optims[rank].flats[unit].shape[0]
@@ -206,7 +206,7 @@ class DataParallelRanks:
         return partition or 1
 
     def _find_groups(self, unit: int) -> list[PartitionGroup]:
-        """Return the groups of ranks that share a flat group: one, or one for each set of experts."""
+        """Return the groups of ranks that share a flat group: one group, or one for each set of experts."""
         state = next(iter(self.optims.values()), None)
         count = state.counts[unit] if state else self.world
         if count == self.world:
@@ -226,17 +226,17 @@ class DataParallelRanks:
         return [PartitionGroup(tuple(range(e, self.world, sets)), e) for e in range(sets)]
 
     def _count_experts(self) -> dict[str, int]:
-        """Return how many experts each rank holds, by the start of their names."""
+        """Return the number of experts on each rank, by the prefix of their names."""
         experts: dict[str, set[int]] = {}
         for match in (match for unit in self.shapes for match in map(_EXPERT.fullmatch, unit) if match):
             experts.setdefault(match["start"], set()).add(int(match["local"]))
         return {start: len(numbers) for start, numbers in experts.items()}
 
     def _require_starts(self, runs: Mapping[str, tuple[PartitionRun, ...]], unit: int, group: PartitionGroup) -> None:
-        """Compare runs with the places of parameters that ranks store.
+        """Compare runs with the parameter offsets that ranks store.
 
-        With `round_robin_gradients` DeepSpeed reorders parameters, and `param_shapes` has the new order, but the stored
-        places are those of the old order. `zero_to_fp32.py` goes by `param_shapes`, and so do we.
+        With `round_robin_gradients` DeepSpeed reorders parameters: `param_shapes` has the new order, but the stored
+        offsets are in the old order. Like `zero_to_fp32.py`, this module uses `param_shapes`.
         """
         wrong = self._find_wrong_start(runs)
         if wrong is None:
@@ -253,7 +253,7 @@ class DataParallelRanks:
     def _find_wrong_start(
         self, runs: Mapping[str, tuple[PartitionRun, ...]]
     ) -> tuple[str, PartitionRun, tuple[int, int]] | None:
-        """Return a run whose rank stores another place, and that place."""
+        """Return a run for which its rank stores another offset, and that offset; None if all match."""
         for name, run in ((name, run) for name, each in runs.items() for run in each):
             state = self.optims.get(run.rank)
             starts = state.starts[run.unit] if state and state.starts and run.unit < len(state.starts) else {}
@@ -263,7 +263,7 @@ class DataParallelRanks:
         return None
 
     def refuse(self, what: str, ranks: Iterable[int], found: object, expected: object) -> NoReturn:
-        """Raise the error for a tensor of a wrong length."""
+        """Raise the error for a tensor of wrong length."""
         rank = min(ranks)
         raise FormatError(
             f"{what} of rank {rank} is not as long as param_shapes say",
@@ -281,16 +281,16 @@ def build_ranks(
     models: Mapping[int, ModelState],
     optims: Mapping[int, PartitionOptimState],
 ) -> DataParallelRanks:
-    """Return the files of one model-parallel rank, once they agree on the number of ranks.
+    """Return the files of one model-parallel rank after checking that they agree on the number of ranks.
 
     Raises:
-        FormatError: They are of different saves.
+        FormatError: The files are from different saves.
     """
     return DataParallelRanks(contents, files, mp, models, optims, _find_world(models, optims, contents.url))
 
 
 def _find_world(models: Mapping[int, ModelState], optims: Mapping[int, PartitionOptimState], url: str) -> int:
-    """Return the number of data-parallel ranks, once all files agree on it."""
+    """Return the number of data-parallel ranks after checking that all files agree on it."""
     facts = {state.file: (max(state.counts), len(state.flats), state.is_split) for state in optims.values()}
     first = next(iter(facts.values()), None)
     for file, fact in facts.items():

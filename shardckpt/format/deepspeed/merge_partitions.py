@@ -19,7 +19,7 @@ MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
 _STATE, _STEP = "state", "step"
 
 Find = Callable[[int, int], TensorEntry | None]
-"""Returns the flat tensor of a rank and a unit; None if the rank's file is missing."""
+"""Returns the flat tensor of a rank and a unit index; None if the rank's file is missing."""
 
 
 def _merge_runs(
@@ -47,14 +47,14 @@ def _merge_runs(
 
 
 def _name_optim_file(ranks: DataParallelRanks) -> Callable[[int], str]:
-    """Return the function that names the optimizer file of a rank."""
+    """Return a function that names the optimizer file of a rank."""
     known = [name for place, name in ranks.files.optims.items() if place[1] == ranks.mp]
     default = f"{ranks.files.folder}/zero_pp_rank_0_mp_rank_00_optim_states.pt"
     return lambda rank: optim_file_name([*known, default], rank, ranks.mp)
 
 
 def merge_master(builder: ManifestBuilder, ranks: DataParallelRanks, param: TrainedParam) -> TensorEntry:
-    """Return a parameter's master weights."""
+    """Return the master weights of a parameter."""
 
     def find(rank: int, unit: int) -> TensorEntry | None:
         return ranks.optims[rank].flats[unit] if rank in ranks.optims else None
@@ -64,7 +64,7 @@ def merge_master(builder: ManifestBuilder, ranks: DataParallelRanks, param: Trai
 
 
 def merge_frozen(builder: ManifestBuilder, ranks: DataParallelRanks, name: str, shape: Shape) -> TensorEntry:
-    """Return a frozen parameter that every rank holds a part of (stage 3)."""
+    """Return a frozen parameter of which every rank has a partition (stage 3)."""
     numel = prod(shape)
     runs = layout.split_stage3_runs(0, numel, ranks.world, (0, layout.part_elements(numel, ranks.world)))
 
@@ -78,7 +78,7 @@ def merge_frozen(builder: ManifestBuilder, ranks: DataParallelRanks, name: str, 
 
 
 def tie_shared(builder: ManifestBuilder, states: Iterable[ModelState], trained: Collection[str]) -> None:
-    """Add the further names of shared parameters, except names that an optimizer has; empty tensors are not tied."""
+    """Add the further names of shared parameters, except names with optimizer state; empty tensors are not tied."""
     for alias, name in ((alias, name) for state in states for alias, name in state.shared.items()):
         for root in (MODEL, MASTER):
             entry = builder.tensors.get((root, name))
@@ -87,12 +87,12 @@ def tie_shared(builder: ManifestBuilder, states: Iterable[ModelState], trained: 
 
 
 def put_model(builder: ManifestBuilder, ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) -> None:
-    """Add the weights, live and master, under their names.
+    """Add the model weights and the master weights by name.
 
     Args:
-        builder: Takes the tensors.
-        ranks: The files.
-        params: The trained parameters that no other model-parallel rank adds.
+        builder: Builder that receives the tensors.
+        ranks: Files of one model-parallel rank.
+        params: Trained parameters that no other model-parallel rank adds.
     """
     states = list(ranks.models.values())
     if ranks.is_split:
@@ -105,7 +105,7 @@ def put_model(builder: ManifestBuilder, ranks: DataParallelRanks, params: Mappin
 
 
 def _put_module(builder: ManifestBuilder, ranks: DataParallelRanks, state: ModelState) -> None:
-    """Stages 0 to 2: the file holds the full model."""
+    """Add the weights of stages 0 to 2, where the file contains the full model."""
     for name, entry in state.module.items():
         builder.put((MODEL, name), entry)
         first = ranks.contents.aliases.get(entry.path, entry.path)
@@ -119,7 +119,7 @@ def _put_module(builder: ManifestBuilder, ranks: DataParallelRanks, state: Model
 def _put_parts(
     builder: ManifestBuilder, ranks: DataParallelRanks, state: ModelState, params: Mapping[str, TrainedParam]
 ) -> None:
-    """Stage 3: placeholders give order and dtype; the parts are in the optimizer's files."""
+    """Add the weights of stage 3: placeholders give order and dtype, the optimizer files contain the partitions."""
     frozen = {name: shape for name, shape in state.frozen.items() if name not in params}
     waiting = dict.fromkeys([*params, *frozen])
     for name, entry in state.module.items():
@@ -143,7 +143,7 @@ def _put_parts(
 
 
 def put_optimizer(builder: ManifestBuilder, ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) -> None:
-    """Add the optimizer's state under the names of parameters; see `put_model`."""
+    """Add the optimizer's state by parameter name; see `put_model`."""
     odd: set[str] = set()
     units = {param.unit for param in params.values()} if ranks.optims else set()
     names = {unit: dict.fromkeys(s for state in ranks.optims.values() for s in state.slots[unit]) for unit in units}
@@ -167,7 +167,7 @@ def _put_slot(
     slot: str,
     lengths: Mapping[int, Collection[int]],
 ) -> bool:
-    """Add a slot of a parameter; return False if its layout is not that of its flat tensor."""
+    """Add a slot of a parameter; return False if its layout differs from that of its flat tensor."""
     path: Path = (OPTIMIZER, _STATE, param.name, slot)
     owners = [run.rank for run in param.runs if run.rank in ranks.optims] or list(ranks.optims)
     values = [value for rank in owners if (value := ranks.optims[rank].slots[param.unit].get(slot)) is not None]
@@ -206,7 +206,7 @@ def _slot_finder(ranks: DataParallelRanks, slot: str) -> Find:
 
 
 def _read_steps(ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) -> dict[str, object]:
-    """Return the step of each parameter, if the optimizer counts steps for a group or, if elastic, for all."""
+    """Return the step of each parameter if the optimizer stores steps per group or, if elastic, one for all."""
     if ranks.first_optim is None:
         return {}
     value = ranks.contents.value(ranks.first_optim.file, "optimizer_state_dict", "base_optimizer_state_step")
@@ -223,7 +223,7 @@ def _read_steps(ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) ->
 def list_groups(
     ranks: DataParallelRanks, params: Mapping[str, TrainedParam]
 ) -> list[tuple[Mapping[str, Slot], list[str]]]:
-    """Return the options of each of the optimizer's groups, and the names in it; empty without optimizer files."""
+    """Return the options of each optimizer group and its parameter names; empty without optimizer files."""
     state = ranks.first_optim
     if state is None:
         return []

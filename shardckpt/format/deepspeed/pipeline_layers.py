@@ -1,4 +1,4 @@
-"""Weights that DeepSpeed saves a layer or an expert a file: of pipelines, and of `deepspeed.moe`."""
+"""Weights that DeepSpeed saves in one file for each layer (pipelines) or each expert (`deepspeed.moe`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardckpt.format.merge_shards import ManifestBuilder
 from shardckpt.manifest import TensorEntry
 
 TIED = "tied_modules."
-"""Start of the names of modules that several pipeline stages share; the name of the module follows."""
+"""Prefix of names of modules that several pipeline stages share; the name of the module follows."""
 
 
 def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: StateFiles) -> None:
-    """Add the weights of experts, which have their names in the full model."""
+    """Add the weights of experts, which are stored under their names in the full model."""
     for _, file in sorted(files.experts.items()):
         for path, entry in contents.tensors(file).items():
             builder.put((MODEL, str(path[-1])), entry)
@@ -26,16 +26,16 @@ def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: St
 def put_layers(
     builder: ManifestBuilder, contents: StateFileContents, files: StateFiles, trained: Mapping[str, Shape]
 ) -> None:
-    """Add the weights of a pipeline's layers under the names of the module: the layer's number, or the shared module.
+    """Add the weights of pipeline layers under the names of their module: the layer's number, or the shared module.
 
     Args:
-        builder: Takes the tensors.
-        contents: The content of the files.
-        files: The files, by kind.
-        trained: Shapes of the parameters that an optimizer has.
+        builder: Builder that receives the tensors.
+        contents: Content of the files.
+        files: Files by kind.
+        trained: Shapes of the parameters with optimizer state.
 
     Raises:
-        AmbiguousError: Several shared modules are alike, and nothing says which one a layer is.
+        AmbiguousError: Several shared modules have equal shapes, so a layer cannot be assigned to one of them.
     """
     shared = _shared_modules(trained)
     for (layer, _), file in sorted(files.layers.items()):
@@ -47,7 +47,7 @@ def put_layers(
 
 
 def _shared_modules(trained: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of shared modules: start of the names to the rest of the name and the shape."""
+    """Return the shapes of shared modules: prefix of names to the rest of the name and the shape."""
     found: dict[str, dict[str, Shape]] = {}
     for name, shape in trained.items():
         key, _, rest = name.removeprefix(TIED).partition(".")
@@ -63,7 +63,7 @@ def _start(
     shared: Mapping[str, Mapping[str, Shape]],
     where: str,
 ) -> str:
-    """Return the start of the names of a layer's parameters in the module."""
+    """Return the prefix of the names of a layer's parameters in the module."""
     own = f"{layer}."
     if not shared or any(own + key in trained for key in tensors):
         return own

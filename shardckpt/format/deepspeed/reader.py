@@ -1,8 +1,8 @@
-"""Folders of DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3: the tag's folder, or the one with it and `latest`.
+"""Reader of folders of DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3: a tag's folder, or its parent with `latest`.
 
-Paths are `model` (the module's own weights), `master` (the optimizer's copies, mostly float32) and `optimizer`, then
-names; other values in a model file keep their keys. Stage 3 does not store the module's own weights: they are the
-master weights rounded to the dtype of the module, as every training step rounds them.
+Paths are `model` (the module's own weights), `master` (the optimizer's copies, mostly float32) and `optimizer`,
+followed by names; other values of a model file keep their keys. Stage 3 does not store the module's own weights: these
+are the master weights rounded to the module's dtype, as in every training step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STEP, _GROUPS = "step", "param_groups"
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by the names of its files, which no other writer uses, and one of those by its own."""
+    """Recognize a folder by its file names, which no other writer uses, and one of these files by its own name."""
     if source.file is not None:
         return Evidence.STRUCTURE if is_part(source.file) else Evidence.NONE
     try:
@@ -63,10 +63,10 @@ def open_source(source: Source) -> Reader:
     """Open a recognized source.
 
     Raises:
-        AmbiguousError: There are several steps, and nothing says which one is meant.
-        UnsupportedError: It is sharded in a way that is not read: tensor parallelism, versions before 0.3.17.
+        AmbiguousError: There are several steps and no file names one of them.
+        UnsupportedError: The sharding is not supported: tensor parallelism, or versions before 0.3.17.
         UsageError: The source is one file of a folder.
-        CheckpointError: Files are of different saves, or one is damaged, refused or missing.
+        CheckpointError: Files are from different saves, or a file is damaged, rejected or missing.
     """
     if source.file is not None:
         raise UsageError(
@@ -103,7 +103,7 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
 
 
 def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFiles, mp: int) -> DataParallelRanks:
-    """Read the files of one model-parallel rank, and check that they are from one save."""
+    """Read the files of one model-parallel rank and check that they are from one save."""
     models: dict[int, ModelState] = {
         rank: read_model_state(contents, file) for (rank, m), file in sorted(files.parts.items()) if m == mp
     }
@@ -132,7 +132,7 @@ def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFi
 
 
 def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimState]) -> None:
-    """Compare the steps of the ranks' optimizers: files of two saves may agree in everything else."""
+    """Require equal steps in the ranks' optimizers: files of two saves may agree in all other fields."""
     counts: list[tuple[PartitionOptimState, int, TensorEntry]] = []
     for state in optims.values():
         for unit, slots in enumerate(state.slots):
@@ -154,7 +154,7 @@ def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimSt
 def _scalars(
     reader: TorchReader, located: Sequence[Piece], counts: Sequence[tuple[PartitionOptimState, int, TensorEntry]]
 ) -> list[bytes]:
-    """Return the bytes of tensors of one element, in one batch of reads; compressed ones are decoded one by one."""
+    """Return the bytes of one-element tensors, read in one batch; compressed ones are decoded one at a time."""
     buffers = [bytearray(nbytes(value.stored, 1)) for _, _, value in counts]
     reads: list[Read] = []
     for piece, buffer in zip(located, buffers, strict=True):
@@ -170,10 +170,10 @@ def _scalars(
 def _assign_params(
     all_ranks: Sequence[DataParallelRanks], files: StateFiles, url: str
 ) -> list[Mapping[str, TrainedParam]]:
-    """Return the trained parameters of each model-parallel rank; those that pipeline stages share go to the first.
+    """Return the trained parameters of each model-parallel rank; the first pipeline stage gets the shared ones.
 
     Raises:
-        UnsupportedError: Parameters are sharded by tensor parallelism: only the training code knows how.
+        UnsupportedError: Parameters are sharded by tensor parallelism, which only the training code can undo.
     """
     assigned: list[Mapping[str, TrainedParam]] = []
     seen: set[str] = set()
@@ -194,7 +194,7 @@ def _assign_params(
 
 
 def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> None:
-    """Refuse parameters whose own weights are in no file, or have another shape than the optimizer's."""
+    """Require that a file contains each parameter's own weights, in the shape of the optimizer's."""
     for name, shape in trained.items():
         entry = builder.tensors.get((MODEL, name))
         if entry is None:
@@ -216,7 +216,7 @@ def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> 
 def _put_groups(
     builder: ManifestBuilder, groups: Sequence[tuple[int, tuple[Mapping[str, Slot], Sequence[str]]]]
 ) -> None:
-    """Add the optimizer's numbered groups; groups of one number, from pipeline stages, are merged."""
+    """Add the optimizer's groups by index; groups of equal index, from pipeline stages, are merged."""
     merged: dict[int, tuple[Mapping[str, Slot], dict[str, None]]] = {}
     for i, (options, names) in groups:
         merged.setdefault(i, (options, {}))[1].update(dict.fromkeys(names))
@@ -236,7 +236,7 @@ def _put_groups(
 
 
 def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, file: str) -> None:
-    """Add the state of the training loop from a model file: schedules, counters, and the user's own."""
+    """Add the state of the training loop from a model file: schedules, counters and user values."""
     for path, entry in read_loop_state(contents, file):
         if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in builder.objects):
             builder.put((f"{path[0]} of the client", *path[1:]), entry)
@@ -245,7 +245,7 @@ def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, file: 
 
 
 def _ignored_weights(source: Source) -> tuple[str, ...]:
-    """Return a warning on weights beside the states, which are not read: a Trainer leaves its model there."""
+    """Return a warning about other weights in the folder, which are not read; a Trainer saves its model there."""
     names = [name for name in source.files if name.endswith((".safetensors", ".safetensors.index.json"))]
     return (f"{names[0]} is beside the states and is not read",) if names else ()
 

@@ -1,4 +1,4 @@
-"""Parse DeepSpeed's state files, checked: shapes by name, flat tensors, an optimizer's slots. No tensor is read."""
+"""Parse and check DeepSpeed's state files: parameter shapes, flat tensors and optimizer slots. Reads no tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _BASE_KEYS = ("base_optimizer_state", _OPTIM)
 _MODEL_KEYS = frozenset(
     ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
 )
-"""Keys of a model file that describe the model; the others are the training loop's."""
+"""Keys of a model file that describe the model; other keys belong to the training loop."""
 
 Slot = TensorEntry | ObjectEntry
 
 
 class StateFileContents:
-    """Values and tensors of state files, by path below each file.
+    """Values and tensors of state files, by file and path.
 
     Args:
         manifest: Manifest of all files; paths start with the name of the file.
@@ -46,7 +46,7 @@ class StateFileContents:
         return self._files[file,].objects
 
     def value(self, file: str, *path: str | int) -> object:
-        """Return a value without tensors; None if there is none."""
+        """Return a value without tensors; None if it does not exist."""
         n = len(path)
         values = {p[n:]: entry.value for p, entry in self.objects(file).items() if p[:n] == path}
         return unflatten(values) if values else None
@@ -67,14 +67,14 @@ class ModelState:
 
     Attributes:
         file: Name of the file.
-        module: The module's state dict; in stage 3 placeholders without elements, except buffers.
-        shapes: For each flat tensor, the shapes of its parameters in order; None if no optimizer was split.
-        frozen: Shapes of the parameters that no optimizer has.
-        fragments: This file's parts of them.
-        shared: Further name of a parameter to its first.
-        step: Optimizer steps; -1 if not stored.
-        world: Data-parallel ranks; 0 if not stored.
-        tensor_ranks: Ranks of tensor parallelism; 0 if not stored.
+        module: State dict of the module; in stage 3 placeholders without elements, except buffers.
+        shapes: For each flat tensor, the shapes of its parameters in order; None if no optimizer state is partitioned.
+        frozen: Shapes of the parameters without optimizer state.
+        fragments: Partitions of the frozen parameters in this file.
+        shared: Further name of a parameter to its first name.
+        step: Number of optimizer steps; -1 if not stored.
+        world: Number of data-parallel ranks; 0 if not stored.
+        tensor_ranks: Number of tensor-parallel ranks; 0 if not stored.
     """
 
     file: str
@@ -94,14 +94,14 @@ class PartitionOptimState:
 
     Attributes:
         file: Name of the file.
-        rank: Data-parallel rank, by the file's name.
-        is_split: Whether each parameter is split by itself (stage 3).
-        flats: The rank's flat tensors of master weights.
-        counts: Ranks that share each of them.
+        rank: Data-parallel rank, from the file's name.
+        is_split: Whether each parameter is partitioned individually (stage 3).
+        flats: Flat tensors of the rank's master weights.
+        counts: Number of ranks that share each flat tensor.
         slots: For each flat tensor, the optimizer's slots.
         base: Path of the inner optimizer's state in the file.
-        paddings: Elements after each parameter of each flat tensor; None if they have no padding.
-        starts: For each flat tensor, name to elements and first element of this rank's part, if stored.
+        paddings: Elements of padding after each parameter of each flat tensor; None without padding.
+        starts: For each flat tensor, name to element count and first element of this rank's partition, if stored.
     """
 
     file: str
@@ -119,7 +119,7 @@ def read_model_state(contents: StateFileContents, file: str) -> ModelState:
     """Read the fields of a model file.
 
     Raises:
-        FormatError: DeepSpeed does not write such a file.
+        FormatError: The file does not have the fields that DeepSpeed writes.
     """
     where = contents.where(file)
     shapes = contents.value(file, "param_shapes")
@@ -139,7 +139,7 @@ def read_model_state(contents: StateFileContents, file: str) -> ModelState:
 
 
 def read_loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Path, Slot]]:
-    """Yield the values of a model file that are not of the model, by path."""
+    """Yield the values of a model file that do not belong to the model, by path."""
     for entries in (contents.tensors(file), contents.objects(file)):
         for path, entry in entries.items():
             if path and path[0] not in _MODEL_KEYS and not (isinstance(entry, ObjectEntry) and entry.value is None):
@@ -150,8 +150,8 @@ def read_optim_state(contents: StateFileContents, file: str, rank: int) -> Parti
     """Read the fields of a rank's optimizer file.
 
     Raises:
-        FormatError: DeepSpeed does not write such a file.
-        UnsupportedError: A stage or version of another layout.
+        FormatError: The file does not have the fields that DeepSpeed writes.
+        UnsupportedError: The stage or version has another layout.
     """
     where = contents.where(file)
     is_split = bool(contents.children(file, _OPTIM, _FLAT_KEYS[1]))
@@ -189,7 +189,7 @@ def read_optim_state(contents: StateFileContents, file: str, rank: int) -> Parti
 
 
 def read_groups(contents: StateFileContents, file: str, base: Path) -> list[dict[str, Slot]]:
-    """Return the options of the optimizer's groups; elastic checkpoints have none."""
+    """Return the options of the optimizer's groups; empty for elastic checkpoints."""
     root = (*base, "param_groups")
     value = contents.value(file, *root)
     groups: dict[int, dict[str, Slot]] = {}
@@ -210,7 +210,7 @@ def _in_order(found: Mapping[str | int, TensorEntry], where: str) -> tuple[Tenso
 
 
 def _read_slots(contents: StateFileContents, file: str, base: Path, unit: int) -> dict[str, Slot]:
-    """Return the optimizer's slots of one flat tensor; elastic checkpoints leave `state` out."""
+    """Return the optimizer's slots of one flat tensor; elastic checkpoints omit `state`."""
     for root in ((*base, "state", unit), (*base, unit)):
         n = len(root)
         slots: dict[str, Slot] = {}
@@ -239,7 +239,7 @@ def _parse_paddings(value: object, where: str) -> tuple[tuple[int, ...], ...] | 
 
 
 def _parse_starts(value: object) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
-    """Return the places of parameters in the rank's flat tensors; None if they are not stored in a known form."""
+    """Return the parameter ranges in the rank's flat tensors; None if not stored in a known form."""
     if not isinstance(value, list | tuple):
         return None
     starts: list[Mapping[str, tuple[int, int]]] = []
@@ -256,7 +256,7 @@ def _parse_starts(value: object) -> tuple[Mapping[str, tuple[int, int]], ...] | 
 
 
 def _parse_groups(value: object, where: str) -> Sequence[object]:
-    """Return the groups of shapes; files from before 0.4 hold one group without a list around it."""
+    """Return the groups of shapes; files before version 0.4 contain one group without a surrounding list."""
     return [value] if isinstance(value, dict) else check_list(value, where)
 
 

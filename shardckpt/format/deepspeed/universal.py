@@ -1,8 +1,8 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter, `zero/<name>/fp32.pt, exp_avg.pt, ...`, in full.
+"""Reader of DeepSpeed's universal checkpoints: full tensors in one folder per parameter, `zero/<name>/fp32.pt, ...`.
 
-`ds_to_universal.py` makes them from a `save_checkpoint` of any stage and topology. Beside `zero/` are copies of the
-model files, which hold the order of names, the module's own dtypes and weights, and buffers. Paths are as in
-`shardckpt.format.deepspeed.reader`: `model`, `master`, `optimizer`, then names.
+`ds_to_universal.py` converts a `save_checkpoint` of any stage and topology to this format. Beside `zero/` are copies
+of the model files, which contain the order of names, the module's own dtypes and weights, and buffers. Paths are as in
+`shardckpt.format.deepspeed.reader`: `model`, `master`, `optimizer`, followed by names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder with `zero/` and a parameter's folder in it, or one where `latest_universal` names it."""
+    """Recognize a folder with `zero/` and a parameter's folder in it, or whose `latest_universal` names one."""
     return Evidence.NONE if _folder(source) is None else Evidence.STRUCTURE
 
 
@@ -42,7 +42,7 @@ def open_source(source: Source) -> Reader:
 
     Raises:
         IncompleteError: A parameter has no weights.
-        CheckpointError: A file is damaged, refused, or not as DeepSpeed writes it.
+        CheckpointError: A file is damaged, rejected, or not as DeepSpeed writes it.
     """
     folder = _folder(source)
     assert folder is not None, "only recognized sources are opened"
@@ -78,7 +78,7 @@ def open_source(source: Source) -> Reader:
 
 
 def _folder(source: Source) -> str | None:
-    """Return the folder that holds `zero/`, empty for the root; None if there is none."""
+    """Return the folder that contains `zero/`, empty for the root; None if there is none."""
     if source.file is not None:
         return None
     if ZERO in source.folders and _holds_params(source.store, ZERO):
@@ -90,13 +90,13 @@ def _folder(source: Source) -> str | None:
 
 
 def _holds_params(store: Store, zero: str) -> bool:
-    """Return True if the first folder in `zero/` is that of a parameter."""
+    """Return True if the first folder in `zero/` is a parameter's folder."""
     first = next((entry.name for entry in store.list(zero) if entry.is_folder), None)
     return first is not None and any(e.name == f"{first}/{WEIGHTS}{_SUFFIX}" for e in store.list(first))
 
 
 def _params(store: Store, zero: str) -> Iterator[tuple[str, dict[str, tuple[str, int]]]]:
-    """Yield each parameter, and slot to file and its bytes."""
+    """Yield each parameter with its slots: slot to file name and size in bytes."""
     for folder in sorted(entry.name for entry in store.list(zero) if entry.is_folder):
         name = folder.rpartition("/")[2]
         slots = {
@@ -117,14 +117,14 @@ def _params(store: Store, zero: str) -> Iterator[tuple[str, dict[str, tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class _UniversalMerger:
-    """Collects the files of parameters under their names.
+    """Collects the parameter files by name.
 
     Attributes:
-        contents: The content of the files.
-        builder: Takes the tensors and values.
-        params: Parameter to slot to file and its bytes.
-        models: The model files of data-parallel rank 0, one for each model-parallel rank.
-        ranks: In stage 3, the model files of all ranks, which hold frozen parameters.
+        contents: Content of the files.
+        builder: Builder that receives the tensors and values.
+        params: Parameter to slot to file name and size in bytes.
+        models: Model files of data-parallel rank 0, one for each model-parallel rank.
+        ranks: In stage 3, model files of all ranks, which contain frozen parameters.
     """
 
     contents: StateFileContents
@@ -134,7 +134,7 @@ class _UniversalMerger:
     ranks: DataParallelRanks | None
 
     def put_model(self) -> None:
-        """Add the weights: the module's own if a file has them in full, else rounded from those of the parameter."""
+        """Add the weights: the module's own if a file contains them in full, else the rounded fp32 weights."""
         trained = self._trained()
         shared = {alias: name for state in self.models for alias, name in state.shared.items()}
         for state in self.models:
@@ -150,7 +150,7 @@ class _UniversalMerger:
         tie_shared(self.builder, self.models, trained)
 
     def _trained(self) -> dict[str, None]:
-        """Return the parameters that an optimizer has; all of a flat tensor must have the same slots."""
+        """Return the parameters with optimizer state; all parameters of a flat tensor must have the same slots."""
         names: dict[str, None] = {}
         for unit in (unit for state in self.models for unit in state.shapes or ()):
             slots = {slot for name in unit for slot in self.params.get(name, ())}
@@ -173,7 +173,7 @@ class _UniversalMerger:
             return merge_frozen(self.builder, self.ranks, name, shape)
         weights = self._weights(name)
         is_full = live.shape == weights.shape or (not self.ranks and prod(live.shape) >= prod(weights.shape))
-        if is_full and len(self.models) == 1:  # a vocabulary may be longer: the conversion took its padding off
+        if is_full and len(self.models) == 1:  # a vocabulary may be longer here: the conversion removed its padding
             return live
         return weights._replace(delivered="" if live.stored == weights.stored else live.stored)
 
@@ -181,7 +181,7 @@ class _UniversalMerger:
         return self._reshape(name, self._read_tensor(self.params[name][WEIGHTS][0]))
 
     def _reshape(self, name: str, entry: TensorEntry) -> TensorEntry:
-        """Return a tensor in the shape of its parameter: stage 3 leaves it flat, perhaps with padding at its end."""
+        """Return a tensor in its parameter's shape; stage 3 stores it flat, possibly with padding at the end."""
         shapes = (unit[name] for state in self.models for unit in state.shapes or () if name in unit)
         shape = next(shapes, entry.shape)
         if len(entry.shape) != 1 or entry.shape == shape:
@@ -197,7 +197,7 @@ class _UniversalMerger:
         return entry._replace(shape=shape, pieces=tuple(slice_shard(entry, [(full_box(shape), 0)])))
 
     def _read_tensor(self, file: str) -> TensorEntry:
-        """Return the one tensor of a file: bare, or under `param` beside its layout."""
+        """Return the only tensor of a file: bare, or under the key `param`."""
         tensors = self.contents.tensors(file)
         for path in (("param",), ("tensor",)):
             if path in tensors:
@@ -213,7 +213,7 @@ class _UniversalMerger:
         """Add the optimizer's slots and groups.
 
         Args:
-            shared: File of the values that all parameters share; None if there is none.
+            shared: File with the values that all parameters share; None if there is none.
         """
         for name, slots in self.params.items():
             for slot, (file, _) in slots.items():
@@ -245,7 +245,7 @@ class _UniversalMerger:
             self.builder.put(path, self._reshape(name, self._read_tensor(file)))
 
     def _put_steps(self, shared: str, unit: int, names: Mapping[str, None]) -> None:
-        """Add the steps of parameters in stage 3, which counts them for each flat tensor."""
+        """Add the steps of parameters in stage 3, which stores one for each flat tensor."""
         source: Path = ("optimizer_state_dict", _STATE, unit, STEP)
         tensor, value = self.contents.tensors(shared).get(source), self.contents.value(shared, *source)
         for name in names:

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: their kinds, by name, and the folder that they are in."""
+"""File names of a DeepSpeed checkpoint, their kinds, and their folder."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class StateFiles:
-    """The files of one checkpoint by what they hold; names are relative to the store.
+    """Files of one checkpoint by content; names are relative to the store.
 
     Attributes:
-        folder: Their folder in the store; empty for the root.
-        sizes: File to its bytes.
-        models: Model-parallel rank to the file of the full model (stages 0 to 2).
-        parts: Place to the file of a rank's part of the model (stage 3).
-        optims: Place to the file of a rank's part of the optimizer.
-        layers: Layer and model-parallel rank to its file (pipelines).
-        experts: Layer, expert and model-parallel rank to its file; layer -1 in old checkpoints.
-        expert_optims: Expert-parallel and model-parallel rank to the file of its optimizer.
+        folder: Folder of the files in the store; empty for the root.
+        sizes: File name to size in bytes.
+        models: Model-parallel rank to the file with the full model (stages 0 to 2).
+        parts: Data-parallel and model-parallel rank to the file with the rank's part of the model (stage 3).
+        optims: Data-parallel and model-parallel rank to the file with the rank's part of the optimizer.
+        layers: Layer and model-parallel rank to the layer's file (pipelines).
+        experts: Layer, expert and model-parallel rank to the expert's file; layer -1 in old checkpoints.
+        expert_optims: Expert-parallel and model-parallel rank to the optimizer file.
     """
 
     folder: str
@@ -55,27 +55,27 @@ class StateFiles:
 
     @property
     def model_ranks(self) -> list[int]:
-        """Model-parallel ranks that any file is of."""
+        """Model-parallel ranks for which any file exists."""
         places = (*self.parts, *self.optims)
         return sorted({*self.models, *(mp for _, mp in places), *(key[-1] for key in (*self.layers, *self.experts))})
 
 
 def is_state_file(name: str) -> bool:
-    """Return True if a file has a name that DeepSpeed gives."""
+    """Return True if DeepSpeed writes files of this name."""
     return any(pattern.fullmatch(name) for pattern in _ALL)
 
 
 def is_part(name: str) -> bool:
-    """Return True if a file has a name that DeepSpeed gives to a part of a model: of a rank, a layer or an expert."""
+    """Return True if a file name is that of a part of a model: of a rank, a layer or an expert."""
     return is_state_file(name) and _MODEL.fullmatch(name) is None
 
 
 def find_folder(source: Source) -> str | None:
-    """Return the folder of the state files in a source, empty for the root; None if it has none.
+    """Return the folder of the state files in a source, empty for the root; None if there is none.
 
     Raises:
-        AmbiguousError: There are several, and nothing says which one is meant.
-        IncompleteError: `latest` names one that is not there.
+        AmbiguousError: There are several folders and no file names one of them.
+        IncompleteError: `latest` names a folder that does not exist.
     """
     if source.file is not None:
         return None
@@ -104,12 +104,12 @@ def find_folder(source: Source) -> str | None:
 
 
 def holds_states(store: Store, folder: str) -> bool:
-    """Return True if a folder holds state files."""
+    """Return True if a folder contains state files."""
     return any(is_state_file(entry.name.rpartition("/")[2]) for entry in store.list(folder) if not entry.is_folder)
 
 
 def read_tag(source: Source, name: str) -> str:
-    """Return the folder that a pointer file names; empty where it names none in this folder."""
+    """Return the folder that a pointer file names; empty if it names no subfolder."""
     entry = source.listing.get(name)
     if entry is None or entry.is_folder or not 0 < entry.size <= _MAX_TAG_BYTES:
         return ""
@@ -117,10 +117,10 @@ def read_tag(source: Source, name: str) -> str:
 
 
 def sort_files(store: Store, folder: str) -> StateFiles:
-    """Return the state files of a folder by what they hold.
+    """Return the state files of a folder, sorted by content.
 
     Raises:
-        FormatError: Two files are of the same rank.
+        FormatError: Two files belong to the same rank.
     """
     entries = [entry for entry in store.list(folder) if not entry.is_folder]
     found = StateFiles(folder)
@@ -132,7 +132,7 @@ def sort_files(store: Store, folder: str) -> StateFiles:
 
 
 def _put(found: StateFiles, name: str, path: str, url: str) -> bool:
-    """Sort one file; return True if its name is known."""
+    """Add one file to its kind; return True if its name is known."""
     if match := _RANK.fullmatch(name):
         place = int(match["rank"]), int(match["mp"])
         _put_once(found.optims if match["kind"] == "optim" else found.parts, place, path, url)
@@ -162,7 +162,7 @@ def _put_once(files: dict[_K, str], key: _K, path: str, url: str) -> None:
 
 
 def optim_file_name(known: Iterable[str], rank: int, mp: int) -> str:
-    """Return the name that a missing optimizer file would have, beside one that is there."""
+    """Return the name of a missing optimizer file, derived from an existing one."""
     beside = next(iter(known))
     folder, _, name = beside.rpartition("/")
     match = _RANK.fullmatch(name)
@@ -171,5 +171,5 @@ def optim_file_name(known: Iterable[str], rank: int, mp: int) -> str:
 
 
 def part_file_name(folder: str, rank: int, mp: int) -> str:
-    """Return the name that a missing file of a rank's part of the model would have."""
+    """Return the name of a missing file with a rank's part of the model."""
     return f"{folder}/zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt".removeprefix("/")

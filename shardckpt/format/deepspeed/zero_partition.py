@@ -1,7 +1,7 @@
-"""How DeepSpeed's ZeRO splits flat parameters: pure arithmetic on counts of elements.
+"""Arithmetic of DeepSpeed's ZeRO partitions, on element counts.
 
-Stages 1 and 2 concatenate the parameters of a group, pad the end, and give every rank an equal part of the result.
-Stage 3 splits each parameter by itself, and concatenates a rank's parts.
+Stages 1 and 2 concatenate the parameters of a group, pad the end, and give each rank an equal partition of the result.
+Stage 3 partitions each parameter individually and concatenates the parts of a rank.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 from shardckpt.boxes import Box, Shape, chunk_range, flat_to_boxes
 
 _ALIGNMENTS = (2, 1)
-"""Elements that each rank's part is a multiple of: two since collectives are aligned to four bytes, one before."""
+"""Possible alignments of a partition, in elements: 2 since collectives are aligned to 4 bytes, 1 in older versions."""
 
 
 class PartitionRun(NamedTuple):
     """Contiguous elements of a parameter in one rank's flat tensor.
 
     Attributes:
-        rank: The rank.
-        unit: Which of its flat tensors.
-        at: First element in that tensor.
+        rank: Data-parallel rank.
+        unit: Index of the flat tensor on the rank.
+        at: First element in that flat tensor.
         start: First element in the parameter, in row-major order.
-        stop: One past the last.
+        stop: End of the elements in the parameter, exclusive.
     """
 
     rank: int
@@ -36,32 +36,32 @@ class PartitionRun(NamedTuple):
 
 
 def partition_elements(total: int, world: int, alignment: int = 2) -> int:
-    """Return the elements of each rank's equal part of a group (stages 1 and 2), padding included.
+    """Return the size of each rank's equal partition of a group (stages 1 and 2) in elements, including padding.
 
     Args:
-        total: Elements of the group's parameters, padding between them included.
-        world: Ranks that share the group.
-        alignment: What the part is a multiple of.
+        total: Elements of the group's parameters, including padding between them.
+        world: Number of ranks that share the group.
+        alignment: The partition is a multiple of this number of elements.
     """
     return -(-total // (alignment * world)) * alignment
 
 
 def lean_elements(total: int, partition: int, rank: int) -> int:
-    """Return the elements of a rank's part without the padding at the end of the group."""
+    """Return the elements of a rank's partition without the padding at the end of the group."""
     return min(max(total - rank * partition, 0), partition)
 
 
 def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[int]:
-    """Return how many elements a rank's tensor may have: with padding, without, and as in older versions.
+    """Return the possible lengths of a rank's tensor in elements: with padding, without, and as in old versions.
 
-    Before 0.15, DeepSpeed counted all padding of a group as the last rank's. Where that is more than its part has,
-    `part[:length - padding]` counts from the end, and leaves some of the padding.
+    Before 0.15, DeepSpeed attributed all padding of a group to the last rank. If that exceeds its partition,
+    `part[:length - padding]` counts from the end and keeps some of the padding.
 
     Args:
         total: Elements of the group.
-        partition: Elements of each rank's part.
-        world: Ranks that share the group.
-        rank: Which of them.
+        partition: Elements of each rank's partition.
+        world: Number of ranks that share the group.
+        rank: Index of the rank in the group.
     """
     found = {partition, lean_elements(total, partition, rank)}
     padding = world * partition - total
@@ -71,23 +71,23 @@ def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[i
 
 
 def original_order(names: Sequence[str], world: int) -> list[str]:
-    """Return the order that parameters had before `round_robin_gradients` reordered them.
+    """Return the order of parameters before `round_robin_gradients` reordered them.
 
     Args:
-        names: In the order of the flat group: every `world`-th from index 0, then from index 1, and so on.
-        world: Ranks that share the group.
+        names: Names in the order of the flat group: every `world`-th from index 0, then from index 1, and so on.
+        world: Number of ranks that share the group.
     """
     reordered = [i for rank in range(world) for i in range(rank, len(names), world)]
     return [name for _, name in sorted(zip(reordered, names, strict=True))]
 
 
 def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | None:
-    """Return the elements of a part that explain how long the ranks' tensors are, each with its padding or without.
+    """Return the partition size that explains the lengths of all ranks' tensors, with or without padding; else None.
 
     Args:
         total: Elements of the group.
-        world: Ranks that share it.
-        lengths: Rank to elements of its tensor, of the ranks that are there.
+        world: Number of ranks that share the group.
+        lengths: Rank to the length of its tensor in elements, for existing ranks.
     """
     for alignment in _ALIGNMENTS:
         partition = partition_elements(total, world, alignment)
@@ -97,24 +97,24 @@ def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | N
 
 
 def offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
-    """Return where each parameter of a group starts, and last where the group ends.
+    """Return the offset of each parameter of a group, followed by the end of the group, in elements.
 
     Args:
         numels: Elements of each parameter.
-        paddings: Elements behind each parameter; none where there are none.
+        paddings: Elements of padding after each parameter; None for no padding.
     """
     spaces = [n + p for n, p in zip(numels, paddings, strict=True)] if paddings else numels
     return list(accumulate(spaces, initial=0))
 
 
 def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0) -> list[PartitionRun]:
-    """Split a parameter over ranks as stages 1 and 2 do.
+    """Split a parameter over ranks like stages 1 and 2.
 
     Args:
         offset: First element in the group.
-        numel: Its elements.
-        partition: Elements of each rank's part.
-        unit: Which flat tensor the group is.
+        numel: Elements of the parameter.
+        partition: Elements of each rank's partition.
+        unit: Index of the group's flat tensor.
     """
     runs, start = [], 0
     while start < numel:
@@ -126,18 +126,18 @@ def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0)
 
 
 def part_elements(numel: int, world: int) -> int:
-    """Return the elements of each rank's part of one parameter (stage 3), padding included."""
+    """Return the elements of each rank's part of one parameter (stage 3), including padding."""
     return chunk_range(numel, world, 0)[1]
 
 
 def split_stage3_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> list[PartitionRun]:
-    """Split a parameter over ranks as stage 3 does.
+    """Split a parameter over ranks like stage 3.
 
     Args:
         offset: First element of a rank's part in its flat tensors, counted through all of them.
-        numel: The parameter's elements.
-        world: Ranks that share it.
-        bounds: Where each flat tensor starts, counted so, and last where they end.
+        numel: Elements of the parameter.
+        world: Number of ranks that share the parameter.
+        bounds: Start of each flat tensor in the same count, followed by the end of the last.
     """
     part = part_elements(numel, world)
     runs = []
@@ -153,7 +153,7 @@ def split_stage3_runs(offset: int, numel: int, world: int, bounds: Sequence[int]
 
 
 def boxes(shape: Shape, run: PartitionRun) -> list[tuple[Box, int]]:
-    """Return the boxes that a run's elements are, and where in the rank's flat tensor each begins."""
+    """Return the boxes of a run, each with its first element in the rank's flat tensor."""
     at, found = run.at, []
     for box in flat_to_boxes(shape, run.start, run.stop):
         found.append((box, at))

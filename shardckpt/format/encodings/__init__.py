@@ -1,1 +1,1 @@
-"""Containers of bytes: safetensors, zip, pickle, tagged JSON, codecs."""
+"""Encodings: safetensors, zip, pickle, tagged JSON, codecs."""

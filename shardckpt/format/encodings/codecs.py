@@ -1,4 +1,4 @@
-"""Decoded streams: encoded bytes of a file, read forward in bounded memory."""
+"""Decode compressed bytes of a file as a forward stream in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardckpt.manifest import Encoded
 from shardckpt.storage.store import Read, Store
 
 MAX_WINDOW_BYTES = 1 << 27
-"""Largest zstd window that is accepted: what `zstd --long` asks for; more would be memory for the asking."""
+"""Maximum accepted zstd window, in bytes: that of `zstd --long`. A hostile file could demand more memory."""
 
 _CHUNK_BYTES = 1 << 18
 
@@ -28,9 +28,9 @@ class EncodedFile(io.RawIOBase):
 
     Args:
         store: Store of the file.
-        name: The file.
-        offset: First encoded byte.
-        nbytes: Encoded bytes.
+        name: Name of the file.
+        offset: Offset of the first encoded byte.
+        nbytes: Number of encoded bytes.
     """
 
     def __init__(self, store: Store, name: str, offset: int, nbytes: int) -> None:
@@ -38,11 +38,11 @@ class EncodedFile(io.RawIOBase):
         self._store, self._name, self._at, self._end = store, name, offset, offset + nbytes
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
-        """Read on; 0 at the end."""
+        """Read the next bytes into `buffer`; return their number, 0 at the end."""
         n = min(len(buffer), self._end - self._at)
         if n:
             self._store.read([Read(self._name, self._at, memoryview(buffer)[:n])])
@@ -51,7 +51,7 @@ class EncodedFile(io.RawIOBase):
 
 
 class _Inflate:
-    """Raw deflate, at most a chunk of output at a time."""
+    """Decoder of raw deflate, with at most one chunk of output at a time."""
 
     def __init__(self, source: EncodedFile) -> None:
         self._source, self._inflate = source, zlib.decompressobj(-15)
@@ -60,7 +60,7 @@ class _Inflate:
         while True:
             data = self._inflate.unconsumed_tail or self._source.read(_CHUNK_BYTES) or b""
             out = self._inflate.decompress(data, max(size, 1))
-            # at its end zlib may keep bytes behind the stream as unconsumed for ever
+            # at the end, zlib may report bytes after the stream as unconsumed forever
             if out or not data or self._inflate.eof:
                 return out
 
@@ -78,19 +78,19 @@ _DECODERS: dict[str, Callable[[EncodedFile], _ReadsInto]] = {"zstd": _zstd, "def
 
 
 CODECS = frozenset(_DECODERS)
-"""What can be decoded."""
+"""Names of supported codecs."""
 
 
 class DecodedStream:
-    """The decoded bytes of an `Encoded` layout; reading forward is cheap, reading back starts over.
+    """The decoded bytes of an `Encoded` layout; reading forward is cheap, reading backward restarts the decoder.
 
     Args:
         store: Store of the file.
-        name: The file.
-        layout: What is decoded.
+        name: Name of the file.
+        layout: Location and codec of the encoded bytes.
 
     Raises:
-        UnsupportedError: A codec that is not known.
+        UnsupportedError: The codec is unknown.
     """
 
     def __init__(self, store: Store, name: str, layout: Encoded) -> None:
@@ -105,11 +105,11 @@ class DecodedStream:
         self._at = 0
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with decoded bytes from `offset` on.
+        """Fill `buffer` with the decoded bytes from `offset`.
 
         Raises:
             FormatError: The stream is damaged.
-            TruncatedError: It ends early.
+            TruncatedError: The stream ends too early.
         """
         if offset < self._at:
             self._restart()
@@ -121,7 +121,7 @@ class DecodedStream:
             filled += len(data)
 
     def head(self, nbytes: int) -> bytes:
-        """Return the first decoded bytes, fewer where the stream is shorter; starts over.
+        """Restart and return the first decoded bytes, fewer if the stream is shorter.
 
         Raises:
             FormatError: The stream is damaged.

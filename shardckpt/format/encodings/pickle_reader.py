@@ -1,7 +1,7 @@
-"""Reads pickles without running them: our own machine for the opcodes, and only listed names mean anything.
+"""Read pickles without executing them: our own interpreter of the opcodes, with an allow-list of names.
 
-The opcodes are those of protocols 0 to 5 (PEP 3154 and 574, and the notes in CPython's `pickletools`). What a pickle
-would import, call or construct becomes a value of `pickle_stubs`, or a typed error that names it.
+Supports the opcodes of protocols 0 to 5 (PEP 3154 and 574, and the notes in CPython's `pickletools`). Names that the
+pickle would import, call or construct become values of `pickle_stubs`, or a typed error with the name.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from shardckpt.format.encodings.pickle_stubs import (
 __all__ = ["Dtype", "Global", "InstanceStub", "Limits", "Ordered", "StorageType", "TensorStub", "load", "load_at"]
 
 Persistent = Callable[[object], object]
-"""Turns a persistent id, such as torch's `("storage", type, key, device, count)`, into what stands for it."""
+"""Resolves a persistent id, such as torch's `("storage", type, key, device, count)`, to the value it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a pickle may ask for. Real checkpoints stay far below; no honest file should meet these.
+    """Limits of one pickle, far above those of real checkpoints.
 
     Attributes:
-        nbytes: Bytes of the pickle itself, and with them its opcodes and strings.
-        depth: Containers in one another; 0 leaves the shape of the result unchecked, for callers that never recurse.
+        nbytes: Bytes of the pickle, which also limits its opcodes and strings.
+        depth: Nesting of containers; 0 disables the check of depth and size, for callers that do not recurse.
         int_bytes: Bytes of one integer.
     """
 
@@ -61,7 +61,7 @@ def load(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> object:
-    """Return the object of a pickle; what follows its end is ignored. Arguments and errors are those of `load_at`."""
+    """Return the object of a pickle; bytes after its end are ignored. Arguments and errors as for `load_at`."""
     return load_at(data, 0, where=where, persistent=persistent, limits=limits, budget=budget)[0]
 
 
@@ -74,22 +74,22 @@ def load_at(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> tuple[object, int]:
-    """Return the object of the pickle that starts at a byte of `data`, and one past its last byte.
+    """Return the object of the pickle that starts at a byte of `data`, and the end of the pickle.
 
-    Every class has a stand-in.
+    Classes are replaced by stubs.
 
     Args:
-        data: Bytes that hold the pickle, and perhaps others before and behind it.
-        start: First byte of the pickle.
-        where: What it is, for messages.
-        persistent: Resolves persistent ids; without it they are an error.
-        limits: What it may ask for.
-        budget: What it may cost; that of a file of its size where None.
+        data: Bytes that contain the pickle, possibly between other bytes.
+        start: Offset of the pickle's first byte in `data`.
+        where: Name of the pickle, for messages.
+        persistent: Resolves persistent ids; if None, they are an error.
+        limits: Limits of the pickle.
+        budget: Budget for reading; None for the default budget of the pickle's size.
 
     Raises:
-        TruncatedError: It ends before its last opcode.
-        FormatError: It is not a pickle, or a damaged one.
-        UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
+        TruncatedError: The pickle ends before its last opcode.
+        FormatError: The bytes are not a pickle, or the pickle is damaged.
+        UnsafeError: The pickle names something outside the allow-list, sets state on a real object, or exceeds a limit.
     """
     budget = ReadBudget(len(data) - start) if budget is None else budget
     machine = _Machine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
@@ -102,7 +102,7 @@ def load_at(
 
 
 def _add_position(error: ShardckptError, where: str) -> ShardckptError:
-    """Return the error with the name of the pickle, and the byte where reading stopped."""
+    """Return the error with the name of the pickle and the byte at which reading stopped."""
     return type(error)(
         error.what,
         where=error.where or where,
@@ -116,10 +116,10 @@ _ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, St
 _SIZED = (list, tuple, dict, set, frozenset, str, bytes)
 _TUPLE, _LIST, _DICT, _SET = 64, 80, 80, 232
 _CALL, _ITEM, _SHARED = 96, 64, 64
-"""What containers, calls, items of dicts and sets, and values that are used again take, in bytes."""
+"""Cost in bytes of containers, calls, items of dicts and sets, and values that are used again."""
 
 _REPEATED = 256
-"""What a value costs that the result holds beyond one for each byte of the pickle, since others hold it too."""
+"""Cost in bytes of each value of the result beyond one per byte of the pickle; shared values count repeatedly."""
 
 _LONG_TEXT = 256
 _MOST_MARKS = 1 << 16
@@ -128,7 +128,7 @@ _FOUR_BYTES = Struct("<I").unpack_from
 
 
 class _Unset:
-    """Fills memo slots that a pickle skipped."""
+    """Marks memo slots that a pickle skipped."""
 
 
 _UNSET = _Unset()
@@ -147,13 +147,13 @@ def _ends_early() -> TruncatedError:
 
 
 class _Machine:
-    """The stack, the memo, the loop over opcodes, and what opcodes share.
+    """Pickle interpreter: the stack, the memo, the loop over opcodes, and shared operations of opcodes.
 
     Args:
         data: Bytes of the pickle.
         persistent: Resolves persistent ids.
-        limits: What it may ask for.
-        budget: What it may cost.
+        limits: Limits of the pickle.
+        budget: Budget for reading.
     """
 
     __slots__ = (
@@ -186,7 +186,7 @@ class _Machine:
         self.pos = 0
 
     def run(self, start: int) -> object:
-        """Execute opcodes up to STOP and return the object made; `pos` is then one past the pickle."""
+        """Execute opcodes up to STOP and return the resulting object; `pos` is then the end of the pickle."""
         try:
             self._loop(start)
             value: object = self.stack[-1]
@@ -212,7 +212,7 @@ class _Machine:
         return value
 
     def _loop(self, pos: int) -> None:
-        """Run: what is shorter than a call, and makes up most of a real pickle, here; the rest by table."""
+        """Execute opcodes. The frequent short ones are handled inline, to avoid a call; the others by table."""
         data, stack, memo = self.data, self.stack, self.memo
         table, atoms, four_bytes = _TABLE, _ATOMS, _FOUR_BYTES
         marks = self.marks
@@ -250,13 +250,13 @@ class _Machine:
             self.pos = pos
 
     def share(self, value: object) -> None:
-        """Note a container that is used again: only those can make a result larger than its pickle."""
+        """Record a container that is used again: only these can make a result larger than its pickle."""
         if value is _UNSET:
             raise FormatError("the pickle uses a memo entry that it never set")
         self.shared.add(id(value))
 
     def put(self, index: int) -> None:
-        """Remember the top of the stack."""
+        """Store the top of the stack in the memo."""
         memo = self.memo
         if index == len(memo):
             memo.append(self.stack[-1])
@@ -269,7 +269,7 @@ class _Machine:
             raise _over("memo entries", len(self.data))
 
     def get(self, index: int) -> None:
-        """Push a remembered value."""
+        """Push a value of the memo."""
         if not 0 <= index < len(self.memo):
             raise FormatError("the pickle uses a memo entry that it never set")
         value = self.memo[index]
@@ -284,14 +284,14 @@ class _Machine:
         return self.data[pos : pos + length]
 
     def line(self, pos: int) -> tuple[bytes, int]:
-        """Return the line at `pos`, and the byte behind its end."""
+        """Return the line at `pos`, and the offset after its end."""
         end = self.data.find(b"\n", pos)
         if end < 0:
             raise _ends_early()
         return self.data[pos:end], end + 1
 
     def above_mark(self) -> list[Any]:
-        """Pop the values above the last mark off the stack, and the mark."""
+        """Pop the last mark and the values above it; return the values."""
         if not self.marks:
             raise FormatError("the pickle collects values without a mark")
         mark = self.marks.pop()
@@ -300,13 +300,13 @@ class _Machine:
         return items
 
     def spend(self, nbytes: int) -> None:
-        """Count what something costs; where it happens most often, this is spelt out."""
+        """Subtract a cost from the budget; the most frequent callers do this inline."""
         self.left -= nbytes
         if self.left < 0:
             raise self.budget.exceeded()
 
     def resolve(self, module: str, name: str) -> None:
-        """Push the stand-in of a global."""
+        """Push the stub of a global."""
         found = ALLOWED.find(module, name)
         if found is None:
             raise UnsafeError(
@@ -315,7 +315,7 @@ class _Machine:
         self.stack.append(found)
 
     def call(self, what: object, args: object) -> object:
-        """Return what a call of a listed name stands for."""
+        """Return the stub for the call of an allowed name."""
         if type(what) is not Global:
             raise UnsafeError(f"the pickle calls {_describe(what)}", expected="a listed class", fix=NEVER_RUN)
         if type(args) is not tuple:
@@ -330,7 +330,7 @@ class _Machine:
         return what.call(what, args)
 
     def check_copies(self, what: Global, args: tuple[object, ...]) -> None:
-        """Count what a call copies of its arguments, and check the keys that it hashes."""
+        """Subtract the cost of the arguments that a call copies, and check the keys that it hashes."""
         self.spend(what.copied * (len(args) + sum(len(a) for a in args if isinstance(a, _SIZED))))
         if what.hashed is not None:
             self.keys.check_all(what.hashed(args))
@@ -341,15 +341,15 @@ def _describe(value: object) -> str:
 
 
 class _Shape:
-    """Bounds the depth and the size of a result, so that whoever walks it may recurse.
+    """Limits the depth and size of a result, so that callers can recurse through it.
 
-    Only a container that is used twice can make the result larger than the pickle, or contain itself; so only those are
-    remembered.
+    Only containers that are used twice can make the result larger than the pickle or contain themselves, so only these
+    are recorded.
 
     Args:
-        depth: Containers in one another that are allowed.
-        most: Values that are allowed; each character of a long text counts as one.
-        machine: What made the result.
+        depth: Maximum nesting of containers.
+        most: Maximum number of values; each character of a long text counts as one.
+        machine: Interpreter that created the result.
     """
 
     __slots__ = ("budget", "count", "deepest", "depth", "has_long_text", "known", "most", "shared")
@@ -365,7 +365,7 @@ class _Shape:
         self.deepest = 0
 
     def visit(self, value: object, level: int) -> None:
-        """Count a value and everything in it, at a depth of `level`."""
+        """Count a value and its content, recursively, at a depth of `level`."""
         if level > self.depth:
             raise _over("containers in one another", self.depth)
         if id(value) in self.shared:
@@ -374,7 +374,7 @@ class _Shape:
             self.visit_once(value, level)
 
     def visit_once(self, value: object, level: int) -> None:
-        """Count what is in a value."""
+        """Count the content of a value."""
         children = _children(value)
         self.count += len(children)
         if self.has_long_text:
@@ -387,7 +387,7 @@ class _Shape:
                 self.visit(child, level + 1)
 
     def visit_shared(self, value: object, level: int) -> None:
-        """Count what is in a value that is used again: look it up the second time."""
+        """Count the content of a value that is used repeatedly; look it up after the first time."""
         key = id(value)
         if key in self.known:
             known = self.known[key]
@@ -464,7 +464,7 @@ def _packed(form: str, size: int) -> _Step:
 
 
 def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
-    """A value that is its length and then its bytes."""
+    """Return a step that pushes a value stored as its length and its bytes."""
 
     def step(machine: _Machine, pos: int) -> int:
         (length,) = unpack_from(form, machine.data, pos)
@@ -482,7 +482,7 @@ def _text(raw: bytes) -> str:
 
 
 def _old_text(raw: bytes) -> str | bytes:
-    """Python 2 wrote its strings as bytes."""
+    """Decode a Python 2 string, which may be any bytes."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -648,7 +648,7 @@ def _tuple2(machine: _Machine, pos: int) -> int:
 
 
 def _empty_tuple(machine: _Machine, pos: int) -> int:
-    """Make an empty tuple, or at once what is made without arguments (NEWOBJ): most instances are."""
+    """Push an empty tuple; if NEWOBJ follows, as for most instances, create the instance directly."""
     stack = machine.stack
     if machine.data[pos] != 0x81:
         stack.append(())
@@ -685,7 +685,7 @@ def _no_dict(target: object) -> UnsafeError:
 
 
 def _fill_dict(machine: _Machine, target: object, keys: list[object], values: list[object]) -> None:
-    """Put keys and values into a dict."""
+    """Insert keys and values into a dict."""
     if not isinstance(target, dict):
         raise _no_dict(target)
     if len(keys) != len(values):
@@ -787,7 +787,7 @@ def _reduce(machine: _Machine, pos: int) -> int:
     args = stack.pop()
     kind = stack[-1]
     if kind.__class__ is Global and kind.call is make_size and args.__class__ is tuple:
-        stack[-1] = make_size(kind, args)  # it is not a separate container
+        stack[-1] = make_size(kind, args)  # a size is not counted as a separate container
     else:
         stack[-1] = machine.call(kind, args)
     return pos
@@ -852,7 +852,7 @@ def _binary_persistent(machine: _Machine, pos: int) -> int:
     return pos
 
 
-# What the loop does itself is missing here.
+# The opcodes that `_loop` handles itself are missing here.
 _STEPS: dict[bytes, _Step] = {
     b"0": _pop,
     b"1": _pop_mark,

@@ -1,7 +1,7 @@
-"""What stands in for the classes and functions that pickles name: values without behaviour, and the allow-list.
+"""Stubs of the classes and functions that pickles name: values without behavior, and the allow-list of names.
 
-A pickle says `module.name`, and then calls it. Here a name on the list below means a small pure function of our own,
-or an `InstanceStub` that merely remembers its arguments; a name off the list means nothing at all. Nothing is imported.
+A pickle names `module.name` and then calls it. Here a name on the list below maps to a small pure function of this
+module, or to an `InstanceStub` that stores the arguments; other names are rejected. Nothing is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardckpt.errors import FormatError, UnsafeError
 
 Builder = Callable[["Global", tuple[object, ...]], object]
-"""Makes the stand-in that a call of a global yields."""
+"""Returns the stub for a call of a global."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Dtype:
     """A torch dtype.
 
     Attributes:
-        name: As torch spells it, without `torch.`; it need not be one that `shardckpt.dtypes` knows.
+        name: Name in torch, without `torch.`; may be unknown to `shardckpt.dtypes`.
     """
 
     name: str
@@ -32,7 +32,7 @@ class StorageType:
     """A torch storage class.
 
     Attributes:
-        dtype: Type of the elements that the storage counts in; `uint8` for untyped storages.
+        dtype: Dtype of the elements that the storage counts; `uint8` for untyped storages.
     """
 
     dtype: str
@@ -40,15 +40,15 @@ class StorageType:
 
 @dataclass(frozen=True, slots=True)
 class TensorStub:
-    """A tensor: a view of a storage.
+    """A tensor as a view of a storage.
 
     Attributes:
-        storage: What the caller's `persistent` returned for its storage.
+        storage: Value that the caller's `persistent` returned for its storage.
         offset: Elements from the start of the storage to the first element.
         shape: Elements in each dimension.
-        strides: Elements between neighbours in each dimension.
-        dtype: Type of the elements; empty where the storage's own type says it.
-        bits: Flags of a lazily changed view, `conj` or `neg`: its bytes are not its values.
+        strides: Elements between neighbors in each dimension.
+        dtype: Dtype of the elements; empty if it is that of the storage.
+        bits: Flags of a lazy view, `conj` or `neg`: its values differ from its bytes.
     """
 
     storage: object
@@ -60,12 +60,12 @@ class TensorStub:
 
 
 class InstanceStub:
-    """Stands for an instance that is never constructed: class, arguments and state.
+    """An instance that is not constructed: class, arguments and state.
 
     Attributes:
         name: `module.name` of the class.
-        args: Positional arguments that it would have been made with.
-        state: What `__setstate__` would have been given; None where nothing was.
+        args: Positional arguments of the constructor.
+        state: Argument of `__setstate__`; None without one.
     """
 
     __slots__ = ("args", "name", "state")
@@ -80,10 +80,10 @@ class InstanceStub:
 
 
 class Ordered(dict[object, object]):
-    """A `collections.OrderedDict` or a relative of it.
+    """A `collections.OrderedDict` or a similar class.
 
     Attributes:
-        attributes: What was set on the dict object itself, such as `_metadata` of a module's state dict.
+        attributes: Attributes of the dict object itself, such as `_metadata` of a module's state dict.
     """
 
     __slots__ = ("attributes",)
@@ -94,13 +94,13 @@ class Ordered(dict[object, object]):
 
 
 class Global(NamedTuple):
-    """A listed name.
+    """A name of the allow-list.
 
     Attributes:
         name: `module.name`.
-        call: What a call of it yields; None where it may be named, but not called.
-        copied: Bytes that a call costs for each value or character in its arguments.
-        hashed: What of its arguments a call hashes; that has to be checked first.
+        call: Returns the stub for a call; None if the name must not be called.
+        copied: Cost in bytes of a call for each value or character in its arguments.
+        hashed: Returns the values of the arguments that a call hashes, so that they can be checked first.
     """
 
     name: str
@@ -114,32 +114,32 @@ class Allowed:
     """The allow-list.
 
     Attributes:
-        names: `(module, name)` to the stand-in.
+        names: `(module, name)` to its stub.
     """
 
     names: dict[tuple[str, str], object] = field(default_factory=dict)
 
     def find(self, module: str, name: str) -> object | None:
-        """Return the stand-in of a name, or None for one that is not listed."""
+        """Return the stub of a name; None if it is not on the list."""
         return self.names.get((module, name))
 
 
 PLAIN_KEYS: frozenset[type] = frozenset({str, bytes, bool, type(None), Dtype, StorageType, Global, InstanceStub})
-"""Types that any number of different keys may have: their hashes differ, by identity or by a secret of this process."""
+"""Types of which any number of keys is allowed: they hash by identity or with a secret of this process."""
 
 
 NEVER_RUN = "Nothing in a checkpoint is executed here; ask its author for a file of plain tensors (safetensors)."
-"""What an error about a refused name ends with."""
+"""Remedy in errors about rejected names."""
 
 
 def malformed(what: Global, args: tuple[object, ...]) -> FormatError:
-    """Return the error for a listed function with arguments that no writer gives it."""
+    """Return the error for an allowed function with arguments that no writer uses."""
     kinds = ", ".join(type(a).__name__ for a in args[:8])
     return FormatError(f"the pickle calls {what.name} in a way that no writer does", found=f"arguments ({kinds})")
 
 
 def make_stub(what: Global, args: tuple[object, ...]) -> InstanceStub:
-    """Return the stub of an instance that would be made from these arguments."""
+    """Return the stub of an instance that these arguments would construct."""
     return InstanceStub(what.name, args)
 
 
@@ -174,7 +174,7 @@ def _sequence(make: Callable[[list[object]], object]) -> Builder:
 
 
 def _hash_builder(make: Callable[[list[object]], object]) -> Builder:
-    """Sets of plain values only: hashing what a stranger nested may take for ever."""
+    """Return a builder for sets of plain values; hashing nested values of a hostile pickle could take forever."""
 
     def build(what: Global, args: tuple[object, ...]) -> object:
         items = args[0] if args else []
@@ -192,7 +192,7 @@ def _deque(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _bytes(what: Global, args: tuple[object, ...]) -> object:
-    """`bytes` and `bytearray`, without the form that takes a length: it would allocate on a stranger's word."""
+    """Return bytes of `bytes` or `bytearray`, except the form with a length, which would allocate any amount."""
     if not args:
         return b""
     first = args[0]
@@ -206,7 +206,7 @@ def _bytes(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _encode(what: Global, args: tuple[object, ...]) -> object:
-    """`_codecs.encode`, which protocol 2 uses to write bytes."""
+    """Return bytes of `_codecs.encode`, which protocol 2 uses to write bytes."""
     if len(args) != 2 or not isinstance(args[0], str):
         raise malformed(what, args)
     return _bytes(what, args)
@@ -255,7 +255,7 @@ def _text(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _sizes(what: Global, args: tuple[object, ...], value: object) -> tuple[int, ...]:
-    """Return non-negative 64-bit sizes; torch knows no others."""
+    """Return non-negative 64-bit sizes, the only ones that torch supports."""
     if (
         not isinstance(value, list | tuple)
         or len(value) > _MOST_DIMS
@@ -279,7 +279,7 @@ def make_size(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _tensor(what: Global, args: tuple[object, ...]) -> object:
-    """`_rebuild_tensor` and its versions 2 and 3."""
+    """Return the stub of `_rebuild_tensor` and its versions 2 and 3."""
     v3 = what.name.endswith("_v3")
     if len(args) < 4 or type(args[1]) is not int or not 0 <= args[1] < 2**63:
         raise malformed(what, args)
@@ -299,19 +299,19 @@ def _tensor(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _inner(what: Global, args: tuple[object, ...]) -> object:
-    """A parameter is its tensor."""
+    """Return the tensor of a parameter."""
     if not args:
         raise malformed(what, args)
     return args[0]
 
 
 def _make_typed(what: Global, args: tuple[object, ...]) -> object:
-    """`_rebuild_from_type_v2(function, class, arguments, state)`: a tensor that carries Python attributes."""
+    """Return the stub of `_rebuild_from_type_v2(function, class, arguments, state)`: a tensor with attributes."""
     if len(args) != 4 or not isinstance(args[0], Global) or not isinstance(args[2], tuple):
         raise malformed(what, args)
     function, kind, inner, state = args
     assert isinstance(function, Global) and isinstance(inner, tuple)
-    if function.call is None or function.copied:  # what copies is counted where it is called itself
+    if function.call is None or function.copied:  # functions that copy are counted in calls of their own
         raise malformed(what, args)
     made = function.call(function, inner)
     if isinstance(made, InstanceStub):
@@ -323,21 +323,21 @@ def _make_typed(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _wrapper(what: Global, args: tuple[object, ...]) -> object:
-    """`_rebuild_wrapper_subclass(class, dtype, size, ...)`: a DTensor or a relative, named by its class."""
+    """Return the stub of `_rebuild_wrapper_subclass(class, dtype, size, ...)`, such as a DTensor, with its class."""
     if not args or not isinstance(args[0], Global) or len(args) > _MOST_DIMS:
         raise malformed(what, args)
     return InstanceStub(args[0].name, args[1:])
 
 
 def _reconstructor(what: Global, args: tuple[object, ...]) -> object:
-    """`copyreg._reconstructor(class, base, state)`, how protocols 0 and 1 write an instance."""
+    """Return the stub of `copyreg._reconstructor(class, base, state)`, used by protocols 0 and 1 for instances."""
     if len(args) != 3 or not isinstance(args[0], Global) or args[0].call is not make_stub:
         raise malformed(what, args)
     return InstanceStub(args[0].name, () if args[2] is None else (args[2],))
 
 
 def _nested_class(what: Global, args: tuple[object, ...]) -> object:
-    """`getattr`, for the one nested class that a torch class pickles by it."""
+    """Return the stub of `getattr` for the only nested class that torch pickles with it."""
     if len(args) == 2 and isinstance(args[0], Global) and (args[0].name, args[1]) == _NESTED:
         return Global(".".join(_NESTED), make_stub)
     raise UnsafeError(f"the pickle calls {what.name}, which could reach any function", found=args[1:], fix=NEVER_RUN)
@@ -427,13 +427,13 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
 
 
 def _pair_keys(args: tuple[object, ...]) -> list[object]:
-    """Return the keys in the list of pairs that a dict would be made of, its last argument."""
+    """Return the keys in the list of pairs that is the last argument of a dict."""
     pairs = args[-1] if args else None
     return [p[0] for p in pairs if isinstance(p, list | tuple) and p] if isinstance(pairs, list | tuple) else []
 
 
 def _items(args: tuple[object, ...]) -> list[object]:
-    """Return the values that a set would be made of."""
+    """Return the values of the set that a call creates."""
     return list(args[0]) if args and isinstance(args[0], list | tuple) else []
 
 
@@ -441,7 +441,7 @@ _HASHED = {
     **dict.fromkeys(("dict", "Counter", "OrderedDict", "defaultdict"), _pair_keys),
     **dict.fromkeys(("frozenset", "set"), _items),
 }
-"""What calls hash."""
+"""Functions that return the values that a call hashes."""
 
 _COPIED = {
     **dict.fromkeys(("dict", "Counter", "OrderedDict", "defaultdict"), 160),
@@ -449,7 +449,7 @@ _COPIED = {
     **dict.fromkeys(("list", "tuple", "deque", "bytearray", "bytes", "encode"), 16),
     **dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"), 16),
 }
-"""What calls cost that copy their arguments: bytes for each value or character in them."""
+"""Cost in bytes, for each value or character of the arguments, of calls that copy their arguments."""
 
 _DCP_METADATA = (
     "BytesStorageMetadata",
@@ -541,7 +541,7 @@ _STUBBED: dict[str, tuple[str, ...]] = {
 }
 
 _MODULE_SYNONYMS = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""What Python 2 called them, and protocols 0 to 2 still do."""
+"""Python 2 names of modules, which protocols 0 to 2 still use."""
 
 
 def _default_names() -> dict[tuple[str, str], object]:
@@ -564,4 +564,4 @@ def _default_names() -> dict[tuple[str, str], object]:
 
 
 ALLOWED = Allowed(_default_names())
-"""Every name that may stand in a pickle."""
+"""The allow-list: all names that a pickle may contain."""

@@ -1,7 +1,7 @@
-"""Writes pickles by opcode: plain values, and calls of named globals that are never looked up here.
+"""Write pickles by opcode: plain values, and calls of globals by name, which are not imported here.
 
-Protocol 2 (PEP 307, and the notes in CPython's `pickletools`), which `torch.load(weights_only=True)` reads. Nothing is
-imported for a name: what it means is the reader's business.
+Protocol 2 (PEP 307, and the notes in CPython's `pickletools`), which `torch.load(weights_only=True)` reads. The reader
+resolves the names.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shardckpt.manifest import Path, dotted
 _MAX_DEPTH = 120
 _MAX_LONG_BYTES = 255
 _REMEMBERED_CHARACTERS = 200
-"""Longer strings are written out each time: they hardly ever come twice."""
+"""Maximum characters of strings in the memo: longer strings rarely occur twice and are written each time."""
 
 _BATCH = 1000
-"""Items between two marks, as CPython writes them: a reader's stack holds so many at once."""
+"""Items between two marks, as in CPython; limits the reader's stack."""
 
 _NO_STATE = object()
 
 
 class GlobalName(NamedTuple):
-    """A name that the reader imports.
+    """A global that the reader imports.
 
     Attributes:
-        module: Its module.
-        name: Its name in there.
+        module: Name of its module.
+        name: Name in the module.
     """
 
     module: str
@@ -38,14 +38,14 @@ class GlobalName(NamedTuple):
 
 
 class GlobalCall(NamedTuple):
-    """A value that the reader makes by calling a global.
+    """A value that the reader creates by calling a global.
 
     Attributes:
-        function: What is called.
-        args: With which arguments.
-        state: What `__setstate__` is given then, or its `__dict__` is updated with; nothing where left out.
-        is_new: Made by `function.__new__`, without its `__init__`.
-        items: Put into it as into a dict.
+        function: Global to call.
+        args: Arguments of the call.
+        state: Argument of `__setstate__`, or values that update `__dict__`; omitted by default.
+        is_new: Whether to create the value with `function.__new__`, without `__init__`.
+        items: Items to insert as into a dict.
     """
 
     function: GlobalName
@@ -56,27 +56,27 @@ class GlobalCall(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A dict whose keys the reader makes by calls.
+    """A dict whose keys the reader creates by calls.
 
     Attributes:
-        pairs: Its keys and values, in order.
+        pairs: Keys and values, in order.
     """
 
     pairs: Sequence[tuple[object, object]]
 
 
 class PersistentId(NamedTuple):
-    """What the reader finds outside of the pickle.
+    """A reference to data outside the pickle.
 
     Attributes:
-        key: How it is called.
+        key: Key of the data.
     """
 
     key: tuple[object, ...]
 
 
 Special = Callable[[object, Path], object]
-"""Returns what is written in the place of a value of no plain type; itself where it knows no better."""
+"""Returns the replacement of a value that is not of a plain type; the value itself if there is none."""
 
 
 def _as_it_is(value: object, _path: Path) -> object:
@@ -87,11 +87,12 @@ def encode_pickle(value: object, special: Special = _as_it_is) -> bytes:
     """Encode a value as a pickle.
 
     Args:
-        value: Plain values, containers, and what this module names.
-        special: Asked about every value of another type.
+        value: Plain values, containers, and the classes of this module.
+        special: Returns the replacement of a value of any other type.
 
     Raises:
-        UnsupportedError: A value of a type that has no form here, or nested too deep; the message names its path.
+        UnsupportedError: The type of a value is not supported, or values are nested too deeply; the message names the
+            path.
     """
     writer = _Writer(special)
     writer.value(value, ())
@@ -99,7 +100,7 @@ def encode_pickle(value: object, special: Special = _as_it_is) -> bytes:
 
 
 class _Writer:
-    """Collects opcodes.
+    """Writes the opcodes of a pickle.
 
     Args:
         special: As for `encode_pickle`.
@@ -130,7 +131,7 @@ class _Writer:
         }
 
     def value(self, value: object, path: Path) -> None:
-        """Write a value that sits at a path."""
+        """Write the value at a path."""
         if len(path) > _MAX_DEPTH:
             raise UnsupportedError("nested too deep to be pickled", where=dotted(path[:8]))
         write = self._plain.get(type(value))
@@ -165,7 +166,7 @@ class _Writer:
             self._remember(value)
 
     def _bytes(self, value: bytes | bytearray, path: Path) -> None:
-        """Protocol 2 has no bytes: they are text of which every character is one, and are encoded by the reader."""
+        """Write bytes as text with one character per byte, which the reader encodes: protocol 2 has no bytes."""
         self._call(GlobalCall(GlobalName("_codecs", "encode"), (bytes(value).decode("latin-1"), "latin1")), path)
 
     def _global(self, value: GlobalName) -> None:

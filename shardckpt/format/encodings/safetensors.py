@@ -1,4 +1,4 @@
-"""The safetensors file: its header read and validated, and written as the reference writer writes it.
+"""Read, validate and write headers of safetensors files, written like the reference writer.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON, data without holes
 (https://github.com/huggingface/safetensors, section "Format").
@@ -20,16 +20,16 @@ from shardckpt.format.budget import ReadBudget
 from shardckpt.storage.store import Read, Store
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Maximum header size, as defined by the format."""
 
 MAX_DIMS = 64
-"""What numpy holds; each number of a shape also costs every reader memory."""
+"""Maximum dimensions: NumPy's limit; each number of a shape also costs readers memory."""
 
 _MAX_BYTES = 1 << 62
 
 
 class Header(NamedTuple):
-    """What the header of one file says.
+    """Content of the header of one file.
 
     Attributes:
         data_start: Byte in the file at which the data begins.
@@ -43,17 +43,17 @@ class Header(NamedTuple):
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of data that the header promises."""
+        """Bytes of data according to the header."""
         return max((end for _, _, _, end in self.tensors.values()), default=0)
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Return True if a file's first bytes could start a safetensors file; needs 9 bytes."""
+    """Return True if the first bytes may be those of a safetensors file; needs 9 bytes."""
     return len(head) >= 9 and struct.unpack_from("<Q", head)[0] <= MAX_HEADER_BYTES and head[8:9] == b"{"
 
 
 def read_headers(store: Store, sizes: Mapping[str, int]) -> dict[str, Header]:
-    """Read the headers of several files in two rounds of requests.
+    """Read the headers of several files in two batches of requests.
 
     Args:
         store: Store of the files.
@@ -102,13 +102,13 @@ def parse_header(body: bytes | bytearray, *, where: str) -> Header:
     """Parse and validate the JSON of a header.
 
     Args:
-        body: The JSON bytes, without the length before them.
-        where: The file, for messages.
+        body: JSON bytes, without the preceding length.
+        where: Name of the file, for messages.
 
     Raises:
-        FormatError: Not the JSON of a safetensors header: wrong types, unknown dtype, sizes that do not fit, duplicate
-            names, holes or overlaps in the data.
-        UnsupportedError: A dtype this package does not know.
+        FormatError: The bytes are not the JSON of a safetensors header: wrong types, unknown dtype, sizes that do not
+            fit, duplicate names, gaps or overlaps in the data.
+        UnsupportedError: A dtype is not supported by this package.
     """
     raw = parse_json(body, where=where)
     if not isinstance(raw, dict):
@@ -122,25 +122,25 @@ def parse_header(body: bytes | bytearray, *, where: str) -> Header:
 
 
 def require_affordable(body: bytes | bytearray, *, where: str) -> None:
-    """Refuse JSON whose lists and objects would take far more memory than its text, before any is made.
+    """Reject JSON whose lists and objects would take far more memory than its text, before parsing it.
 
     Raises:
-        UnsafeError: It consists of little else.
+        UnsafeError: The text consists mostly of lists and objects.
     """
     made = _CONTAINER_BYTES * (body.count(b"[") + body.count(b"{")) + _MEMBER_BYTES * body.count(b",")
     ReadBudget(len(body), where=where).spend(made)
 
 
 _CONTAINER_BYTES, _MEMBER_BYTES = 64, 8
-"""What lists and objects of JSON, and what they hold, take in memory beyond their text."""
+"""Memory of lists and objects of JSON, and of their members, beyond their text, in bytes."""
 
 
 def parse_json(body: bytes | bytearray, *, where: str) -> object:
     """Parse JSON, strictly: UTF-8, no duplicate keys, no NaN or infinity, bounded nesting and memory.
 
     Raises:
-        FormatError: It is none of that.
-        UnsafeError: It consists of so many lists and objects that its values would take far more memory than it.
+        FormatError: The text violates one of these rules.
+        UnsafeError: The text has so many lists and objects that its values would take far more memory than it.
     """
     require_affordable(body, where=where)
     try:
@@ -208,7 +208,7 @@ def _check_no_holes(tensors: Mapping[str, tuple[str, Shape, int, int]], where: s
 
 
 def require_dims(name: str, shape: Sequence[int], where: object) -> None:
-    """Refuse a tensor of more dimensions than any library holds. Raises UnsupportedError."""
+    """Reject a tensor with more dimensions than any library supports. Raises UnsupportedError."""
     if len(shape) > MAX_DIMS:
         raise UnsupportedError(
             f"tensor {name!r} has more dimensions than any library holds",
@@ -223,9 +223,9 @@ class HeaderTensor:
     """One tensor of a file to write.
 
     Attributes:
-        name: Its key.
-        dtype: Torch's name of its type.
-        shape: In elements.
+        name: Name in the file.
+        dtype: Dtype in torch's spelling.
+        shape: Shape in elements.
     """
 
     name: str
@@ -242,32 +242,32 @@ _RANK = {name: rank for rank, name in enumerate(reversed(SAFETENSORS_NAMES))}
 
 
 def file_order(tensors: Iterable[HeaderTensor]) -> list[HeaderTensor]:
-    """Return tensors in the order the reference writer lays them out: wide types first, then by name.
+    """Return tensors in the order of the reference writer: wide dtypes first, then by name.
 
-    Types that safetensors has no name for come last; `encode_header` refuses them.
+    Dtypes without a name in safetensors come last; `encode_header` rejects them.
     """
     return sorted(tensors, key=lambda t: (_RANK.get(t.dtype, len(_RANK)), t.name))
 
 
 def encode_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """Return the length and the header of a file whose data holds `tensors` in the order given.
+    """Return the length and header of a file whose data contains `tensors` in the given order.
 
     The JSON is padded with spaces so that the data begins at a multiple of `align` bytes.
 
     Raises:
-        UnsupportedError: A type that safetensors cannot name, a name that is not text or is reserved.
+        UnsupportedError: Safetensors has no name for a dtype, or a name is reserved or not text.
     """
     return join_header(encode_entries(tensors), metadata, align=align)
 
 
 def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
-    """Return the inner part of a header's JSON, on its tensors: it does not change with the metadata.
+    """Return the part of the header's JSON that describes the tensors; it does not depend on the metadata.
 
     Args:
-        tensors: In the order of the data.
+        tensors: Tensors in the order of the data.
 
     Raises:
-        UnsupportedError: A type that safetensors cannot name, a name that it keeps for itself.
+        UnsupportedError: Safetensors has no name for a dtype, or a tensor's name is reserved.
     """
     entries: dict[str, object] = {}
     at = 0
@@ -288,15 +288,15 @@ def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
 
 
 def join_header(entries: str, metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """Return the length and the header of a file, as `encode_header` does.
+    """Return the length and header of a file, like `encode_header`.
 
     Args:
-        entries: What `encode_entries` returned.
-        metadata: Free text.
-        align: Bytes at a multiple of which the data begins.
+        entries: Result of `encode_entries`.
+        metadata: Text by name.
+        align: Alignment of the data in the file, in bytes.
 
     Raises:
-        UnsupportedError: A name that is not text.
+        UnsupportedError: A name is not text.
     """
     members = ([f'"__metadata__":{_json(dict(metadata))}'] if metadata else []) + ([entries] if entries else [])
     try:

@@ -1,7 +1,7 @@
-"""Tagged JSON: the state that a user saved, plain values with their types, tensors as references. Nothing is executed.
+"""Tagged JSON: a saved state as plain values with their types, and tensors as references. Executes no code.
 
-`null`, booleans, integers below 2^63, finite floats, strings, lists and dicts with text keys stand for themselves.
-Anything else is an object of one key that begins with `$`; a dict that could be mistaken for one is written as pairs.
+`null`, booleans, integers below 2^63, finite floats, strings, lists and dicts with text keys are stored directly.
+Other values are objects with one key that begins with `$`; a dict that looks like such an object is stored as pairs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardckpt.format.budget import check_hashes
 from shardckpt.manifest import Path, dotted
 
 MAX_DEPTH = 100
-"""Containers inside one another; also the end of a container that holds itself."""
+"""Maximum nesting of containers; also ends the encoding of a container that contains itself."""
 
 MAX_BYTES = 1 << 24
-"""Bytes of one string or byte string: more belongs into a tensor."""
+"""Maximum bytes of one string or byte string; larger data belongs in a tensor."""
 
 MAX_INT_BITS = 8192
-"""Bits of one integer, so that Python prints every one of them."""
+"""Maximum bits of one integer, so that Python can print all of them."""
 
 SCALARS = {
     "bool": "?",
@@ -42,18 +42,18 @@ SCALARS = {
     "complex64": "ff",
     "complex128": "dd",
 }
-"""Numpy's names of the scalars that can be saved, and how the `struct` module calls their parts."""
+"""NumPy's names of the scalars that can be saved, to the format of their parts in the `struct` module."""
 
 _INT_BOUND = 1 << 63
 _PLAIN_KEYS = (str, int, float, bool, type(None), tuple)
 
 
 class ArrayRef(NamedTuple):
-    """Stands in a saved state for a tensor in payload files.
+    """Reference to a tensor in payload files, in place of the tensor.
 
     Attributes:
-        number: Its position among the manifest's arrays.
-        kind: What it was: `tensor`, or `numpy`.
+        number: Index of the array in the manifest.
+        kind: Original kind: `tensor` or `numpy`.
     """
 
     number: int
@@ -61,11 +61,11 @@ class ArrayRef(NamedTuple):
 
 
 class NamedValue(NamedTuple):
-    """A value of a type that only torch or numpy knows, as its text.
+    """A value of a torch or NumPy type, as text.
 
     Attributes:
         kind: `dtype`, `size`, `device` or `numpy`.
-        value: `bfloat16`, `(2, 3)`, `cuda:0`, or a scalar's type and bytes: `float32 0000003f`.
+        value: Text of the value: `bfloat16`, `(2, 3)`, `cuda:0`, or a scalar's dtype and bytes: `float32 0000003f`.
     """
 
     kind: str
@@ -94,15 +94,16 @@ def _as_it_is(value: ArrayRef | NamedValue) -> object:
 
 
 def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
-    """Return a saved state as JSON can hold it.
+    """Return a saved state as JSON values.
 
     Args:
         value: Containers and values.
-        path: Where it sits, for messages.
-        leaf: Asked about every value that JSON has no form for: its reference, or None to refuse it.
+        path: Path of the value, for messages.
+        leaf: Returns the reference of a value that JSON cannot represent; None to reject it.
 
     Raises:
-        UnsupportedError: A value of another type, too long, or nested too deep; the message names its dotted path.
+        UnsupportedError: A value has another type, is too long, or is nested too deeply; the message names its dotted
+            path.
     """
     if len(path) > MAX_DEPTH:
         raise _refusal(path, "nested too deep", f"more than {MAX_DEPTH} containers inside one another")
@@ -138,7 +139,7 @@ def _encode_dict(value: dict[object, object], path: Path, leaf: Leaf) -> object:
 
 
 def path_key(key: object) -> str | int:
-    """Return the part of a path that a dict's key becomes."""
+    """Return the part of a path for a key of a dict."""
     return key if type(key) in (str, int) else str(key)  # type: ignore[return-value]
 
 
@@ -202,16 +203,16 @@ def _shorten(value: object) -> str:
 
 
 def decode(json: object, decode_ref: DecodeRef = _as_it_is, *, where: object = "") -> object:
-    """Return the state that was encoded.
+    """Return the state that `encode` encoded.
 
     Args:
-        json: As parsed.
-        decode_ref: Turns references and torch's values into what the caller wants.
-        where: The file, for messages.
+        json: Parsed JSON.
+        decode_ref: Replaces references and values of torch.
+        where: Name of the file, for messages.
 
     Raises:
-        FormatError: No such thing can have been written.
-        UnsupportedError: A tag that this release does not know.
+        FormatError: The JSON cannot be a result of `encode`.
+        UnsupportedError: A tag is unknown to this release.
     """
     return _Decoder(decode_ref, where).value(json, 0)
 
@@ -228,7 +229,7 @@ class _Decoder:
         if not isinstance(json, dict):
             return json
         tag = next(iter(json)) if len(json) == 1 else ""
-        if tag == "$array" and type(json[tag]) is int and json[tag] >= 0:  # most leaves are
+        if tag == "$array" and type(json[tag]) is int and json[tag] >= 0:  # most leaves are references
             return self._decode_ref(ArrayRef(json[tag]))
         if not tag.startswith("$"):
             if any(key.startswith("$") for key in json):

@@ -1,8 +1,8 @@
-"""Zip archives as torch writes them: many at once, anywhere in a file, strictly checked, found and not extracted.
+"""Zip archives as torch writes them: open many at once, anywhere in a file, and locate entries with strict checks.
 
-APPNOTE 6.3 (zip64 included). Torch writes its archives as a stream: sizes stand in the central directory and behind
-each entry, the local headers hold zeros, and their extra field pads the data to a border; so only the local header
-says where an entry's data begin.
+APPNOTE 6.3, including zip64. Torch writes archives as a stream: sizes are in the central directory and after each
+entry, while local headers contain zeros; an extra field of the local header aligns the data. So only the local header
+gives the start of an entry's data.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _DESCRIPTOR, _DESCRIPTOR64 = Struct("<4sIII"), Struct("<4sIQQ")
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 
 _TAIL = {True: 1 << 10, False: 1 << 16}
-"""Bytes read first from the end of an archive, on this machine and from elsewhere: round trips cost more than bytes."""
+"""Bytes read first from the end of an archive, local and remote: remote round trips cost more than bytes."""
 
 _MAX_DIRECTORY_BYTES = 1 << 28
 _MAX_NAME_BYTES = 4096
 _MAX_INFLATION = 1040
-"""Deflate cannot expand further than that."""
+"""Maximum expansion factor of deflate."""
 
 _MOST_INFLATED_BYTES = 1 << 26
-"""Of an entry that is compressed: torch stores, so a large one was made to cost memory that its file does not hold."""
+"""Maximum decoded bytes of a compressed entry: torch does not compress, so a large one is probably hostile."""
 
 
 _MOST_ENDS = 100_000
-"""Marks of an end in one entry that are tried; an archive that is stored in another one has one for each entry."""
+"""Maximum end records tried in one entry; an archive stored in another one has one for each entry."""
 
 _INFLATED_COST = 16
-"""What an inflated byte costs of a budget: it was no byte of the file, and is parsed all the same."""
+"""Budget cost of each inflated byte, which is parsed without being a byte of the file."""
 
 
 class ArchivePlace(NamedTuple):
     """The byte range of an archive.
 
     Attributes:
-        file: Name relative to the store.
-        offset: First byte of the archive in the file.
-        nbytes: Bytes of the archive.
+        file: File name relative to the store.
+        offset: Offset of the archive in the file.
+        nbytes: Size of the archive in bytes.
     """
 
     file: str
@@ -67,14 +67,14 @@ class ZipEntry(NamedTuple):
     """One entry of an archive.
 
     Attributes:
-        name: As stored, with forward slashes.
-        method: 0 stored, 8 deflated; others are named only when the entry is wanted.
-        crc32: Of the decoded bytes; 0 if torch was set not to compute it.
-        compressed: Encoded bytes.
-        size: Decoded bytes.
-        header: Byte in the file where its local header starts.
-        limit: Byte in the file where it must have ended: the next header, or the directory.
-        streamed: Whether its sizes stand behind it and not in its local header.
+        name: Stored name, with forward slashes.
+        method: Compression method: 0 stored, 8 deflated. Others are rejected when the entry is read.
+        crc32: CRC-32 of the decoded bytes; 0 if torch did not compute it.
+        compressed: Number of encoded bytes.
+        size: Number of decoded bytes.
+        header: Offset of the local header in the file.
+        limit: Upper limit of the entry's end in the file: the next header, or the directory.
+        streamed: Whether its sizes are after its data, not in the local header.
     """
 
     name: str
@@ -104,8 +104,8 @@ class WantedEntry(NamedTuple):
     """An entry of an archive in a file.
 
     Attributes:
-        file: Name relative to the store.
-        entry: The entry.
+        file: File name relative to the store.
+        entry: Entry to read.
     """
 
     file: str
@@ -113,17 +113,17 @@ class WantedEntry(NamedTuple):
 
 
 def open_archives(store: Store, places: Sequence[ArchivePlace]) -> list[ZipArchive]:
-    """Read the directories of archives, all of them in at most two batches of reads.
+    """Read the directories of several archives in at most two batches of reads.
 
     Args:
         store: Store of the files.
         places: Files and ranges of the archives.
 
     Raises:
-        TruncatedError: A place reaches beyond the end of its file.
-        FormatError: The archive is missing, or it contradicts itself.
-        UnsafeError: An entry's name leaves the archive, or the directory is absurdly large.
-        UnsupportedError: It is encrypted, or spread over several volumes.
+        TruncatedError: A range exceeds its file.
+        FormatError: The range contains no archive, or the archive contradicts itself.
+        UnsafeError: An entry's name leaves the archive, or the directory is larger than any real one.
+        UnsupportedError: The archive is encrypted or has several volumes.
     """
     most = _TAIL[store.capabilities.is_local]
     tails = _read(store, [(p.file, p.offset + p.nbytes - min(most, p.nbytes), min(most, p.nbytes)) for p in places])
@@ -143,7 +143,7 @@ def open_archives(store: Store, places: Sequence[ArchivePlace]) -> list[ZipArchi
 
 
 def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
-    """Return the byte in its file where each entry's data start, all in one batch of reads.
+    """Return the offset in its file of each entry's data, in one batch of reads.
 
     Raises:
         FormatError: A local header contradicts the directory.
@@ -155,19 +155,19 @@ def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
 def read_entries(
     store: Store, wanted: Sequence[WantedEntry], *, most: int, budgets: Mapping[str, ReadBudget] | None = None
 ) -> list[bytes]:
-    """Return the decoded bytes of small entries, all in one batch of reads.
+    """Return the decoded bytes of small entries, in one batch of reads.
 
     Args:
         store: Store of the files.
-        wanted: The entries.
-        most: Decoded bytes of one entry that are accepted; of a compressed one 64 MiB at the most.
-        budgets: File to what reading it may cost; what is inflated counts there.
+        wanted: Entries to read.
+        most: Maximum decoded bytes of an entry; at most 64 MiB for a compressed one.
+        budgets: File name to the budget that inflated bytes are subtracted from.
 
     Raises:
         FormatError: A local header contradicts the directory, or an entry cannot be decoded.
-        ChecksumError: Its bytes differ from its checksum.
-        UnsafeError: It is larger than `most`.
-        UnsupportedError: A compression method other than deflate.
+        ChecksumError: The bytes of an entry do not match its checksum.
+        UnsafeError: An entry is larger than `most`.
+        UnsupportedError: The compression method is not deflate.
     """
     extents = []
     for file, entry in wanted:
@@ -185,10 +185,10 @@ def read_entries(
 
 
 def require_known_method(entry: ZipEntry, where: str) -> None:
-    """Refuse compression methods that are not read here.
+    """Require a supported compression method.
 
     Raises:
-        UnsupportedError: It is neither stored nor deflated.
+        UnsupportedError: The method is neither stored nor deflate.
     """
     if entry.method not in (STORED, DEFLATED):
         raise UnsupportedError(
@@ -211,13 +211,13 @@ def _read(store: Store, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
 
 
 def _extent(entry: ZipEntry) -> int:
-    """Bytes from an entry's header to the end of its data, with room for the longest extra field."""
+    """Return the bytes from an entry's header to the end of its data, with the longest possible extra field."""
     longest = _LOCAL.size + 2 * 0xFFFF + entry.compressed
     return min(entry.limit - entry.header, longest)
 
 
 class _End(NamedTuple):
-    """What the end of an archive says of its directory: first byte in the archive, bytes, entries."""
+    """End record: offset of the directory in the archive, its bytes, and its number of entries."""
 
     start: int
     nbytes: int
@@ -225,7 +225,7 @@ class _End(NamedTuple):
 
 
 def _end(place: ArchivePlace, tail: bytes, where: str) -> _End:
-    """Find the records at the end of an archive."""
+    """Find the end records of an archive."""
     at = tail.rfind(b"PK\x05\x06")
     while at >= 0 and (len(tail) - at < _END.size or at + _END.size + _END.unpack_from(tail, at)[7] != len(tail)):
         at = tail.rfind(b"PK\x05\x06", 0, at)
@@ -252,7 +252,7 @@ def _end(place: ArchivePlace, tail: bytes, where: str) -> _End:
 
 
 def _end64(place: ArchivePlace, tail: bytes, at: int, where: str) -> _End | None:
-    """Return what the zip64 record in front of the end record says, if there is one."""
+    """Return the zip64 record before the end record; None if there is none."""
     at -= _END64_LOCATOR.size
     if at < 0 or tail[at : at + 4] != b"PK\x06\x07":
         return None
@@ -278,7 +278,7 @@ def _check_end(end: _End, position: int, where: str) -> None:
 
 
 def _entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str, ZipEntry]:
-    """Parse a directory, and give every entry the place where it must have ended."""
+    """Parse a directory and compute the limit of each entry."""
     records, at = [], 0
     try:
         for _ in range(end.entries):
@@ -311,7 +311,7 @@ def _entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str
 
 
 def _record(raw: bytes, at: int, where: str) -> tuple[ZipEntry, int]:
-    """Parse one record of a directory; return it, its header counted in the archive, and where the next one starts."""
+    """Parse one directory record; return it, with its header's offset in the archive, and the next record's offset."""
     signature, _, _, flags, method, _, _, crc, compressed, size, n, extra, comment, disk, _, _, header = (
         _CENTRAL.unpack_from(raw, at)
     )
@@ -330,7 +330,7 @@ def _record(raw: bytes, at: int, where: str) -> tuple[ZipEntry, int]:
 
 
 def _wide(extra: bytes, narrow: tuple[int, int, int], where: str) -> tuple[int, int, int]:
-    """Replace the fields that did not fit 32 bits by those of the zip64 extra field."""
+    """Replace the fields that exceed 32 bits by those of the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = int.from_bytes(extra[at : at + 2], "little"), int.from_bytes(extra[at + 2 : at + 4], "little")
@@ -358,7 +358,7 @@ def _name(raw: bytes, where: str) -> str:
 
 
 def _data_start(wanted: WantedEntry, head: bytes, where: str) -> int:
-    """Return the byte in the file where an entry's data start, from its local header."""
+    """Return the offset in the file of an entry's data, from its local header."""
     entry = wanted.entry
     if len(head) < _LOCAL.size:
         raise TruncatedError(f"the local header of {entry.name} ends early", where=where)
@@ -412,12 +412,12 @@ def _decode(entry: ZipEntry, raw: bytes, where: str) -> bytes:
 
 
 class ArchiveFront(NamedTuple):
-    """The entries at the front of a streamed archive.
+    """The first entries of a streamed archive.
 
     Attributes:
-        contents: Name to bytes of the entries in front of the one looked for.
-        name: The entry looked for.
-        start: Byte of the archive where its data start.
+        contents: Name to bytes of the entries before the wanted one.
+        name: Name of the wanted entry.
+        start: Offset of the wanted entry's data in the archive.
     """
 
     contents: dict[str, bytes]
@@ -426,16 +426,16 @@ class ArchiveFront(NamedTuple):
 
 
 def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) -> ArchiveFront:
-    """Walk an archive from its first byte to an entry, without its directory: a decoded stream is read forward only.
+    """Walk a forward-only decoded archive from its start to an entry, without its directory.
 
     Args:
         front: First bytes of the archive.
-        is_wanted: Returns True for the name of the wanted entry; the walk ends at its data.
-        where: What it is, for messages.
+        is_wanted: Returns True for the name of the wanted entry, at whose data the walk ends.
+        where: Name of the archive, for messages.
 
     Raises:
-        TruncatedError: The entry starts behind `front`: ask again with more bytes.
-        FormatError: It is not an archive of stored entries.
+        TruncatedError: The entry starts after `front`: call again with more bytes.
+        FormatError: The bytes are not an archive of stored entries.
     """
     contents: dict[str, bytes] = {}
     at = 0
@@ -463,9 +463,9 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
 
 
 def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
-    """Return where the data that start at a byte end, and where the record behind them ends.
+    """Return the end of the data that starts at an offset, and the end of the record after the data.
 
-    The record holds the size and the checksum of the bytes before it; both must fit.
+    The record contains size and checksum of the data; both must match.
     """
     at = front.find(_DESCRIPTOR_SIGNATURE, start)
     view, checked, checksum = memoryview(front), start, 0

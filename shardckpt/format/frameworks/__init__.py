@@ -1,1 +1,1 @@
-"""Folders that training frameworks write around other formats."""
+"""Readers of folders that training frameworks write around other formats."""

@@ -1,10 +1,10 @@
-"""Folders of `Accelerator.save_state` (Accelerate 1.x), with FSDP or without, full or sharded.
+"""Reader of folders of `Accelerator.save_state` (Accelerate 1.x), with or without FSDP, full or sharded.
 
 With FSDP: `pytorch_model_fsdp.bin` and `optimizer.bin` (FULL), or DCP folders `pytorch_model_fsdp_0/` and
-`optimizer_0/` (SHARDED), or one file of each rank, `pytorch_model_fsdp_0_rank0.bin` (SHARDED with `use_dcp=False`, and
-LOCAL); without: `model.safetensors` or `pytorch_model.bin`. Further models and optimizers carry a
-number. Beside them are small files of the training loop, such as those of `transformers.Trainer`. Paths are `model`,
-`model_1`, ..., `optimizer`, `optimizer_1`, ..., then names.
+`optimizer_0/` (SHARDED), or one file per rank, `pytorch_model_fsdp_0_rank0.bin` (SHARDED with `use_dcp=False`, and
+LOCAL); without FSDP: `model.safetensors` or `pytorch_model.bin`. Further models and optimizers have a number. Small
+files of the training loop are in the same folder, as for `transformers.Trainer`. Paths are `model`, `model_1`, ...,
+`optimizer`, `optimizer_1`, ..., followed by names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KEYS = {"pytorch_model_fsdp": "model", "optimizer": "optimizer", "model": "mode
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by the names of its model, which no other writer uses, or by its random states."""
+    """Recognize a folder by the names of its model files, which no other writer uses, or by its random states."""
     if source.file is not None:
         return Evidence.NONE
     names = [*source.files, *source.folders]
@@ -49,7 +49,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def _slot(name: str) -> str:
-    """Return which model or optimizer a file or folder belongs to, by the key its paths start with; empty for none."""
+    """Return the first path key (model or optimizer) of a file or folder; empty if it is neither."""
     match = _FULL.fullmatch(name) or _SHARDED.fullmatch(name) or _RANK_FILE.fullmatch(name) or _PLAIN.fullmatch(name)
     if match is None:
         return ""
@@ -61,9 +61,9 @@ def open_source(source: Source) -> Reader:
     """Open a recognized source.
 
     Raises:
-        AmbiguousError: One model or optimizer is there in two forms.
-        UnsupportedError: A model was saved rank by rank, and not as something that says which part a rank holds.
-        CheckpointError: A file is damaged, refused, or of a kind that is not read.
+        AmbiguousError: A model or optimizer is stored in two forms.
+        UnsupportedError: A model was saved as one file per rank, without the layout of the shards.
+        CheckpointError: A file is damaged, rejected, or of an unsupported kind.
     """
     slots, ignored = _choose_files(source)
     ranked = {name: source.listing[name].size for name in slots if _RANK_FILE.fullmatch(name)}
@@ -77,7 +77,7 @@ def open_source(source: Source) -> Reader:
 
 
 def _open_rank_files(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]) -> Reader:
-    """Open the files of ranks; those of one model or optimizer are put together."""
+    """Open the rank files; those of one model or optimizer are merged."""
     files = [
         RankFile(name, (name,), (slots[name],), int(match["rank"]))
         for name in sizes
@@ -118,7 +118,7 @@ def _parts(
 
 
 def _below(slot: str, root: str, path: Path) -> Path:
-    """Return a path under the key of its model or optimizer, in place of the one key a DCP folder wraps it in."""
+    """Return a path below the key of its model or optimizer, which replaces the one key of a DCP folder."""
     if not slot:
         return path
     if root and path[0] == root:
@@ -130,7 +130,7 @@ def _below(slot: str, root: str, path: Path) -> Path:
 
 
 def _choose_files(source: Source) -> tuple[dict[str, str], list[str]]:
-    """Return file or folder to slot for what is read, models first, and what is not."""
+    """Return the files and folders to read with their path keys, models first, and the unread ones."""
     found: dict[str, list[str]] = {}
     for name in sorted([*source.files, *source.folders]):
         slot = _slot(name)

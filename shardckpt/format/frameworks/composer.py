@@ -1,8 +1,8 @@
-"""Composer's checkpoints of parts, and its pointers: `model/` and `optim/` (DCP) or `model.pt` and `optim.pt`.
+"""Reader of Composer's checkpoints in parts, and its pointers: `model/` and `optim/` (DCP), or files `.pt` of these.
 
-Beside them are `composer_metadata.json` and `resumption.pkl`, the state of the training loop. A file `*.symlink` holds
-the path of the checkpoint that is meant. DCP folders `ep{}-ba{}`, and single files, keep everything below `state`: they
-are read as what they are. Known from their layout alone: no files that Composer wrote were at hand.
+Beside them are `composer_metadata.json` and `resumption.pkl`, the state of the training loop. A file `*.symlink`
+contains the path of a checkpoint. DCP folders `ep{}-ba{}` and single files store everything below `state` and are read
+by other readers. Written from the documented layout; not tested with files that Composer wrote.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MOST_POINTER_BYTES = 4096
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by its metadata's name beside a part, and a pointer by its ending."""
+    """Recognize a folder by the name of its metadata beside a part, and a pointer by its suffix."""
     if source.file is not None:
         return Evidence.STRUCTURE if source.file.endswith(_POINTER) else Evidence.NONE
     return Evidence.STRUCTURE if _METADATA in source.files and any(True for _ in _find_parts(source)) else Evidence.NONE
 
 
 def _find_parts(source: Source) -> Iterator[str]:
-    """Yield the files and folders that hold parts."""
+    """Yield the files and folders with parts of the checkpoint."""
     for part in _PARTS:
         if part in source.folders:
             yield part
@@ -44,10 +44,10 @@ def _find_parts(source: Source) -> Iterator[str]:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source; `resumption.pkl` is one object, read when it is asked for.
+    """Open a recognized source. `resumption.pkl` is one object, read on demand.
 
     Raises:
-        CheckpointError: A part is damaged, refused or missing, or a pointer leads nowhere.
+        CheckpointError: A part is damaged, rejected or missing, or the target of a pointer is missing.
     """
     if source.file is not None:
         return _follow_pointer(source, source.file)
@@ -66,12 +66,12 @@ def open_source(source: Source) -> Reader:
 
 
 def _below(slot: str, path: Path) -> Path:
-    """Return a path under the name of its part, which some files wrap it in already."""
+    """Return a path below the name of its part, which some files already contain."""
     return path if path[0] == slot and len(path) > 1 else (slot, *path)
 
 
 def _follow_pointer(source: Source, pointer: str) -> Reader:
-    """Open the file or folder beside a pointer that it names; other folders of its path do not count."""
+    """Open the file or folder that a pointer names in its own folder; other folders of the stored path are ignored."""
     where = f"{source.store.url}/{pointer}"
     size = source.store.size(pointer)
     if size > _MOST_POINTER_BYTES:

@@ -1,4 +1,4 @@
-"""Several readers over one store, as one checkpoint: each keeps its files, and its paths are moved."""
+"""Combine several readers of one store to one checkpoint: each keeps its files, and its paths are renamed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SubReader(NamedTuple):
     """One reader of a composite checkpoint.
 
     Attributes:
-        reader: Over the same store as the others, with files of its own.
-        move: Turns a path of its manifest into one of the joined manifest.
+        reader: Reader over the same store as the others, with files of its own.
+        move: Maps a path of its manifest to a path of the combined manifest.
     """
 
     reader: Reader
@@ -27,14 +27,14 @@ class SubReader(NamedTuple):
 
 
 class CompositeReader(Reader):
-    """Readers that share a store. Objects in files that no reader owns are read as torch saved them, when asked.
+    """Readers that share a store. Objects in files without a reader are read on demand, as torch saved them.
 
     Args:
         store: Store of the files.
-        manifest: The joined one.
-        owners: File to the reader that opened it.
-        parts: The readers, and where their paths go.
-        rebuild: Joins other readers in their place.
+        manifest: Combined manifest.
+        owners: File name to the reader that opened it.
+        parts: Readers with the mappings of their paths.
+        rebuild: Combines other readers in their place.
     """
 
     def __init__(
@@ -52,22 +52,22 @@ class CompositeReader(Reader):
 
     @property
     def is_flat(self) -> bool:
-        """Whether there are flat parameters in one of them."""
+        """Whether any of the readers has flat parameters."""
         return any(part.reader.is_flat for part in self._parts)
 
     @property
     def needs_param_shapes(self) -> bool:
-        """Whether one of them has flat parameters with unknown members."""
+        """Whether any of the readers has flat parameters with unknown members."""
         return any(part.reader.needs_param_shapes for part in self._parts)
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:
-        """Return the readers joined once those with flat parameters know their members."""
+        """Return the combined readers after those with flat parameters received the shapes of their members."""
         if not self.is_flat:
             return self
         return self._rebuild([part._replace(reader=part.reader.with_param_shapes(known)) for part in self._parts])
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with every `Lazy` layout replaced, each by its reader, in one batch a reader."""
+        """Return the pieces with every `Lazy` layout resolved by its reader, in one batch per reader."""
         out = list(pieces)
         groups: dict[int, list[int]] = {}
         for i, piece in enumerate(pieces):
@@ -79,7 +79,7 @@ class CompositeReader(Reader):
         return out
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return an object's value, read by the reader of its file."""
+        """Return the value of an object, read by the reader of its file."""
         if entry.value is not UNREAD:
             return entry.value
         owner = self._owners.get(entry.file)
@@ -90,7 +90,7 @@ class CompositeReader(Reader):
         return read_object(self.store, entry.file, entry.layout)
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the checksums of one reader after the other."""
+        """Yield the checksums of all readers in turn."""
         readers = {id(reader): reader for reader in self._owners.values()}
         return chain.from_iterable(reader.checksums() for reader in readers.values())
 
@@ -103,18 +103,19 @@ def join(
     warnings: Sequence[str] = (),
     unread: Sequence[str] = (),
 ) -> CompositeReader:
-    """Join readers into one.
+    """Combine readers into one.
 
     Args:
         format_name: Name of the format, for the manifest.
         store: Store of all files.
-        parts: The readers.
-        beside: Files of `torch.save` that hold one object each, and their size; read when asked for, and named by file.
-        warnings: More of them.
-        unread: Files beside that are passed over.
+        parts: Readers to combine.
+        beside: Files of `torch.save` with one object each, to their sizes in bytes; read on demand, with the file name
+            as path.
+        warnings: Further warnings.
+        unread: Files that the reader skips.
 
     Raises:
-        FormatError: Two readers hold a value of the same path.
+        FormatError: Two readers have a value at the same path.
     """
     tensors: dict[Path, TensorEntry] = {}
     objects: dict[Path, ObjectEntry] = {}

@@ -1,7 +1,7 @@
-"""Sharded checkpoints of Lightning: Fabric and Trainer leave a DCP folder, and the rest of the state in `meta.pt`.
+"""Reader of sharded checkpoints of Lightning: Fabric and Trainer write a DCP folder, and other state to `meta.pt`.
 
-The model is under the key its user gave it (Fabric) or under `model` (Trainer); an optimizer under its key, or
-`optimizer_{i}`. A full checkpoint of either is one file of `torch.save`, and no matter of this reader.
+The model is below the user's key (Fabric) or below `model` (Trainer); an optimizer below its key, or `optimizer_{i}`. A
+full checkpoint of either is one file of `torch.save`, which this reader does not handle.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ META = "meta.pt"
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a DCP folder with `meta.pt` in it."""
+    """Recognize a DCP folder that contains `meta.pt`."""
     if source.file is not None or META not in source.files or not dcp.metadata_names(source.files):
         return Evidence.NONE
     return dcp.recognize(source)
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source; `meta.pt` is one object, read when it is asked for.
+    """Open a recognized source; `meta.pt` is one object, read on demand.
 
     Raises:
         CheckpointError: The metadata is damaged or unsafe.

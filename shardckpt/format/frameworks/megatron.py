@@ -1,7 +1,7 @@
-"""Megatron's `iter_*` folders of its distributed format (`torch_dist`): DCP, `metadata.json`, and `common.pt`.
+"""Reader of Megatron's `iter_*` folders in its distributed format (`torch_dist`): DCP, `metadata.json`, `common.pt`.
 
-Paths are those of the DCP folder; `common.pt` is one object, read when it is asked for. Layers that Megatron stacked on
-their first axis stay stacked: rules split them.
+Paths are those of the DCP folder; `common.pt` is one object, read on demand. Layers that Megatron stacked along their
+first dimension stay stacked; rules can split them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _BACKEND = "sharded_backend"
 _HEAD_BYTES = 512
 _MAX_BYTES = 1 << 20
 _STACKED = re.compile(r"(.*\.)?layers\.[a-zA-Z_].*")
-"""Names of layers without a number: all of them are in one tensor."""
+"""Names of layers without a number: one tensor contains all layers."""
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder whose `metadata.json` names a backend, as no other writer's does."""
+    """Recognize a folder whose `metadata.json` names a backend, as only Megatron's does."""
     if source.file is not None or METADATA not in source.files:
         return Evidence.NONE
     head = source.head(METADATA, _HEAD_BYTES)
@@ -36,7 +36,7 @@ def open_source(source: Source) -> Reader:
     """Open a recognized source.
 
     Raises:
-        UnsupportedError: It is of another backend than `torch_dist`.
+        UnsupportedError: The backend is not `torch_dist`.
         CheckpointError: The metadata is damaged, unsafe, or missing.
     """
     size = min(source.listing[METADATA].size, _MAX_BYTES)

@@ -1,8 +1,8 @@
-"""Folders of `torch_checkpointing` (Meta, 0.1): one file an item and rank, and `metadata.pkl`, which says how they fit.
+"""Reader of folders of `torch_checkpointing` (Meta, 0.1): one file per item and rank, and their `metadata.pkl`.
 
-`{item}_{rank}.pt` holds what that rank saved, tensors of several ranks as DTensors; the metadata names each such
-tensor, its global shape, and the file of every rank where it is not the usual one. Paths are the item, then keys. Items
-that were saved without a resharder are in no metadata: those of the lowest rank are read.
+`{item}_{rank}.pt` contains the state of that rank, with sharded tensors as DTensors. The metadata names each of these
+tensors, its global shape, and the file of each rank if it is not the usual one. Paths are the item, followed by keys.
+Items that were saved without a resharder are not in the metadata: those of the lowest rank are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEAD_BYTES = 512
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by its metadata, in which words stand that no other writer uses."""
+    """Recognize a folder by words in its metadata that no other writer uses."""
     if source.file is not None or METADATA not in source.files:
         return Evidence.NONE
     head = source.head(METADATA, _HEAD_BYTES)
@@ -41,9 +41,9 @@ def open_source(source: Source) -> Reader:
     """Open a recognized source.
 
     Raises:
-        IncompleteError: A rank's file is not there.
-        UnsupportedError: An item is in files of another kind than torch's.
-        CheckpointError: A file is damaged, refused, or does not fit the others.
+        IncompleteError: The file of a rank is missing.
+        UnsupportedError: An item is stored in files that are not torch files.
+        CheckpointError: A file is damaged, rejected, or inconsistent with the others.
     """
     size = source.listing[METADATA].size
     where = f"{source.store.url}/{METADATA}"
@@ -124,7 +124,7 @@ def _name(item: str, rank: int, layout: object, where: str) -> str:
 
 
 def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object]], where: str) -> None:
-    """Compare the global shapes of the files with those of the metadata."""
+    """Require that the global shapes of the files equal those of the metadata."""
     for item, fields in items.items():
         tensors = fields.get("nested_path_to_metadata")
         for key, groups in tensors.items() if isinstance(tensors, dict) else ():
@@ -142,7 +142,7 @@ def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object
 
 
 def _keys(text: object, where: str) -> list[str | int]:
-    """Return the keys of a path, which is a JSON list in the metadata."""
+    """Return the keys of a path, which the metadata stores as a JSON list."""
     try:
         keys = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
@@ -153,7 +153,7 @@ def _keys(text: object, where: str) -> list[str | int]:
 
 
 def _shape(groups: object) -> tuple[int, ...] | None:
-    """Return the global shape that the metadata gives a tensor; None where it says none."""
+    """Return the global shape of a tensor in the metadata; None if it is not stored."""
     first = groups[0] if isinstance(groups, list) and groups else None
     sharding = first.get("sharding_metadata") if isinstance(first, dict) else None
     data = sharding.get("data") if isinstance(sharding, dict) else None

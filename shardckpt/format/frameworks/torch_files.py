@@ -1,4 +1,4 @@
-"""Files of `torch.save` as checkpoints: Hugging Face's `pytorch_model*.bin`, loose files in a folder, one file."""
+"""Readers of `torch.save` files: Hugging Face's `pytorch_model*.bin`, other files of a folder, or one file."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from shardckpt.storage.store import Store
 
 INDEX_SUFFIX = ".bin.index.json"
 _OPTIMIZER = "optimizer.bin"
-"""The optimizer that belongs to a model of `pytorch_model*.bin`, as `--to torch` and Accelerate write it."""
+"""File with the optimizer of a model in `pytorch_model*.bin`, as `--to torch` and Accelerate write it."""
 
 _HEAD_BYTES = 512
 _PICKLE_SUFFIXES = (*SUFFIXES, ".pkl")
 _SLICES_SUFFIX = ".distcp"
-"""Ending of files that hold many archives in a row, for which `torch.distributed.checkpoint` has an index."""
+"""Suffix of files with concatenated archives, which `torch.distributed.checkpoint` indexes."""
 
 _ONE_FILE = re.compile(r"(pytorch_model|adapter_model)\.bin")
 _SHARD = re.compile(r"(?P<stem>pytorch_model)-(?P<i>\d{5})-of-(?P<n>\d{5})\.bin")
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Folders in which Accelerate keeps sharded state, beside small torch files."""
+"""Folders in which Accelerate stores sharded state, beside small torch files."""
 
 _RANKED = re.compile(r".*(mp_rank_\d+|zero_pp_rank_\d+).*_states\.pt|.*\.distcp")
-"""Files of formats that have readers of their own."""
+"""Files of formats with other readers."""
 
 
 def recognize_hf(source: Source) -> Evidence:
-    """Recognize a folder with `pytorch_model*.bin`, or the index of one."""
+    """Recognize a folder that contains `pytorch_model*.bin` or an index of such files."""
     if source.file is not None:
         return Evidence.NAME if source.file.endswith(INDEX_SUFFIX) else Evidence.NONE
     names = _hf_names(source.files)
@@ -44,7 +44,7 @@ def recognize_hf(source: Source) -> Evidence:
 
 
 def recognize_loose(source: Source) -> Evidence:
-    """Recognize a folder that holds files of `torch.save`, and nothing that another reader knows."""
+    """Recognize a folder that contains files of `torch.save`, and none that another reader recognizes."""
     if source.file is not None:
         return Evidence.NONE
     files = source.files
@@ -59,7 +59,7 @@ def recognize_loose(source: Source) -> Evidence:
 
 
 def recognize_file(source: Source) -> Evidence:
-    """Recognize one file, by its first bytes, or by its name."""
+    """Recognize one file by its first bytes or by its name."""
     if source.file is None or source.file.endswith(_SLICES_SUFFIX):
         return Evidence.NONE
     if looks_like_torch(source.head(source.file, _HEAD_BYTES)):
@@ -80,11 +80,11 @@ def _loose_names(files: Iterable[str]) -> list[str]:
 
 
 def open_hf(source: Source) -> Reader:
-    """Open a folder of `pytorch_model*.bin`; paths are the names in it.
+    """Open a folder of `pytorch_model*.bin`; paths are the names in the files.
 
     Raises:
-        IncompleteError: A file or a tensor that the index names is missing.
-        CheckpointError: A file is damaged, refused, or of a kind that is not read.
+        IncompleteError: A file or tensor of the index is missing.
+        CheckpointError: A file is damaged, rejected, or of an unsupported kind.
     """
     store = source.store
     sizes = {e.name: e.size for e in store.list() if not e.is_folder}
@@ -113,7 +113,7 @@ def open_hf(source: Source) -> Reader:
 
 
 def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
-    """Return the model's files if no index lists them: the one file of all, else a full set of shards."""
+    """Return the model's files without an index: a single file, else a full set of shards."""
     names = _hf_names(sizes)
     for name in ("pytorch_model.bin", "adapter_model.bin"):
         if name in names:
@@ -131,9 +131,9 @@ def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str, str]) -> TorchReader:
-    """Open shards, whose names share one space; an index says which file counts for a name.
+    """Open shards with a common set of names; if a name is in several shards, the index selects one.
 
-    If the optimizer's file is among them, it is below `optimizer`, and the shards below `model`.
+    If the optimizer's file is among them, its paths start with `optimizer`, and those of the shards with `model`.
     """
     root: Path = ("model",) if _OPTIMIZER in sizes else ()
 
@@ -168,12 +168,12 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
 
 
 def open_loose(source: Source) -> Reader:
-    """Open a folder of `torch.save` files; where there are several, paths start with the file's name.
+    """Open a folder of `torch.save` files; if there are several, paths start with the file's name.
 
-    Files of ranks that hold LOCAL states, DTensors or ShardedTensors are one checkpoint of full tensors.
+    Rank files with LOCAL states, DTensors or ShardedTensors are merged to one checkpoint of full tensors.
 
     Raises:
-        CheckpointError: A file is damaged, refused, or of a kind that is not read.
+        CheckpointError: A file is damaged, rejected, or of an unsupported kind.
     """
     names = _loose_names(source.files)
     sizes = {name: source.listing[name].size for name in names}
@@ -192,7 +192,7 @@ def open_file(source: Source) -> Reader:
     """Open a recognized file.
 
     Raises:
-        CheckpointError: It is damaged, refused, or of a kind that is not read.
+        CheckpointError: The file is damaged, rejected, or of an unsupported kind.
     """
     assert source.file is not None, "only single files are recognized"
     sizes = {source.file: source.listing[source.file].size}
@@ -221,5 +221,5 @@ FILE_FORMAT = Format(
     looks_for="a zip archive with */data.pkl, or a file named *.pt, *.pth, *.bin, *.ckpt",
     recognize=recognize_file,
     open=open_file,
-    names=re.compile(r"(?!)"),  # no folder is of this format
+    names=re.compile(r"(?!)"),  # this format never matches a folder
 )

@@ -1,4 +1,4 @@
-"""Which safetensors files of a folder make up one checkpoint: indexes, numbering, the optimizer's files beside them."""
+"""Select the safetensors files of a checkpoint: indexes, numbered shards, and the optimizer's files in the folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OPTIMIZER = "optimizer"
 PARAM_GROUPS = "param_groups.json"
 OPTIMIZER_FILES_KEY = "optimizer_files"
 PARAM_GROUPS_KEY = "param_groups"
-"""Keys in the `metadata` of a model's index: the files of the optimizer that belongs to this very model.
+"""Key in the `metadata` of a model's index, for the files of the optimizer of this model.
 
-On a store without rename an overwritten target holds files of two generations for a while; the index, written last,
-says which ones belong together.
+On a store without rename, an overwritten target temporarily contains files of two saves; the index, which is written
+last, names those of one save.
 """
 
 _MAX_JSON_BYTES = 200_000_000
@@ -36,12 +36,12 @@ class Files:
     """The files of one checkpoint.
 
     Attributes:
-        sizes: Payload file to size in bytes, -1 for one that an index names and that is not there.
-        weight_map: Tensor to file, as the indexes say; empty without one.
+        sizes: Payload file to size in bytes, -1 for a missing file of an index.
+        weight_map: Tensor name to file, from the indexes; empty without an index.
         param_groups: File with the optimizer's groups; empty if there is none.
-        warnings: What is odd, one sentence each.
-        missing: Files that the numbering of the others promises.
-        unread: Files of `torch.save` beside that are passed over.
+        warnings: Oddities, one sentence each.
+        missing: Missing files according to the numbers in other file names.
+        unread: Files of `torch.save` in the folder that the reader skips.
     """
 
     sizes: Mapping[str, int]
@@ -60,25 +60,25 @@ class _Index:
 
 
 def payload_sizes(store: Store, folder: str = "") -> dict[str, int]:
-    """Return the safetensors files directly in a folder, name to size in bytes."""
+    """Return the safetensors files directly in a folder: name to size in bytes."""
     return {e.name: e.size for e in store.list(folder) if e.name.endswith(SUFFIX) and not e.is_folder}
 
 
 def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Files:
-    """Choose the files that the indexes name, and of the rest those that no index competes with.
+    """Select the files that the indexes name, and further files whose content no index names.
 
     Args:
         store: Store of the files.
-        sizes: Every safetensors file of the folder, name to size in bytes.
-        indexes: Every index file of the folder.
+        sizes: All safetensors files of the folder: name to size in bytes.
+        indexes: All index files of the folder.
 
     Raises:
         FormatError: An index is damaged.
-        UnsafeError: An index names a file elsewhere.
+        UnsafeError: An index names a file in another folder.
     """
     read = {name: _read_index(store, name) for name in indexes}
     model = [index for name, index in read.items() if not name.startswith(OPTIMIZER)]
-    # One index that lists the optimizer's files decides on all of them; without one, their names decide.
+    # An index that lists the optimizer's files selects all of them; otherwise their names decide.
     lists_all = next((index for index in (*model, *read.values()) if index.optimizer_files is not None), None)
     weight_map: dict[str, str] = {}
     for name, index in read.items():
@@ -99,7 +99,7 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
 
 
 def _choose_preferred(loose: Sequence[str]) -> list[str]:
-    """Of files that no index names: the one that readers load by default, else all of them."""
+    """Return, of files that no index names, the one that readers load by default, else all of them."""
     optimizer = [n for n in loose if n.startswith(OPTIMIZER)]
     others = [n for n in loose if not n.startswith(OPTIMIZER)]
     for name in ("model.safetensors", "adapter_model.safetensors"):
@@ -113,13 +113,13 @@ def read_json(store: Store, name: str, size: int | None = None) -> dict[str, obj
 
     Args:
         store: Store of the file.
-        name: Its name.
-        size: Its size in bytes, if it is known.
+        name: Name of the file.
+        size: Size of the file in bytes, if known.
 
     Raises:
         UnsafeError: The file is too large.
-        FormatError: It holds no JSON object.
-        StorageError: It cannot be read.
+        FormatError: The file does not contain a JSON object.
+        StorageError: The file cannot be read.
     """
     where = f"{store.url}/{name}"
     size = store.size(name) if size is None else size
@@ -131,7 +131,7 @@ def read_json(store: Store, name: str, size: int | None = None) -> dict[str, obj
 
 
 def read_index(store: Store, name: str, size: int | None = None) -> tuple[dict[str, str], dict[str, object]]:
-    """Read an index; return tensors to files of its folder, and its metadata. Raises as `read_json` does."""
+    """Read an index; return tensor names to file names, and its metadata. Raises errors like `read_json`."""
     where = f"{store.url}/{name}"
     raw = read_json(store, name, size)
     weight_map, metadata = raw.get("weight_map"), raw.get("metadata")
@@ -157,7 +157,7 @@ def _require_plain(files: Iterable[str], where: str) -> None:
 
 
 def _holes(names: Iterable[str]) -> Iterator[str]:
-    """Yield the files that `-i-of-n` names, or DCP's rank numbers, promise and that are not there."""
+    """Yield the missing files according to `-i-of-n` or DCP's rank numbers in existing names."""
     groups: dict[tuple[str, int], set[int]] = {}
     ranks: dict[int, set[str]] = {}
     for name in names:

@@ -1,6 +1,6 @@
-"""How an optimizer's tensors are called in safetensors, and how its groups' file calls its parameters: read back.
+"""Parse names of optimizer tensors in safetensors files, and parameter keys of `param_groups.json`.
 
-`param_groups.json` says which of four ways it is; without a word, parameters go by names.
+`param_groups.json` stores which of four kinds of keys it uses; the default is names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardckpt.manifest import Path, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.optim.optim_keys import STATE, split_key
 
 EXACT = "exact"
-"""Key of what plain JSON could not hold: pairs of a path in the file, and the value that belongs there, tagged."""
+"""Key of values that plain JSON cannot represent: pairs of a path in the file and a tagged value."""
 
 _KEYS = "keys"
 _FLAT_PARAMETERS = "flat-parameters"
@@ -28,15 +28,15 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True)
 class OptimizerFile:
-    """The content of `param_groups.json`, checked as far as it names parameters.
+    """The content of `param_groups.json`; the fields that name parameters are checked.
 
     Attributes:
-        keys: `names`, `ids`, `flat` or `flat-parameters`.
-        groups: As it stands there; of flat parameters, with the names of the unsharded model.
+        keys: Kind of keys: `names`, `ids`, `flat` or `flat-parameters`.
+        groups: Groups as stored; for flat parameters, with the names of the unsharded model.
         values: State without tensors, by parameter.
-        names: Names that the groups have; empty with `ids`.
-        units: Flat parameters to their members, with `flat-parameters`.
-        units_json: The same as stored.
+        names: Parameter names in the groups; empty with `ids`.
+        units: Flat parameter to the layout of its members, with `flat-parameters`.
+        units_json: `units` as stored.
     """
 
     keys: str
@@ -48,10 +48,10 @@ class OptimizerFile:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
-        """Return what the file says.
+        """Parse the content of the file.
 
         Raises:
-            FormatError: Parameters go by keys that are not known, or by numbers that are none.
+            FormatError: The kind of keys is unknown, or an id is not an integer.
         """
         raw = _decode_exact(raw, where)
         keys, groups, values = raw.get(_KEYS, "names"), raw.get("param_groups", []), raw.get("non_tensor_state", {})
@@ -65,14 +65,14 @@ class OptimizerFile:
         return cls(str(keys), groups, values, frozenset(names))
 
     def entries(self, key: str, entry: TensorEntry) -> list[tuple[Path, TensorEntry]]:
-        """Return the parameters and slots in a tensor, and the place of each.
+        """Return the parameters and slots in a tensor, with the tensor's part for each.
 
         Args:
-            key: The tensor's name.
-            entry: The tensor, in one span.
+            key: Name of the tensor.
+            entry: Tensor with one span.
 
         Raises:
-            FormatError: It has no number where it should, or is not as long as its flat parameter.
+            FormatError: The name contains no number where one is required, or a flat parameter has another length.
         """
         name, slot = self.split(key)
         layout = self.units.get(name) if isinstance(name, str) else None
@@ -89,10 +89,10 @@ class OptimizerFile:
         ]
 
     def split(self, key: str) -> tuple[str | int, str]:
-        """Return the parameter and the slot that a tensor's name means.
+        """Return the parameter and the slot of a tensor's name.
 
         Raises:
-            FormatError: It has no number where it should.
+            FormatError: The name contains no number where one is required.
         """
         if self.keys == "flat":
             return split_key(key.removeprefix(f"{STATE}."), self.names.__contains__)
@@ -101,7 +101,7 @@ class OptimizerFile:
 
 
 def _decode_exact(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
-    """Put values that plain JSON could not hold where they belong."""
+    """Insert the values that plain JSON cannot represent at their paths."""
     for pair in _list_params(raw.get(EXACT)):
         path, value = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
         inner: object = raw
@@ -121,7 +121,7 @@ def _inside(value: object, key: object) -> object:
 
 
 def _from_flat_params(raw: Mapping[str, object], groups: object, values: object, where: str) -> OptimizerFile:
-    """Return the file with names of the unsharded model for flat parameters."""
+    """Return the file with names of the unsharded model in place of flat parameters."""
     units: dict[str, FlatLayout] = {}
     for unit in _list_params(raw.get("units")):
         fields = unit if isinstance(unit, dict) else {}

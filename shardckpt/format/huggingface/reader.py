@@ -1,6 +1,6 @@
-"""Safetensors in the layouts of Hugging Face: one file, shards with or without an index, adapters, DCP's own layout.
+"""Reader of safetensors in Hugging Face layouts: one file, shards with or without index, adapters, DCP's layout.
 
-Also what `consolidate` itself writes beside a model: `optimizer*.safetensors` and `param_groups.json`.
+Also reads the optimizer that `consolidate` writes beside a model: `optimizer*.safetensors` and `param_groups.json`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SHARDING_INFO = "DCP_SHARDING_INFO"
 _STATE = "state"
 _SHOWN = 4
 _OTHERS = ("DCP_", KEY)
-"""Metadata that describes the file it stands in, and nothing that is made of it."""
+"""Prefixes of metadata keys that describe one file and do not apply to converted files."""
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a safetensors file, or a folder that holds some."""
+    """Recognize a safetensors file, or a folder that contains some."""
     if source.file is not None and source.file.endswith(INDEX_SUFFIX):
         return Evidence.NAME
     names = _payload_names(source)
@@ -67,7 +67,7 @@ def open_source(source: Source) -> Reader:
     """Open a recognized source.
 
     Raises:
-        CheckpointError: A header or an index is damaged, or a file that the names promise is missing.
+        CheckpointError: A header or an index is damaged, or a required file is missing.
     """
     if source.file is not None:
         if source.file.endswith(INDEX_SUFFIX):
@@ -85,7 +85,7 @@ def open_source(source: Source) -> Reader:
 
 
 def _list_ignored(others: Sequence[str]) -> list[str]:
-    """Return a warning on files of `torch.save` beside the safetensors: a Trainer's optimizer, or the same model."""
+    """Return a warning about skipped files of `torch.save`: a Trainer's optimizer, or the same model."""
     shown = ", ".join(others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     return [f"torch files here are ignored, name one to read it: {shown}{more}"] if others else []
@@ -159,9 +159,9 @@ def _full_tensors(
 
 
 def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, TensorEntry]:
-    """Join the chunks that torch's HuggingFaceStorageWriter leaves in one file per rank.
+    """Merge the chunks that torch's HuggingFaceStorageWriter writes to one file per rank.
 
-    A tensor's shape is the hull of its chunks: the layout does not store it. `--shapes-from` checks it.
+    A tensor's shape is the bounding box of its chunks, since the layout does not store it; `--shapes-from` checks it.
     """
     chunks: dict[str, list[Piece]] = {}
     dtypes: dict[str, str] = {}
@@ -207,7 +207,7 @@ def _sharding_info(header: Header, where: str) -> dict[str, Shape]:
 
 
 def _aliases(tensors: Mapping[Path, TensorEntry], metadata: Mapping[str, str]) -> dict[Path, Path]:
-    """Read the names that `save_model` of safetensors (and `consolidate`) drop, left as metadata `dropped: kept`."""
+    """Return the names that `save_model` of safetensors (and `consolidate`) drops: metadata `dropped: kept`."""
     return {(k,): (v,) for k, v in metadata.items() if (k,) not in tensors and (v,) in tensors}
 
 
@@ -216,7 +216,7 @@ def _same_as(entry: TensorEntry) -> tuple[Shape, str, tuple[Piece, ...]]:
 
 
 def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile) -> dict[Path, TensorEntry]:
-    """Put what `optimizer*.safetensors` holds below `optimizer`, the rest below `model`."""
+    """Move the tensors of `optimizer*.safetensors` below `optimizer`, all others below `model`."""
     moved: dict[Path, TensorEntry] = {}
     for path, entry in tensors.items():
         name = str(path[0])
@@ -231,7 +231,7 @@ def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile)
 
 
 def _state_values(values: object) -> dict[Path, object]:
-    """Return state without tensors by parameter and slot; tensors of the same parameter are beside it."""
+    """Return state without tensors by parameter and slot; tensors of the parameters are stored separately."""
     held = {key: slots for key, slots in values.items() if isinstance(slots, dict)} if isinstance(values, dict) else {}
     return {(OPTIMIZER, _STATE, key, slot): value for key, slots in held.items() for slot, value in slots.items()}
 

@@ -1,4 +1,4 @@
-"""How a step refers to the folders of its base steps, and which of them are opened without being named."""
+"""References of a step to the folders of its base steps, and which of these may be opened without being named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardckpt.errors import UnsafeError, UsageError
 from shardckpt.storage.resolve_url import local_path
 
 FEATURE = "bases"
-"""The feature in `COMMIT` that a reader needs if files of the step are in other folders."""
+"""Feature in `COMMIT` that a reader needs if files of the step are in other folders."""
 
 _SIBLING = re.compile(r"\.\./([^/\0]+)")
 _ABSOLUTE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
@@ -21,10 +21,9 @@ _LONGEST = 4096
 class Base(NamedTuple):
     """A folder that a step refers to.
 
-    Attributes:
-        url: `../NAME` for one beside the step, so that both can be moved together; else absolute.
-        save: Id of the save that wrote it; empty where it is a checkpoint of another format.
-        sha256: Of its manifest; empty as `save` is.
+    url: `../NAME` for a folder beside the step, so that both can be moved together; else absolute.
+    save: Id of the save that wrote the folder; empty for a checkpoint of another format.
+    sha256: SHA-256 of its manifest, in hexadecimal digits; empty if `save` is.
     """
 
     url: str
@@ -33,20 +32,20 @@ class Base(NamedTuple):
 
 
 def is_base_url(url: object) -> bool:
-    """Return True if a step may refer to a folder in these words."""
+    """Return True if a text is a valid reference to a base folder."""
     if not isinstance(url, str) or not url or len(url) > _LONGEST or "\0" in url:
         return False
     return sibling(url) is not None or _ABSOLUTE.match(url) is not None
 
 
 def sibling(url: str) -> str | None:
-    """Return the name of a folder beside the step; None for one elsewhere."""
+    """Return the name of a folder beside the step; None for any other folder."""
     match = _SIBLING.fullmatch(url)
     return match[1] if match and match[1] not in {".", ".."} else None
 
 
 def _parent(url: str) -> tuple[str, str]:
-    """Return the parent of a folder, links resolved, and its name there."""
+    """Return the parent of a folder, with links resolved, and the folder's name there."""
     path = local_path(url)
     if path is not None:
         return os.path.split(os.path.realpath(path))
@@ -55,14 +54,14 @@ def _parent(url: str) -> tuple[str, str]:
 
 
 def resolve_base(step: str, url: str) -> str:
-    """Return the place of a base.
+    """Return the URL of a base.
 
     Args:
         step: URL of the step.
-        url: As the step refers to it.
+        url: Reference to the base in the step.
 
     Raises:
-        UnsafeError: It is not such a reference.
+        UnsafeError: The text is not a valid reference.
     """
     if not is_base_url(url):
         raise UnsafeError("this is not a reference to a base", where=step, found=url, expected="../NAME, or absolute")
@@ -71,14 +70,14 @@ def resolve_base(step: str, url: str) -> str:
 
 
 def refer_to(step: str, base: str) -> str:
-    """Return how a step refers to a base.
+    """Return the reference of a step to a base.
 
     Args:
-        step: URL that the step will have.
+        step: URL of the future step.
         base: URL of the base.
 
     Raises:
-        UsageError: They are the same folder.
+        UsageError: Both URLs are the same folder.
     """
     here, there = _parent(step), _parent(base)
     if here == there:
@@ -89,19 +88,19 @@ def refer_to(step: str, base: str) -> str:
 
 
 def is_same_folder(one: str, other: str) -> bool:
-    """Return True if two URLs name one folder."""
+    """Return True if two URLs are the same folder."""
     return bool(one and other) and _parent(one) == _parent(other)
 
 
 def may_open(step: str, folder: str) -> bool:
-    """Return True if a step may have a folder opened that nobody but itself has named.
+    """Return True if a folder may be opened although only the step refers to it, not the caller.
 
-    Whoever made the step chose the folder, and that may be somebody else: it must not get at this machine's files from
-    behind a URL, and send no requests to where the caller sends none.
+    The author of a step, who may be untrusted, chooses its references: a step behind a URL must not read local files,
+    or send requests to hosts that the caller does not use.
 
     Args:
         step: URL of the step.
-        folder: URL of the folder that it refers to.
+        folder: URL of the folder in the step's reference.
     """
     if local_path(step) is not None or local_path(folder) is not None:
         return local_path(step) is not None and local_path(folder) is not None

@@ -1,4 +1,4 @@
-"""The folders that a step refers to: which of them are opened, their files, and one store over all of them."""
+"""Find the base folders of a step, decide which to open, and present their files and the step's as one store."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 
 
 class FilePlace(NamedTuple):
-    """A file in a folder that a step refers to.
+    """A file in a base folder.
 
     Attributes:
-        store: Rooted at that folder.
-        name: There.
+        store: Store whose root is that folder.
+        name: Name in that store.
     """
 
     store: Store
@@ -27,15 +27,15 @@ class FilePlace(NamedTuple):
 
 
 class FoundBases(NamedTuple):
-    """The bases of a step that exist.
+    """The existing bases of a step.
 
     Attributes:
-        places: The folder and name of each file, by the name that the step's reader has for it.
-        folders: The folder of each file, whether it is there or not.
-        sizes: Of those that are there, in bytes.
-        closed: Folders that were not opened, with the error for reading files in them.
+        places: File name in the step's reader to its base folder and its name there.
+        folders: File name in the step's reader to the URL of its folder, whether the file exists or not.
+        sizes: Sizes of the existing files, in bytes.
+        closed: Folder that was not opened, to the error for reading its files.
         changed: Names of files in folders that may have changed since the step was saved.
-        notes: What is odd, one sentence each.
+        notes: Oddities, one sentence each.
     """
 
     places: Mapping[str, FilePlace]
@@ -49,17 +49,17 @@ class FoundBases(NamedTuple):
 def find_bases(
     step: str, wanted: Mapping[str, Mapping[str, int]], named: NamedBases = "", known: Sequence[Base] = ()
 ) -> FoundBases:
-    """Look into the folders that a step refers to; one that cannot be read is an error only if a file in it is read.
+    """Find the base folders of a step; an unreadable folder is an error only when one of its files is read.
 
     Args:
         step: URL of the step.
-        wanted: Base, as the step refers to it, to its files.
-        named: Those that the caller names; the others are opened where `may_open` lets the step choose.
-        known: What the step says of them.
+        wanted: Reference to a base, to the names and sizes of its files.
+        named: Bases that the caller names; other bases are opened if `may_open` allows it.
+        known: Description of the bases in the step.
 
     Raises:
-        UnsafeError: A reference is none.
-        UsageError: It is not clear which base is named.
+        UnsafeError: A reference is invalid.
+        UsageError: A named base is ambiguous.
     """
     given = _map_named(step, list(wanted), named)
     recorded = {base.url: base for base in known}
@@ -102,10 +102,10 @@ def _unnamed_error(step: str, folder: str) -> UsageError:
 
 
 def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
-    """Describe how a base differs from what the step was saved against, None if it does not.
+    """Describe how a base differs from the one that the step was saved against; None if it is the same.
 
-    Empty for a folder without hashes, for a step of which only referred files are left, and for one
-    that another save has replaced: both leave the files.
+    Empty for a folder without hashes, for a step that is kept only for its referenced files, and for a step that
+    another save replaced: the latter two keep the files.
     """
     if not base.sha256 or COMMIT not in sizes:
         return ""
@@ -119,12 +119,12 @@ def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str 
 
 
 def select_bases(urls: Collection[str], others: Collection[str], named: NamedBases) -> NamedBases:
-    """Return what of the bases that the caller names for two checkpoints concerns one of them.
+    """Return those bases of the caller that belong to one of two checkpoints.
 
     Args:
-        urls: What that one calls its bases.
-        others: What the other one calls its own.
-        named: For both.
+        urls: References to bases in that checkpoint.
+        others: References to bases in the other checkpoint.
+        named: Bases that the caller names for both.
     """
     if isinstance(named, Mapping):
         return {url: place for url, place in named.items() if url in urls}
@@ -138,7 +138,7 @@ def _texts(named: PathText | Sequence[PathText]) -> list[str]:
 
 
 def _find_url(text: str, urls: Iterable[str]) -> str:
-    """Return the step's name of the base that a text names; empty if it names only a place."""
+    """Return the reference that a text of the caller names; empty if the text is only a path or URL."""
     return next((url for url in urls if f"{text}=".startswith(f"{url}=")), "")
 
 
@@ -159,7 +159,7 @@ def _map_named(step: str, urls: Sequence[str], named: NamedBases) -> Mapping[str
 
 
 def _only(step: str, urls: Sequence[str], place: str) -> str:
-    """Return the one base that a place can stand for."""
+    """Return the only reference for which a path or URL can be meant."""
     elsewhere = [url for url in urls if sibling(url) is None] or urls
     if not elsewhere:
         raise UsageError("the step has no base that this could be", where=step, found=place)
@@ -174,11 +174,11 @@ def _only(step: str, urls: Sequence[str], place: str) -> str:
 
 
 class BasedStore(WrappedStore):
-    """A step's folder, and files of its bases under names of their own, as one store.
+    """A step's folder, and files of its bases under unique names, as one store.
 
     Args:
-        store: Rooted at the step.
-        places: Folders and names of files of bases, by name.
+        store: Store whose root is the step.
+        places: Name of each base file to its folder and its name there.
     """
 
     def __init__(self, store: Store, places: Mapping[str, FilePlace]) -> None:
@@ -187,7 +187,7 @@ class BasedStore(WrappedStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the step's store; it is local where all folders are."""
+        """Capabilities of the step's store; it is local if all folders are."""
         stores = {id(place.store): place.store for place in self._places.values()}
         own = self._store.capabilities
         return Capabilities(own.renames, own.is_local and all(store.capabilities.is_local for store in stores.values()))
@@ -198,7 +198,7 @@ class BasedStore(WrappedStore):
         return self._store.size(name) if place is None else place.store.size(place.name)
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer, a batch for each folder. Raises as the stores do."""
+        """Fill every buffer, with one batch for each folder. Raises errors of the underlying stores."""
         batches: dict[int, tuple[Store, list[Read]]] = {}
         for read in reads:
             place = self._places.get(read.name)

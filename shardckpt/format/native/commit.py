@@ -1,7 +1,7 @@
-"""`COMMIT`, which makes a native step exist: written, read, checked, and replaced.
+"""`COMMIT`, the file that makes a native step exist: write, read, check and replace it.
 
-It is a line of JSON, and a line with that line's SHA-256. It names the manifest, which is checked against it, and the
-files that a save may replace.
+It contains a line of JSON and a line with the SHA-256 of the first. The JSON contains the name and hash of the
+manifest, and the names of the files that a later save may replace.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from shardckpt.storage.store import Store, read_bytes
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
 WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
-"""Names of files that only a save gives."""
+"""Names of files that only saves write."""
 
 BRANCH = "run.branch"
-"""Name in a manifest's `about` of what `COMMIT` calls `branch`."""
+"""Key in a manifest's `about` for the field `branch` of `COMMIT`."""
 
 FEATURES: frozenset[str] = frozenset({base_refs.FEATURE})
-"""Names of what a reader must understand beyond version 1.0, and this one does."""
+"""Features beyond version 1.0 that this reader supports."""
 
 MAX_COMMIT_BYTES = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 29
 MAX_BASES = 4096
-"""Folders that a step may refer to: each of them is looked into when it is opened."""
+"""Maximum base folders of a step, each of which is looked up when the step is opened."""
 
 _REPAIR = "Restore the step from another copy, or rebuild its marks with `shardckpt repair`."
 _RESTORE = "Load the step before it, restore this one from another copy, or rebuild its marks with `shardckpt repair`."
@@ -67,18 +67,18 @@ _RESTORE = "Load the step before it, restore this one from another copy, or rebu
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What makes a step exist.
+    """Content of `COMMIT`.
 
     Attributes:
-        save: The save's id.
-        manifest: Name of the manifest.
-        manifest_bytes: Its size.
-        manifest_sha256: Its digest, in hexadecimal.
-        files: Name to size of every other file of the step.
-        version: Of the format.
-        features: What a reader must understand.
-        bases: Folders that it refers to, to name and size of the files there.
-        branch: How often the run had gone back to an older step before this one was saved.
+        save: Id of the save.
+        manifest: File name of the manifest.
+        manifest_bytes: Size of the manifest in bytes.
+        manifest_sha256: SHA-256 of the manifest, in hexadecimal digits.
+        files: Name to size in bytes of every other file of the step.
+        version: Major and minor version of the format.
+        features: Features that a reader must support.
+        bases: Reference to each base folder, to the names and sizes of the files there.
+        branch: Number of times that the run had returned to an older step before this save.
     """
 
     save: str
@@ -93,28 +93,28 @@ class Commit:
 
 
 def manifest_name(save: str) -> str:
-    """Return the name of a save's manifest."""
+    """Return the file name of a save's manifest."""
     return save + MANIFEST_SUFFIX
 
 
 def read_branch(about: Mapping[str, str]) -> int:
-    """Return the branch of its run that a step belongs to, as its manifest's `about` says it.
+    """Return the branch of a step in its run, from the `about` of its manifest.
 
     Args:
-        about: Free text by name.
+        about: Text by name.
     """
     text = about.get(BRANCH, "")
     return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else 0
 
 
 def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branch: int = 0) -> bytes:
-    """Return the bytes of `COMMIT`: a line of JSON, and a line with that line's SHA-256.
+    """Return the bytes of `COMMIT`.
 
     Args:
-        save: The save's id.
-        manifest: The bytes of the manifest, whose name is `manifest_name(save)`.
-        files: Every other file of the step, and those of its bases.
-        branch: How often the run had gone back to an older step.
+        save: Id of the save.
+        manifest: Bytes of the manifest, whose file name is `manifest_name(save)`.
+        files: All other files of the step and of its bases.
+        branch: Number of times that the run has returned to an older step.
     """
     files = list(files)
     bases = group_files_by_base(files)
@@ -133,13 +133,13 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
 
 
 def decode_commit(data: bytes, *, where: object = "") -> Commit:
-    """Return what `COMMIT` says, every field checked.
+    """Parse `COMMIT` and check every field.
 
     Raises:
-        ChecksumError: It does not match its own digest.
-        TruncatedError: Its end is missing.
-        FormatError: It does not follow the format.
-        UnsupportedError: A newer version, or a feature that this release does not know, by name.
+        ChecksumError: The bytes do not match their hash.
+        TruncatedError: The end is missing.
+        FormatError: A field does not follow the format.
+        UnsupportedError: The version is newer, or the named feature is unknown to this release.
     """
     end = data.find(b"\n") + 1
     stored = data[end:]
@@ -212,15 +212,15 @@ def _features(value: object, version: tuple[int, int], where: object) -> tuple[s
 
 
 def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
-    """Read and check the mark that makes a step exist.
+    """Read and check `COMMIT`.
 
     Args:
-        store: Rooted at the step.
-        sizes: Of the files in the folder.
+        store: Store whose root is the step.
+        sizes: Name to size in bytes of the files in the folder.
 
     Raises:
-        IncompleteError: There is none.
-        CheckpointError: It is damaged, or of a newer format.
+        IncompleteError: `COMMIT` does not exist.
+        CheckpointError: `COMMIT` is damaged, or of a newer format.
     """
     if COMMIT not in sizes:
         raise IncompleteError(
@@ -236,11 +236,11 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
 
 
 def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> ManifestContents:
-    """Read the manifest that a commit mark names, and check it against that mark.
+    """Read the manifest that `COMMIT` names, and check it against the hash in `COMMIT`.
 
     Raises:
-        IncompleteError: It is not there.
-        CheckpointError: It is not the one that was committed, or does not follow the format.
+        IncompleteError: The manifest does not exist.
+        CheckpointError: The manifest is not the committed one, or does not follow the format.
     """
     where = f"{store.url}/{commit.manifest}"
     if commit.manifest not in sizes:
@@ -271,10 +271,10 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Man
 
 
 def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
-    """Return the names that the step's `COMMIT` lists; none where it is damaged.
+    """Return the names in the step's `COMMIT`; none if it is damaged.
 
     Raises:
-        TargetExistsError: A newer version wrote it, and nobody here knows what it holds.
+        TargetExistsError: A newer version of shardckpt wrote it, so the content is unknown.
     """
     if COMMIT not in sizes:
         return ()
@@ -287,7 +287,7 @@ def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
             found=error,
             fix="Update shardckpt, choose another target, or remove the step yourself.",
         ) from error
-    except (CheckpointError, MissingFileError):  # missing: somebody replaces the step meanwhile
+    except (CheckpointError, MissingFileError):  # missing: another process is replacing the step
         return ()
     return (*commit.files, commit.manifest)
 
@@ -298,4 +298,4 @@ STEP = FolderKind(
     beside=re.compile(f"{re.escape(COMMIT)}|{re.escape(HF_INDEX)}"),
     members=_committed_names,
 )
-"""What `save`, and everything else that writes this format, replaces."""
+"""Checkpoint that `save`, and all other writers of this format, may replace."""

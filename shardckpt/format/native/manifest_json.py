@@ -1,4 +1,4 @@
-"""A native step's manifest: canonical JSON, checked field by field before anything is believed."""
+"""Manifest of a native step: canonical JSON, with checks of every field."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shardckpt.format.native.records import (
 from shardckpt.manifest import Path, dotted
 
 KEEPS_ORDER = "keeps_order"
-"""Key of `topology`: false where arrays were taken over in another order than that of the state dicts saved."""
+"""Key of `topology`: false if arrays were converted from a checkpoint in another order than the state dicts."""
 
 _MANIFEST_FIELDS: Mapping[str, type] = {
     "format": str,
@@ -55,15 +55,16 @@ class ManifestContents:
     """The fields of a manifest.
 
     Attributes:
-        save: The save's id.
-        files: Every file of the step but the manifest and `COMMIT`.
-        arrays: In the order of the saved state.
-        tree: The saved state as tagged JSON; tensors as indexes. Stored under the key `nest`.
+        save: Id of the save.
+        files: Every file of the step except the manifest and `COMMIT`.
+        arrays: Arrays in the order of the saved state.
+        tree: Saved state as tagged JSON, with tensors as indexes. Stored under the key `nest`.
         ties: Further path of an array to its index.
-        topology: Free JSON: how the ranks stood.
-        about: Free text: who wrote it.
-        bases: Folders that hold some of the files.
-        variants: Where further weights of a model are, with where that is; None where it was not saved.
+        topology: JSON value that describes the ranks.
+        about: Text by name, which describes the writer.
+        bases: Folders that contain some of the files.
+        variants: Path of further weights of a model, such as averaged ones, to the path of the model; None if it was
+            not saved.
     """
 
     save: str
@@ -89,7 +90,7 @@ class ManifestContents:
 
 
 def encode_manifest(contents: ManifestContents) -> bytes:
-    """Return the manifest's bytes.
+    """Return the bytes of the manifest.
 
     Raises:
         UnsupportedError: The values have so many small lists that no reader would accept them.
@@ -122,11 +123,11 @@ def encode_manifest(contents: ManifestContents) -> bytes:
 
 
 def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestContents:
-    """Return what a manifest says, every field checked.
+    """Parse a manifest and check every field.
 
     Raises:
-        FormatError: It does not follow the format.
-        UnsupportedError: A version or a type that this release does not know.
+        FormatError: A field does not follow the format.
+        UnsupportedError: A version or dtype is unknown to this release.
     """
     raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
     if raw["format"] != "shardckpt manifest":
@@ -156,14 +157,14 @@ def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:
 
 
 def read_variants(value: object, where: object) -> dict[Path, Path | None]:
-    """Check and return where further weights are.
+    """Check and return the paths of further weights.
 
     Args:
-        value: As parsed.
-        where: The file, for messages.
+        value: Parsed JSON.
+        where: Name of the file, for messages.
 
     Raises:
-        FormatError: An entry is none.
+        FormatError: An entry does not follow the format.
     """
     found: dict[Path, Path | None] = {}
     for path, of in _read_by_path(value, "variants", (), where):
@@ -175,19 +176,19 @@ def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path,
     """Check and return the further paths of arrays.
 
     Args:
-        value: As parsed.
-        paths: Of the arrays.
-        where: The file, for messages.
+        value: Parsed JSON.
+        paths: Paths of the arrays, by index.
+        where: Name of the file, for messages.
 
     Raises:
-        FormatError: An entry is none.
+        FormatError: An entry does not follow the format.
     """
     rows = _read_by_path(value, "ties", paths, where)
     return {path: read_integer(index, "ties", where, below=len(paths)) for path, index in rows}
 
 
 def _read_by_path(value: object, name: str, taken: Sequence[Path], where: object) -> Iterator[tuple[Path, object]]:
-    """Yield the rows of a field, each a path and something else; no path may be there twice, or taken."""
+    """Yield the rows of a field, each a path and a value; paths must be unique and not in `taken`."""
     rows = [read_fixed(entry, 2, name, where) for entry in read_list(value, name, where)]
     paths = [read_path(raw, where) for raw, _ in rows]
     check_paths(paths, where)

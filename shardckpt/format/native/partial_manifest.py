@@ -1,4 +1,4 @@
-"""The part of the manifest that a rank sends to rank 0: rows of its tensors; and the merge of all parts."""
+"""The part of the manifest that each rank sends to rank 0, with the rows of its tensors; and their merge."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from shardckpt.manifest import Path, dotted
 
 @dataclass(frozen=True, slots=True)
 class WrittenPayload:
-    """One payload file as it was written.
+    """A payload file that has been written.
 
     Attributes:
-        payload: Its layout.
-        hashes: Of its blocks; None where none were made.
-        digests: Of its chunks, in their order; None where none were made.
+        payload: Layout of the file.
+        hashes: Hashes of its blocks; None if not computed.
+        digests: Digests of its chunks, in file order; None if not computed.
     """
 
     payload: PayloadFile
@@ -43,8 +43,8 @@ class WrittenPayload:
 class PartialManifest:
     """Records of the files and arrays that one writer wrote.
 
-    Attributes:
-        files: Its files.
+    files: Records of the files.
+    arrays: Records of the arrays, whose file indexes count in `files`.
         arrays: Its rows; file indexes count in `files`.
     """
 
@@ -53,7 +53,7 @@ class PartialManifest:
 
 
 def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
-    """Build the records of what a writer wrote."""
+    """Build the records of the files that a writer wrote."""
     files = tuple(FileRecord(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
     found: dict[Path, ArrayRecord] = {}
     digests: dict[Path, list[bytes]] = {}
@@ -71,17 +71,17 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
 
 
 def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
-    """Encode what a writer wrote for the rank that commits."""
+    """Encode the records of a writer's files for the rank that commits."""
     part = build_partial(written)
     digests = digests_json(part.arrays)
     return encode_canonical({"files": files_json(part.files, ()), "arrays": arrays_json(part.arrays), **digests})
 
 
 def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
-    """Inverse of `encode_partial`.
+    """Decode the result of `encode_partial`.
 
     Raises:
-        FormatError: The bytes are none of `encode_partial`'s.
+        FormatError: The bytes are not a result of `encode_partial`.
     """
     raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
     files = read_files(raw["files"], (), where)
@@ -94,11 +94,11 @@ def merge_partials(
     """Merge the files and arrays of all writers.
 
     Args:
-        parts: One for each writer.
+        parts: Parts, one for each writer.
         order: Paths of the tensors; the saved state refers to them by index.
 
     Raises:
-        FormatError: Writers disagree on an array, or wrote others than those of `order`.
+        FormatError: Writers disagree on an array, or wrote other arrays than those of `order`.
     """
     files: list[FileRecord] = []
     found: dict[Path, ArrayRecord] = {}

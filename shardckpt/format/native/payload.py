@@ -1,4 +1,4 @@
-"""Payload files of a native step: one writer's ordinary safetensors files, and block hashes."""
+"""Payload files of a native step: safetensors files, each of one writer, with block hashes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardckpt.format.encodings.safetensors import HeaderTensor, encode_entries,
 from shardckpt.manifest import Path, dotted
 
 VERSION = (1, 0)
-"""Of the format: a reader refuses a larger first number, and ignores what a larger second one adds."""
+"""Version of the format: readers reject another major version, and ignore additions of a newer minor version."""
 
 BLOCK_BYTES = 1 << 22
 """Bytes of a file that one hash covers."""
 
 DATA_ALIGNMENT = 4096
-"""Where a file's data starts: direct I/O wants it, no reader relies on it."""
+"""Alignment of a file's data, in bytes, for direct I/O; readers do not depend on it."""
 
 KEY = "shardckpt"
 """Key in a payload file's `__metadata__`."""
@@ -34,7 +34,7 @@ KEY = "shardckpt"
 HF_INDEX = "model.safetensors.index.json"
 
 MOST_BYTES = 1 << 30
-"""Bytes of data after which a writer begins another file."""
+"""Bytes of data after which a writer starts another file."""
 
 _TENSOR_ALIGNMENT = 64
 _MOST_CHUNKS = 100_000
@@ -47,8 +47,8 @@ class PayloadChunk(NamedTuple):
     Attributes:
         path: Path of the tensor in the saved state.
         shape: Full shape, in elements.
-        dtype: Name of the torch dtype.
-        box: The elements; written in row-major order.
+        dtype: Dtype in torch's spelling.
+        box: Box in the full tensor, written in row-major order.
     """
 
     path: Path
@@ -64,14 +64,14 @@ class PayloadChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PayloadFile:
-    """One file to write: `header`, then the bytes of its chunks.
+    """A file to write: `header`, followed by the bytes of its chunks.
 
     Attributes:
-        name: In the step's folder.
+        name: File name in the step's folder.
         header: First bytes of the file.
-        chunks: In the order of the file.
-        offsets: First byte of each chunk in the file.
-        keys: Name of each chunk in the file.
+        chunks: Chunks in file order.
+        offsets: Offset in the file of each chunk's first byte.
+        keys: Tensor name of each chunk in the file.
     """
 
     name: str
@@ -82,12 +82,12 @@ class PayloadFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self.offsets[-1] + self.chunks[-1].nbytes if self.chunks else len(self.header)
 
 
 def new_save_id() -> str:
-    """Return a name for a save: digits and small letters, sortable by the time it began, different for each."""
+    """Return a new id of a save: digits and lower-case letters, unique and sortable by start time."""
     stamp, digits = time.time_ns() // 1_000_000, ""
     while stamp:
         stamp, digit = divmod(stamp, 36)
@@ -104,20 +104,20 @@ def plan_payloads(
     model: Path | None = None,
     carry: Mapping[str, object] | None = None,
 ) -> tuple[PayloadFile, ...]:
-    """Decide which files a writer writes, and their headers. Pure.
+    """Plan the files of a writer, with their headers. Does no I/O.
 
     Args:
-        save: The save's id.
-        writer: Which writer, from 0.
-        chunks: In the order of the saved state.
+        save: Id of the save.
+        writer: Index of the writer, from 0.
+        chunks: Chunks in the order of the saved state.
         most_bytes: Bytes of data after which another file begins; a larger chunk gets a file of its own.
-        model: Where the model is, when this writer writes everything: its tensors get files of their own under their
-            own names, as Hugging Face's libraries read them.
-        carry: JSON that the header of the first file holds besides, so that a lost manifest can be rebuilt in full; the
-            file is there then even without chunks.
+        model: Path of the model, if this writer writes everything: its tensors get separate files with their own names,
+            which Hugging Face's libraries can read.
+        carry: Further JSON in the header of the first file, from which a lost manifest can be rebuilt in full; then
+            this file exists even without chunks.
 
     Raises:
-        UnsupportedError: A type that the format has no name for; the message names the array.
+        UnsupportedError: The format has no name for a dtype; the message names the array.
     """
     for chunk in chunks:
         if not is_known(chunk.dtype):
@@ -129,13 +129,13 @@ def plan_payloads(
 
 
 class _File(NamedTuple):
-    """What of a file is the same in every save of a run.
+    """The parts of a file that are equal in every save of a run.
 
     Attributes:
-        chunks: In the order of the file.
-        keys: Name of each in the file.
-        listed: The chunks in JSON, as the metadata has them.
-        entries: The chunks in JSON, as the header has them.
+        chunks: Chunks in file order.
+        keys: Tensor name of each chunk in the file.
+        listed: JSON of the chunks in the metadata.
+        entries: JSON of the chunks in the header.
     """
 
     chunks: tuple[PayloadChunk, ...]
@@ -144,9 +144,9 @@ class _File(NamedTuple):
     entries: str
 
 
-@lru_cache(maxsize=4)  # a run saves the same thing again and again, and perhaps a variant or two
+@lru_cache(maxsize=4)  # a run saves the same arrays repeatedly, possibly with a few variants
 def _arrange(chunks: tuple[PayloadChunk, ...], most_bytes: int, model: Path | None) -> tuple[_File, ...]:
-    """Decide which chunk goes where, and by what name."""
+    """Assign chunks to files and give them names."""
     keys = _Keys(model)
     files = [*_files([c for c in chunks if not keys.is_model(c)], most_bytes)]
     files += _files([c for c in chunks if keys.is_model(c)], most_bytes)
@@ -180,7 +180,7 @@ def _by_alignment(chunk: PayloadChunk) -> tuple[bool, int]:
 
 
 class _Keys:
-    """Names of chunks in a writer's files: `{fqn}@{n}`, or an array's own name where one writer writes all of it."""
+    """Names of chunks in a writer's files: `{fqn}@{n}`, or the array's own name if one writer writes all of it."""
 
     def __init__(self, model: Path | None) -> None:
         self._model = model
@@ -204,7 +204,7 @@ class _Keys:
 
 
 def _printable(name: str) -> str:
-    """Half a surrogate pair, which no UTF-8 holds, is written as an escape: the exact path stands in the metadata."""
+    """Escape unpaired surrogates, which UTF-8 cannot represent; the metadata contains the exact path."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -221,14 +221,14 @@ def _payload(save: str, writer: int, number: int, file: _File, carry: Mapping[st
 
 
 def _header_tensor(name: str, chunk: PayloadChunk) -> HeaderTensor:
-    """Types that safetensors has no name for are bytes to it."""
+    """Return the header entry of a chunk; dtypes without a name in safetensors are stored as bytes."""
     if chunk.dtype in SAFETENSORS_NAMES and chunk.box.volume * bits(chunk.dtype) % 8 == 0:
         return HeaderTensor(name, chunk.dtype, chunk.box.size)
     return HeaderTensor(name, "uint8", (chunk.nbytes,))
 
 
 def encode_canonical(content: object) -> bytes:
-    """Return JSON in the one form that the format uses: ASCII, no white space, keys in the order given."""
+    """Return JSON in the canonical form of the format: ASCII, no white space, keys in the given order."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -236,8 +236,8 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
     """Return the content of `model.safetensors.index.json` for the save of one writer.
 
     Args:
-        payloads: Planned with the same `model`.
-        model: Where the model is.
+        payloads: Files planned with the same `model`.
+        model: Path of the model.
     """
     n = len(model)
     placed = [
@@ -254,7 +254,7 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
 
 
 class BlockHasher:
-    """Hashes a file as it is written: xxh3-64 of every block from its first byte on, the last one shorter."""
+    """Computes the xxh3-64 of each block of a file while it is written; the last block may be shorter."""
 
     def __init__(self) -> None:
         self._done: list[int] = []
@@ -262,7 +262,7 @@ class BlockHasher:
         self._filled = 0
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the file's next bytes."""
+        """Hash the file's next bytes."""
         rest = memoryview(data).cast("B")
         while len(rest):
             part = rest[: BLOCK_BYTES - self._filled]
@@ -273,7 +273,7 @@ class BlockHasher:
                 self._close()
 
     def digests(self) -> tuple[int, ...]:
-        """Return the hashes of all blocks. Nothing may be added afterwards."""
+        """Return the hashes of all blocks. Call it only after the last byte."""
         if self._filled:
             self._close()
         return tuple(self._done)
@@ -285,10 +285,10 @@ class BlockHasher:
 
 
 class ChunkHasher:
-    """Hashes each chunk of a file as the file is written: the xxh3-128 of its bytes.
+    """Computes the xxh3-128 of each chunk of a file while it is written.
 
     Args:
-        payload: The planned file.
+        payload: Planned file.
     """
 
     def __init__(self, payload: PayloadFile) -> None:
@@ -299,7 +299,7 @@ class ChunkHasher:
         self._current = xxhash.xxh3_128()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the file's next bytes."""
+        """Hash the file's next bytes."""
         rest = memoryview(data).cast("B")
         if self._at < self._start:
             skipped = min(self._start - self._at, len(rest))
@@ -311,24 +311,24 @@ class ChunkHasher:
             self._close(self._at)
 
     def digests(self) -> tuple[bytes, ...]:
-        """Return the hashes of all chunks, once all of the file was taken."""
+        """Return the hashes of all chunks, after the complete file has been hashed."""
         self._close(self._at)
         return tuple(self._done)
 
     def _close(self, at: int) -> None:
-        """End the chunk that ends here, and empty ones behind it."""
+        """Finish the chunk that ends at an offset, and empty chunks after it."""
         while len(self._done) < len(self._ends) and self._ends[len(self._done)] == at:
             self._done.append(self._current.digest())
             self._current.reset()
 
 
 class FileHasher:
-    """What is hashed of a file as it is written.
+    """Computes the hashes of a file while it is written.
 
     Args:
-        payload: The planned file.
-        blocks: Hash its blocks.
-        chunks: Hash its chunks.
+        payload: Planned file.
+        blocks: Whether to hash its blocks.
+        chunks: Whether to hash its chunks.
     """
 
     def __init__(self, payload: PayloadFile, *, blocks: bool, chunks: bool) -> None:
@@ -336,7 +336,7 @@ class FileHasher:
         self._chunks = ChunkHasher(payload) if chunks else None
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the file's next bytes."""
+        """Hash the file's next bytes."""
         if self._blocks is not None:
             self._blocks.update(data)
         if self._chunks is not None:
@@ -344,10 +344,10 @@ class FileHasher:
 
     @property
     def hashes(self) -> tuple[int, ...] | None:
-        """Of the blocks; None where none are made. Nothing may be added afterwards."""
+        """Hashes of the blocks; None if not computed. Read it only after the last byte."""
         return None if self._blocks is None else self._blocks.digests()
 
     @property
     def digests(self) -> tuple[bytes, ...] | None:
-        """Of the chunks; None where none are made. Nothing may be added afterwards."""
+        """Digests of the chunks; None if not computed. Read it only after the last byte."""
         return None if self._chunks is None else self._chunks.digests()

@@ -1,4 +1,4 @@
-"""Our own format: a folder of safetensors files, a manifest, and `COMMIT`, without which the step does not exist."""
+"""Reader of the native format: safetensors files, a manifest, and `COMMIT`, which makes the step exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MARK = b'{"format":"shardckpt"'
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a step by its `COMMIT`, which may be named itself, and what is left of one without."""
+    """Recognize a step by `COMMIT`, which may be the source itself, and the remaining files of a step without it."""
     if source.file is not None:
         named = source.file == COMMIT and _starts(source, COMMIT, _MARK)
         return Evidence.STRUCTURE if named else Evidence.NONE
@@ -52,10 +52,10 @@ def open_source(source: Source) -> NativeReader:
     """Open a recognized step.
 
     Raises:
-        IncompleteError: It was never committed, or its manifest is gone.
+        IncompleteError: The step was never committed, or its manifest is missing.
         ChecksumError: `COMMIT` or the manifest is damaged.
-        UnsupportedError: It is of a newer version, or needs a feature that this release does not know.
-        CheckpointError: It does not follow the format.
+        UnsupportedError: The version is newer, or the step needs a feature that is unknown to this release.
+        CheckpointError: A file does not follow the format.
     """
     store = source.store
     entries = source.listing.values() if source.file is None else store.list()
@@ -69,18 +69,19 @@ def open_source(source: Source) -> NativeReader:
 
 
 class NativeReader(Reader):
-    """An open step of our own format; what is read through its store is checked against the hashes of its blocks.
+    """An open step of the native format; reads through its store are checked against the hashes of the blocks.
 
     Args:
-        store: Rooted at the step.
-        commit: As read.
-        contents: As read.
-        sizes: Of the files in the folder.
-        bases: What of the folders that it refers to is there.
+        store: Store whose root is the step.
+        commit: Content of `COMMIT`.
+        contents: Content of the manifest.
+        sizes: Name to size in bytes of the files in the folder.
+        bases: Existing base folders.
 
     Attributes:
-        commit: The mark that makes the step exist.
-        contents: Its manifest as stored: files with their hashes, tensors as rows, the saved state as tagged JSON.
+        commit: Content of `COMMIT`.
+        contents: Content of the manifest as stored: files with their hashes, tensors as rows, the saved state as tagged
+            JSON.
     """
 
     def __init__(
@@ -102,19 +103,19 @@ class NativeReader(Reader):
 
     @property
     def raw_store(self) -> Store:
-        """The files, without checks."""
+        """The files, without checks of hashes."""
         return self._stored
 
     @property
     def unverified_store(self) -> Store:
-        """The files without the hashes; those of a folder that is not what the step was saved against with them."""
+        """The files without checks of hashes, except those of folders that changed since the step was saved."""
         return self._unverified
 
     def decode_state(self, decode_ref: tagged_json.DecodeRef) -> object:
         """Return the saved state in its saved containers.
 
         Args:
-            decode_ref: Turns array references and torch's values into what the caller wants.
+            decode_ref: Replaces array references and values of torch.
 
         Raises:
             CheckpointError: The saved state does not follow the format.
@@ -122,7 +123,7 @@ class NativeReader(Reader):
         return tagged_json.decode(self.contents.tree, decode_ref, where=self.store.url)
 
     def block_hashes(self) -> dict[str, tuple[int, ...]]:
-        """Return the xxh3-64 of each block of each file that was saved with checksums."""
+        """Return the xxh3-64 of each block, for each file that was saved with checksums."""
         return {file.place: file.hashes for file in self.contents.files if file.hashes is not None}
 
     def checksums(self) -> Iterator[Checksum]:
@@ -136,7 +137,7 @@ class NativeReader(Reader):
 
 
 class _Entries(Mapping[Path, TensorEntry]):
-    """Arrays by path; a million pieces are made when somebody asks for them, not before."""
+    """Arrays by path; pieces are created on demand, since a step may have a million."""
 
     def __init__(self, contents: ManifestContents) -> None:
         self._places = [file.place for file in contents.files]
@@ -153,12 +154,12 @@ class _Entries(Mapping[Path, TensorEntry]):
         return entry
 
     def items(self) -> ItemsView[Path, TensorEntry]:
-        """Return all of them, made at once."""
+        """Return all items, created in one pass."""
         self._build()
         return super().items()
 
     def values(self) -> ValuesView[TensorEntry]:
-        """Return all of them, made at once."""
+        """Return all values, created in one pass."""
         self._build()
         return super().values()
 
@@ -181,13 +182,13 @@ class _Entries(Mapping[Path, TensorEntry]):
 def build_manifest(
     store: Store, contents: ManifestContents, sizes: Mapping[str, int], bases: FoundBases | None = None
 ) -> Manifest:
-    """Return what a step holds, in the words that all formats share.
+    """Return the format-independent manifest of a step.
 
     Args:
-        store: Rooted at the step.
-        contents: Its manifest as stored.
-        sizes: Of the files in the folder.
-        bases: What of the folders that it refers to is there.
+        store: Store whose root is the step.
+        contents: Content of the step's manifest.
+        sizes: Name to size in bytes of the files in the folder.
+        bases: Existing base folders.
 
     Raises:
         CheckpointError: The saved state does not follow the format, or refers to tensors that do not exist.
@@ -216,7 +217,7 @@ def build_manifest(
 
 
 def _objects(contents: ManifestContents, where: str) -> dict[Path, ObjectEntry]:
-    """Return every value that is not a tensor; a list without tensors is one value."""
+    """Return all values that are not tensors; a list without tensors is one value."""
     tree = tagged_json.decode(contents.tree, where=where)
     walk = _ValueCollector(contents, where)
     found: list[ObjectEntry] = []
@@ -231,7 +232,7 @@ class _ValueCollector:
         self._where = where
 
     def add(self, value: object, path: Path, found: list[ObjectEntry]) -> bool:
-        """Collect the values at and below `path`; return True if a tensor is there."""
+        """Collect the values at and below `path`; return True if a tensor is among them."""
         if isinstance(value, ArrayRef):
             self._check(value, path)
             return True

@@ -1,7 +1,7 @@
-"""Records of a native step's files and arrays, and how JSON holds them.
+"""Records of a native step's files and arrays, and their JSON form.
 
-Rows of pieces are flat lists of integers, `[file, offset, *box offset, *box size]` after one another, since a manifest
-may hold a million of them.
+Pieces are stored as concatenated rows of integers, `[file, offset, *box offset, *box size]`, since a manifest may
+have a million of them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from shardckpt.format.native.payload import BLOCK_BYTES, BlockHasher
 from shardckpt.manifest import Path, Piece, Span, dotted
 
 DIGEST_BYTES = 16
-"""Of a chunk's xxh3-128."""
+"""Bytes of a chunk's xxh3-128."""
 
 
 class FileRecord(NamedTuple):
-    """One file that holds bytes of a step.
+    """One file with bytes of a step.
 
     Attributes:
-        name: In its folder.
-        nbytes: Its size.
-        hashes: xxh3-64 of each of its blocks; None where none were made.
-        base: The folder, as the step refers to it; empty for the step's own.
+        name: Name in its folder.
+        nbytes: Size in bytes.
+        hashes: xxh3-64 of each block; None if not computed.
+        base: Reference of the step to the file's folder; empty for the step's own folder.
     """
 
     name: str
@@ -51,7 +51,7 @@ class FileRecord(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Name in the store of the step's reader."""
+        """Name of the file in the store of the step's reader."""
         return f"{self.base}/{self.name}" if self.base else self.name
 
 
@@ -60,10 +60,10 @@ class ArrayRecord(NamedTuple):
 
     Attributes:
         path: Path in the saved state.
-        dtype: Torch's name of its type.
-        shape: In elements.
+        dtype: Dtype in torch's spelling.
+        shape: Shape in elements.
         rows: For each piece: file index, byte offset, box offset, box size.
-        digests: For each piece the xxh3-128 of its bytes, back to back; empty where none were made.
+        digests: Concatenated xxh3-128 of the pieces; empty if not computed.
     """
 
     path: Path
@@ -74,14 +74,14 @@ class ArrayRecord(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Integers of one row."""
+        """Integers in one row."""
         return 2 + 2 * len(self.shape)
 
     def pieces(self, places: Sequence[str]) -> tuple[Piece, ...]:
-        """Return the pieces, with the bytes their boxes take.
+        """Return the pieces, with the byte ranges of their boxes.
 
         Args:
-            places: Names of the files, as the reader's store has them.
+            places: Names of the files in the reader's store.
         """
         rows, n, width, element = self.rows.tolist(), 2 + len(self.shape), self.width, bits(self.dtype)
         found = []
@@ -93,9 +93,9 @@ class ArrayRecord(NamedTuple):
 
 
 def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
-    """Return the record of a small file that holds no array, as `model.safetensors.index.json`.
+    """Return the record of a small file without arrays, such as `model.safetensors.index.json`.
 
-    Such records stand behind those of `join`, since rows count files.
+    Append such records after those of `merge_partials`, since rows contain file indexes.
     """
     hasher = BlockHasher()
     hasher.update(content)
@@ -103,7 +103,7 @@ def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRec
 
 
 def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]]:
-    """Return for each base the names and sizes of its files."""
+    """Return, for each base, the names and sizes of its files."""
     bases: dict[str, dict[str, int]] = {}
     for file in files:
         if file.base:
@@ -111,15 +111,15 @@ def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]
     return bases
 
 
-# As JSON
+# JSON form
 
 
 def files_json(files: Iterable[FileRecord], bases: Sequence[str]) -> list[object]:
-    """Return files as JSON holds them.
+    """Return files as JSON values.
 
     Args:
-        files: The files.
-        bases: Folders of some of them, by index.
+        files: Files to store.
+        bases: Base folders, by index.
     """
     number = {url: at for at, url in enumerate(bases)}
     return [
@@ -133,12 +133,12 @@ def _hex(hashes: Sequence[int]) -> str:
 
 
 def arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
-    """Return arrays as JSON holds them, without digests."""
+    """Return arrays as JSON values, without digests."""
     return [[list(a.path), a.dtype, list(a.shape), a.rows.tolist()] for a in arrays]
 
 
 def digests_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
-    """Return the field of the arrays' digests; none where no array has any."""
+    """Return the JSON field with the arrays' digests; empty if there are none."""
     return {"digests": [a.digests.hex() for a in arrays]} if any(a.digests for a in arrays) else {}
 
 
@@ -146,13 +146,13 @@ def read_files(value: object, bases: Sequence[str], where: object) -> tuple[File
     """Check and return files.
 
     Args:
-        value: As parsed.
-        bases: Folders that some of them may be in.
-        where: The file, for messages.
+        value: Parsed JSON.
+        bases: Base folders, by index.
+        where: Name of the file, for messages.
 
     Raises:
-        FormatError: An entry is none.
-        UnsafeError: A name could mean another place.
+        FormatError: An entry does not follow the format.
+        UnsafeError: A name could refer to another folder.
     """
     files = tuple(_read_file(entry, bases, where) for entry in read_list(value, "files", where))
     if len({(f.base, f.name) for f in files}) != len(files):
@@ -185,13 +185,13 @@ def read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, 
     """Check and return arrays, without digests.
 
     Args:
-        value: As parsed.
-        files: How many files there are.
-        where: The file, for messages.
+        value: Parsed JSON.
+        files: Number of files.
+        where: Name of the file, for messages.
 
     Raises:
-        FormatError: An entry is none.
-        UnsupportedError: A type that this release does not know.
+        FormatError: An entry does not follow the format.
+        UnsupportedError: A dtype is unknown to this release.
     """
     arrays = tuple(_read_array(entry, files, where) for entry in read_list(value, "arrays", where))
     check_paths([a.path for a in arrays], where)
@@ -214,7 +214,7 @@ def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
 
 
 def _integers(value: object, where: object) -> array[int]:
-    """Return a list of numbers from 0 to 2^64; what they mean is checked where all is known: by `plan.coverage`."""
+    """Return a list of integers in `[0, 2^64)`; `plan.coverage` checks their meaning after all fields are read."""
     try:
         found: array[int] = array("Q", read_list(value, "numbers", where))
     except (TypeError, OverflowError, ValueError) as error:
@@ -223,7 +223,7 @@ def _integers(value: object, where: object) -> array[int]:
 
 
 def with_digests(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
-    """Return arrays with the digests of their pieces, where there are any. Raises FormatError for what is none."""
+    """Return arrays with the digests of their pieces, if stored. Raises FormatError for malformed digests."""
     if "digests" not in raw:
         return arrays
     texts = read_fixed(raw["digests"], len(arrays), "digests", where)

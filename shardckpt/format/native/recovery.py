@@ -1,4 +1,4 @@
-"""What payload files say of themselves, and the manifest that follows from it."""
+"""Rebuild a lost manifest from the headers of payload files."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from shardckpt.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class DescribedFile:
-    """One payload file as its header describes it.
+    """A payload file as described by its header.
 
     Attributes:
-        name: In the step's folder.
-        nbytes: Size of the file.
-        save: Id of the save it belongs to.
-        chunks: In the order of the file.
-        offsets: First byte of each in the file.
-        carry: What the manifest says besides; empty but in one file of a save.
+        name: Name in the step's folder.
+        nbytes: Size of the file in bytes.
+        save: Id of the save that wrote it.
+        chunks: Chunks in file order.
+        offsets: Offset of each chunk's first byte in the file.
+        carry: Further content of the manifest; empty except in one file of a save.
     """
 
     name: str
@@ -47,11 +47,11 @@ def read_described(store: Store, sizes: Mapping[str, int]) -> list[DescribedFile
     """Read the headers of payload files.
 
     Args:
-        store: Rooted at the step.
-        sizes: Name to size of the files.
+        store: Store whose root is the step.
+        sizes: Name to size in bytes of the files.
 
     Raises:
-        CheckpointError: A header is damaged, or is none of ours.
+        CheckpointError: A header is damaged, or is not of the native format.
     """
     headers = read_headers(store, sizes)
     return [_describe(name, header, f"{store.url}/{name}") for name, header in headers.items()]
@@ -99,15 +99,15 @@ def _chunk(entry: Any, where: str) -> PayloadChunk:
 
 
 def rebuild_manifest(save: str, files: Sequence[DescribedFile], where: str) -> tuple[ManifestContents, tuple[str, ...]]:
-    """Rebuild the manifest from payload files, without hashes; return it and warnings.
+    """Rebuild the manifest from payload files, without hashes; return it with warnings.
 
     Args:
-        save: The save's id.
-        files: Its payload files.
-        where: The step, for messages.
+        save: Id of the save.
+        files: Payload files of the save.
+        where: Name of the step, for messages.
 
     Raises:
-        IncompleteError: Arrays are in none of the files.
+        IncompleteError: The files do not contain all arrays.
         FormatError: The files contradict each other.
     """
     found: dict[Path, ArrayRecord] = {}

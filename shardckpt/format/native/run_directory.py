@@ -1,4 +1,4 @@
-"""The steps of a run: a folder each, called `step-00001000`, which exists where its `COMMIT` says so."""
+"""Find, check and delete the steps of a run: folders named like `step-00001000` that exist if they have a `COMMIT`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _STAMP_CHARACTERS = 9
 _AT_ONCE = 8
 _SHOWN = 3
 _LOOKS = 50
-"""How often a run is listed whose steps come and go meanwhile."""
+"""Maximum listings of a run whose steps change during the listing."""
 
 
 def step_name(number: int) -> str:
-    """Return the name of a step's folder; folders sort as their numbers do up to 99,999,999."""
+    """Return the name of a step's folder; up to 99,999,999, names sort like numbers."""
     return f"step-{number:08d}"
 
 
 def is_step_name(name: str) -> bool:
-    """Return True if a folder is called like a step."""
+    """Return True if a folder name is that of a step."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -53,21 +53,21 @@ class StepFolder:
     """One folder of a run that is named like a step.
 
     Attributes:
-        number: The step.
-        name: Of the folder.
+        number: Number of the step.
+        name: Name of the folder.
         save: Id of the save that wrote it; empty without a valid `COMMIT`.
-        branch: How often the run had gone back to an older step before this one was saved.
-        nbytes: Of its files, as they were committed.
-        fault: Why it is not complete; empty where it is.
-        is_committed: There is a file `COMMIT`, valid or not.
-        is_ours: All files there are files of saves.
-        is_base: It was removed, but for files that other steps refer to.
-        is_double: It is complete, and another folder stands for the same number.
-        is_newer: A newer version of shardckpt wrote it, so that its content and references are unknown.
-        held: Name and size of the files there.
-        others: Names of files that no save wrote, and of folders, with a slash at their end. They are never removed.
-        own: Names of the files that were committed.
-        refers: Folders beside it that it refers to, to name and size of the files there.
+        branch: Number of times that the run had returned to an older step before this save.
+        nbytes: Committed bytes of its files.
+        fault: Reason why the step is not complete; empty if it is.
+        is_committed: Whether a file `COMMIT` exists, valid or not.
+        is_ours: Whether saves wrote all files in the folder.
+        is_base: Whether the step was removed, except for files that other steps refer to.
+        is_double: Whether the step is complete but another folder with the same number is used.
+        is_newer: Whether a newer version of shardckpt wrote it, so that its content and references are unknown.
+        held: Name to size in bytes of the files in the folder.
+        others: Names of files that no save wrote, and of subfolders, with a slash at the end. They are never removed.
+        own: Names of the committed files.
+        refers: Referenced folders beside the step, each with name and size of its files.
     """
 
     number: int
@@ -88,32 +88,32 @@ class StepFolder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it was committed, and every file that it needs has the size that was committed, beside it too."""
+        """Whether the step is committed and all its files, including those in bases, have their committed sizes."""
         return not self.fault
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a save or a removal did not get to its end here."""
+        """Whether a save into this folder, or a removal of the step, was interrupted."""
         return self.is_ours and not self.is_committed
 
     @property
     def saved(self) -> frozenset[str]:
-        """Names of the files there that saves wrote."""
+        """Names of the files in the folder that saves wrote."""
         return frozenset(self.held).difference(self.others)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether only other content is there and no file of a save, so that it is not a step, or not one any more."""
+        """Whether the folder contains only other content and no file of a save, so that it is not a step."""
         return bool(self.others) and all(map(is_ignored, self.saved))
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Names of the folders there."""
+        """Names of the subfolders."""
         return tuple(name[:-1] for name in self.others if name.endswith("/"))
 
     @property
     def saved_at(self) -> float | None:
-        """When its save began, in seconds since the epoch; None where that is not known."""
+        """Start time of the save, in seconds since the epoch; None if unknown."""
         return _parse_start_time(self.save) if len(self.save) == _SAVE_CHARACTERS else None
 
 
@@ -126,9 +126,9 @@ class Orphan:
     """Files of a save or a removal that was killed.
 
     Attributes:
-        name: Of the folder.
-        changed_at: When anything in it last changed, in seconds since the epoch; if the store has no times, when
-            the last save into it began; None where not known.
+        name: Name of the folder.
+        changed_at: Time of the last change in the folder, in seconds since the epoch; if the store has no times, the
+            start of the last save into it; None if unknown.
     """
 
     name: str
@@ -137,13 +137,13 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The steps and orphans in a run's folder.
+    """The steps and orphans of a run directory.
 
     Attributes:
-        steps: Complete or not, by number.
-        partial: Folders that were to become steps, on a disk.
-        others: Whatever else refers to folders of the run: checkpoints under other names, and saves under way that have
-            written their manifest. Only `read_run_to_remove` looks for them.
+        steps: Complete and incomplete steps, by number.
+        partial: Temporary folders of unfinished steps, on a disk.
+        others: Other references to folders of the run: checkpoints with other names, and running saves that have
+            written their manifest. Only `read_run_to_remove` fills this.
     """
 
     steps: tuple[StepFolder, ...]
@@ -152,30 +152,30 @@ class RunDirectory:
 
     @property
     def complete(self) -> tuple[StepFolder, ...]:
-        """The steps that can be loaded, the oldest first: by branch, then by number."""
+        """Steps that can be loaded, oldest first: by branch, then by number."""
         return tuple(sorted((s for s in self.steps if s.is_complete), key=lambda s: (s.branch, s.number)))
 
     @property
     def incomplete(self) -> tuple[StepFolder, ...]:
-        """The steps that cannot be loaded: no bases, nor folders of other content beside complete steps."""
+        """Steps that cannot be loaded, without bases and folders with other content."""
         has_complete = any(step.is_complete for step in self.steps)
         return tuple(
             step for step in self.steps if not (step.is_complete or step.is_base or (step.is_foreign and has_complete))
         )
 
     def referred(self, but: Collection[str] = ()) -> dict[str, frozenset[str]]:
-        """Return which files are referred to, by the name of their folder.
+        """Return the referenced files, by the name of their folder.
 
         Args:
-            but: Names of folders whose references do not count.
+            but: Names of folders whose references are ignored.
         """
         return collect_referred(step for step in (*self.steps, *self.others) if step.name not in but)
 
     def require_readable(self) -> None:
-        """Refuse to remove anything beside a step of a newer version: it may refer to any of the other folders.
+        """Require that no step has a newer version, since such a step may refer to any folder of the run.
 
         Raises:
-            UnsupportedError: There is one.
+            UnsupportedError: A step has a newer version.
         """
         newer = next((step for step in (*self.steps, *self.others) if step.is_newer), None)
         if newer is not None:
@@ -188,17 +188,17 @@ class RunDirectory:
 
 
 def read_run(store: Store) -> RunDirectory:
-    """Look at every step of a run: a list and a small read for each.
+    """Read every step of a run: one listing and one small read for each.
 
-    Another process may save and remove steps meanwhile. A step that is complete when this begins, or one that was saved
-    later, is in the result: where something that was listed is not complete, it may have been removed since, and all
-    but the complete steps are looked at again, until two looks agree.
+    Other processes may save and remove steps at the same time. The result includes each step that is complete when the
+    call begins, or a step that was saved later: an incomplete step may have been removed since the listing, so all but
+    the complete steps are read again until two consecutive results are equal.
 
     Args:
-        store: Rooted at the run. Open it anew for each call, since stores remember the files that they have read.
+        store: Store whose root is the run. Open a new store for each call, since stores cache listings.
 
     Raises:
-        StorageError: The store failed; steps come and go faster than they can be read.
+        StorageError: The store failed, or steps change faster than they can be read.
     """
     run = _look_at_run(store, {})
     for _ in range(_LOOKS):
@@ -220,17 +220,17 @@ def read_run(store: Store) -> RunDirectory:
 
 
 def read_run_to_remove(store: Store) -> RunDirectory:
-    """Look at every step of a run, and at everything else in its folder that refers to them.
+    """Read every step of a run, and all other references to steps in its folder.
 
-    Who removes a step deletes its `COMMIT`, then calls this, then removes the files that nothing refers to. Who saves a
-    step writes the manifest, then makes sure that its base still has its `COMMIT`, then commits. So either the save is
-    seen here, or it sees that its base has gone.
+    To remove a step, delete its `COMMIT`, call this function, and delete the files without references. To save a step,
+    write the manifest, check that the `COMMIT` of the base still exists, and commit. Thus either this function sees the
+    save's references, or the save sees that its base is gone.
 
     Args:
-        store: Rooted at the run. Open it anew for each call.
+        store: Store whose root is the run. Open a new store for each call, since stores cache listings.
 
     Raises:
-        StorageError: The store failed; folders come and go faster than they can be read.
+        StorageError: The store failed, or folders change faster than they can be read.
     """
     folders = _folders(store)
     for _ in range(_LOOKS):
@@ -251,7 +251,7 @@ def _folders(store: Store) -> list[str]:
 
 
 def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[StepFolder]) -> list[StepFolder]:
-    """Return the steps with references in folders that are not named like steps or are in steps, one level deep."""
+    """Return references in folders that are not named like steps, or that are in steps, up to one level deep."""
     names = [name for name in folders if not _STEP.fullmatch(name)]
     names += [f"{step.name}/{folder}" for step in steps for folder in step.folders]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
@@ -262,7 +262,7 @@ def _find_referring(store: Store, name: str, depth: int) -> list[StepFolder]:
     inside = SubfolderStore(store, name)
     try:
         entries = inside.list()
-    except CheckpointError:  # a link that leads out of the run
+    except CheckpointError:  # a link to a folder outside the run
         return []
     sizes = {name: size for name, size in _sizes(entries).items() if name == COMMIT or name.endswith(MANIFEST_SUFFIX)}
     found = [_reference(store, name, each, sizes) for each in sorted(sizes)]
@@ -273,7 +273,7 @@ def _find_referring(store: Store, name: str, depth: int) -> list[StepFolder]:
 
 
 def _find_unfinished(store: Store, steps: Iterable[StepFolder]) -> list[StepFolder]:
-    """Return what the manifests in folders of steps refer to that are not committed."""
+    """Return the references of uncommitted manifests in folders of steps."""
     found = []
     for step in steps:
         sizes = {name: step.held[name] for name in step.held if name.endswith(MANIFEST_SUFFIX) and name not in step.own}
@@ -282,7 +282,7 @@ def _find_unfinished(store: Store, steps: Iterable[StepFolder]) -> list[StepFold
 
 
 def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -> StepFolder:
-    """Return what a `COMMIT` or a manifest refers to; nothing where it is damaged, or has gone meanwhile."""
+    """Return the references of a `COMMIT` or a manifest; none if it is damaged or has been removed."""
     inside, step = SubfolderStore(store, folder), StepFolder(-1, folder)
     try:
         if name == COMMIT:
@@ -309,7 +309,7 @@ def _base_folders(store: Store, step: str, bases: Mapping[str, Mapping[str, int]
 
 
 def _look_at_run(store: Store, known: Mapping[str, StepFolder]) -> RunDirectory:
-    """Look once at every step of a run that is not known to be complete."""
+    """Read once every step of a run that is not known to be complete."""
     folders = [entry.name for entry in store.list() if entry.is_folder]
     named = sorted((int(match[1]), name) for name in folders if (match := _STEP.fullmatch(name)))
 
@@ -323,28 +323,28 @@ def _look_at_run(store: Store, known: Mapping[str, StepFolder]) -> RunDirectory:
 
 
 def _outline(run: RunDirectory) -> list[tuple[str, str, bool]]:
-    """Return the parts of a run that two looks at it have to agree on."""
+    """Return the properties of a run that must be equal in two consecutive reads."""
     return [(step.name, step.save, step.is_complete) for step in run.steps]
 
 
 def read_step(store: Store, number: int) -> StepFolder:
-    """Look at one step, in the folder that it would be saved to; if nothing is there, it is just not complete.
+    """Read one step in its usual folder; without a folder, the step is incomplete.
 
     Args:
-        store: Rooted at the run.
-        number: The step.
+        store: Store whose root is the run.
+        number: Number of the step.
 
     """
     return _with_bases(store, [_read_step(store, number, step_name(number))])[0]
 
 
 def _with_bases(store: Store, steps: Sequence[StepFolder], others: Sequence[StepFolder] = ()) -> list[StepFolder]:
-    """Return steps with what follows from one another: which lack files that they refer to, which are but bases."""
+    """Return steps with faults for missing referenced files, and with `is_base` set."""
     known = {step.name: step.held for step in steps}
     needed = collect_referred((*steps, *others))
     for folder in needed:
         if folder not in known:
-            with suppress(CheckpointError):  # a link that leads out of the run: whoever loads looks there
+            with suppress(CheckpointError):  # a link to a folder outside the run, which is checked on loading
                 known[folder] = _sizes(SubfolderStore(store, folder).list())
     return [_with_base(store, step, known, needed.get(step.name, frozenset())) for step in steps]
 
@@ -367,7 +367,7 @@ def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
     """Collect the files that steps refer to, by folder name.
 
     Args:
-        steps: Those that count, complete or not.
+        steps: Complete or incomplete steps.
     """
     found: dict[str, frozenset[str]] = {}
     for step in steps:
@@ -377,16 +377,16 @@ def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
 
 
 def read_referred_files(url: str) -> frozenset[str]:
-    """Return the files in a folder of a run that something else in the run refers to, and that a new save there keeps.
+    """Return the files of a folder that other folders of its run refer to, and that a new save there must keep.
 
     Args:
-        url: URL of the folder. The run is not looked at if neither the folder nor one beside it is called like a
-            step, or where it holds no files of saves.
+        url: URL of the folder. The run is read only if the folder, or one beside it, is named like a step, and the
+            folder contains files of saves.
 
     """
     try:
         parent, name = split(url)
-    except UsageError:  # a bucket, or a root
+    except UsageError:  # the folder is a bucket or a root
         return frozenset()
     if not (_STEP.fullmatch(name) or _is_beside_steps(parent)):
         return frozenset()
@@ -394,7 +394,7 @@ def read_referred_files(url: str) -> frozenset[str]:
     if not held:
         return frozenset()
     run = read_run_to_remove(open_store(parent))
-    if any(step.is_newer for step in (*run.steps, *run.others) if step.name != name):  # it may refer to any of them
+    if any(step.is_newer for step in (*run.steps, *run.others) if step.name != name):  # it may refer to any folder
         return frozenset(held)
     return run.referred(but={name}).get(name, frozenset())
 
@@ -402,7 +402,7 @@ def read_referred_files(url: str) -> frozenset[str]:
 def _is_beside_steps(parent: str) -> bool:
     try:
         return any(_STEP.fullmatch(folder) for folder in _folders(open_store(parent)))
-    except StorageError:  # the folders around it cannot be listed
+    except StorageError:  # the parent folder cannot be listed
         return False
 
 
@@ -410,7 +410,7 @@ def _read_step(store: Store, number: int, name: str) -> StepFolder:
     inside = SubfolderStore(store, name)
     try:
         entries = inside.list()
-    except CheckpointError as error:  # a link that leads out of the run
+    except CheckpointError as error:  # a link to a folder outside the run
         return StepFolder(number, name, fault=str(error))
     sizes, others = _sizes(entries), _others(entries)
     step = StepFolder(
@@ -420,7 +420,7 @@ def _read_step(store: Store, number: int, name: str) -> StepFolder:
         commit = read_commit(inside, sizes)
     except UnsupportedError as error:
         return replace(step, fault=str(error).rstrip("."), is_newer=True)
-    except (CheckpointError, MissingFileError) as error:  # missing: somebody removes it meanwhile
+    except (CheckpointError, MissingFileError) as error:  # missing: another process is removing it
         return replace(step, fault=str(error))
     nbytes = commit.manifest_bytes + sum(commit.files.values())
     own = frozenset((*commit.files, commit.manifest, COMMIT))
@@ -441,7 +441,7 @@ def _sizes(entries: Sequence[Listed]) -> dict[str, int]:
 
 
 def _others(entries: Sequence[Listed]) -> tuple[str, ...]:
-    """Return the names of what no save wrote: it is somebody else's, whatever the folder is called."""
+    """Return the names of files and folders that no save wrote; they are never removed."""
     folders = [f"{entry.name}/" for entry in entries if entry.is_folder]
     return (*folders, *(entry.name for entry in entries if not (entry.is_folder or _is_saved(entry.name))))
 
@@ -451,17 +451,17 @@ def _is_saved(name: str) -> bool:
 
 
 def _is_ours(sizes: Mapping[str, int], others: Sequence[str]) -> bool:
-    """Return True if a folder holds files of saves alone."""
+    """Return True if a folder contains only files of saves."""
     return not others and (not sizes or any(WRITTEN.fullmatch(_final(name)) for name in sizes))
 
 
 def _final(name: str) -> str:
-    """Return the name that a file gets once it is complete."""
+    """Return the name that a file gets when it is complete."""
     return name[1:].rpartition(f".{PARTIAL}-")[0] if is_partial(name) else name
 
 
 def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
-    """Say which committed files are not there, or are shorter than they were."""
+    """Return an error text with the committed files that are missing or too short; empty if there are none."""
     wanted = {**commit.files, commit.manifest: commit.manifest_bytes}
     short = [name for name, size in wanted.items() if sizes.get(name, -1) < size]
     if not short:
@@ -480,7 +480,7 @@ def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
 
 
 def _once(steps: Sequence[StepFolder]) -> Iterator[StepFolder]:
-    """Choose one folder for each number: the one that is complete, of several the one with the longest name."""
+    """Select one folder for each number: the complete one; of several, the one with the longest name."""
     best: dict[int, StepFolder] = {}
     for step in steps:
         known = best.setdefault(step.number, step)
@@ -496,11 +496,11 @@ def _once(steps: Sequence[StepFolder]) -> Iterator[StepFolder]:
 
 
 def read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
-    """Return what a complete step's manifest says about itself.
+    """Return the `about` texts of a complete step's manifest, by name.
 
     Args:
-        store: Rooted at the run.
-        step: The step.
+        store: Store whose root is the run.
+        step: Step to read.
 
     Raises:
         CheckpointError: The manifest is damaged.
@@ -511,15 +511,15 @@ def read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
 
 
 METRIC = "metric."
-"""What the names of metrics begin with in a manifest's `about`."""
+"""Prefix of the names of metrics in a manifest's `about`."""
 
 
 def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
-    """Return the numbers that were saved with a complete step, by name; none if they are unknown.
+    """Return the metrics that were saved with a complete step, by name; empty if unknown.
 
     Args:
-        store: Rooted at the run.
-        step: The step.
+        store: Store whose root is the run.
+        step: Step to read.
 
     """
     try:
@@ -535,11 +535,11 @@ def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
 
 
 def manifest_fault(store: Store, step: StepFolder) -> str:
-    """Return what is wrong with the manifest of a complete step; nothing where it is the one that was committed.
+    """Return what is wrong with the manifest of a complete step; empty if it is the committed one.
 
     Args:
-        store: Rooted at the run.
-        step: The step.
+        store: Store whose root is the run.
+        step: Step to check.
 
     """
     try:
@@ -550,11 +550,11 @@ def manifest_fault(store: Store, step: StepFolder) -> str:
 
 
 def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]) -> RunDirectory:
-    """Return a run after a closer look at its newest complete step: a faulty one is not complete any more.
+    """Check the newest complete step of a run; if it has a fault, return the run with the step marked as incomplete.
 
     Args:
-        run: As read.
-        find_fault: Returns what is wrong with a step; asked of the newest ones until there is nothing.
+        run: Steps of the run.
+        find_fault: Returns the fault of a step; called for the newest steps until one has none.
     """
     for step in reversed(run.complete):
         fault = find_fault(step)
@@ -566,22 +566,22 @@ def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]
 
 
 def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> list[str]:
-    """Remove steps, each with its `COMMIT` first, so that from then on it does not exist.
+    """Remove steps, each starting with its `COMMIT`, so that it no longer exists from then on.
 
-    Files that other steps refer to stay, until nothing refers to them any more: then they go with the last that does.
-    What no save wrote stays too, with the folder.
+    Files that other steps refer to stay until the last of these is removed. Files that no save wrote stay too, with
+    their folder.
 
     Args:
-        store: Rooted at the run.
-        run: As read.
-        names: Names of the folders of the steps that go.
+        store: Store whose root is the run.
+        run: Steps of the run.
+        names: Folder names of the steps to remove.
 
     Returns:
-        Names of what no save wrote, below the run.
+        Paths, relative to the run, of files that no save wrote.
 
     Raises:
-        UnsupportedError: A newer version wrote a step of the run.
-        StorageError: The store failed; of a step whose `COMMIT` is gone, what is left counts for nothing.
+        UnsupportedError: A newer version of shardckpt wrote a step of the run.
+        StorageError: The store failed. A step whose `COMMIT` is gone does not exist, whatever files remain.
     """
     run.require_readable()
     gone = sorted((step for step in run.steps if step.name in names), key=lambda step: not step.is_double)
@@ -593,7 +593,7 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
     now.require_readable()
     needed = now.referred(but=names)
     left = {step.name: step for step in now.steps}
-    rests = [_without(left[step.name], step.own) for step in gone if step.name in left]  # a link is gone already
+    rests = [_without(left[step.name], step.own) for step in gone if step.name in left]  # links are removed already
     for rest in rests:
         _delete_saved(store, rest, needed.get(rest.name, frozenset()))
     others = {step.name: step for step in now.steps if step.name not in names}
@@ -604,21 +604,21 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
 
 
 def other_content(steps: Iterable[StepFolder]) -> list[str]:
-    """Return the names of files in steps that no save wrote, below their run.
+    """Return the paths, relative to their run, of files in steps that no save wrote.
 
     Args:
-        steps: Where to look.
+        steps: Steps to search.
     """
     return [f"{step.name}/{name}" for step in steps for name in step.others]
 
 
 def _without(step: StepFolder, own: Set[str]) -> StepFolder:
-    """Return a step that knows which files its `COMMIT` named while it had one."""
+    """Return a step without its `COMMIT`, with the names of the files that it committed."""
     return replace(step, others=tuple(name for name in step.others if name not in own))
 
 
 def _delete_mark(store: Store, name: str) -> None:
-    """Remove what makes a step exist: its `COMMIT`; of a link the link, since the folder is not the run's."""
+    """Remove the `COMMIT` of a step; if the step is a link, remove the link, since the folder is outside the run."""
     store.delete(name if _is_link(store, name) else f"{name}/{COMMIT}")
 
 
@@ -628,22 +628,22 @@ def _is_link(store: Store, name: str) -> bool:
 
 
 def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
-    """Remove a step: `COMMIT` first, so that from then on it does not exist, then the files that saves wrote.
+    """Remove a step: first `COMMIT`, so that the step no longer exists, then the files that saves wrote.
 
     Args:
-        store: Rooted at the run.
-        name: Of the step's folder.
+        store: Store whose root is the run.
+        name: Name of the step's folder.
         kept: Names of files that stay.
 
     Raises:
-        StorageError: The store failed; where `COMMIT` is gone, what is left counts for nothing.
+        StorageError: The store failed. Without `COMMIT` the step does not exist, whatever files remain.
     """
     _delete_mark(store, name)
     _delete_saved(store, _read_step(store, -1, name), kept)
 
 
 def _delete_saved(store: Store, step: StepFolder, kept: Set[str]) -> None:
-    """Remove the files of a step without its mark; the folder too, if it is empty then."""
+    """Remove the files of a step without `COMMIT`, and the folder if it is empty then."""
     if not kept and not step.others:
         store.delete_folder(step.name)
         return
@@ -652,7 +652,7 @@ def _delete_saved(store: Store, step: StepFolder, kept: Set[str]) -> None:
 
 
 def _delete_unneeded(store: Store, step: StepFolder, files: Set[str]) -> None:
-    """Remove files that a step was kept for, or that it keeps beside its own."""
+    """Remove files that were kept for other steps, after their last reference is gone."""
     if step.is_base and not step.others and step.saved <= files:
         store.delete_folder(step.name)
         return
@@ -662,11 +662,11 @@ def _delete_unneeded(store: Store, step: StepFolder, files: Set[str]) -> None:
 
 
 def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
-    """Find what killed saves and removals have left in a run.
+    """Find the folders that killed saves and removals left in a run.
 
     Args:
-        store: Rooted at the run.
-        run: As read.
+        store: Store whose root is the run.
+        run: Steps of the run.
 
     """
     unfinished = [step.name for step in run.steps if step.is_unfinished and not step.is_base]
@@ -685,8 +685,8 @@ def delete_orphan(store: Store, name: str) -> bool:
     """Delete an orphan; return False if a process may still own it.
 
     Args:
-        store: Rooted at the run.
-        name: Name of the orphan; files in it that others refer to stay.
+        store: Store whose root is the run.
+        name: Name of the orphan; its files that other folders refer to stay.
 
     """
     root = local_path(store.url)

@@ -1,4 +1,4 @@
-"""A store whose files are checked, block by block, as they are read: damaged bytes are never returned."""
+"""A store that verifies the hash of each block that it reads, so that damaged bytes are never returned."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.storage.store import Read, Store, WrappedStore
 
 _AT_ONCE = 4
-"""Blocks that are wanted in part and held in memory at a time."""
+"""Maximum partly wanted blocks in memory at a time."""
 
 _DIRECT_BYTES = 1 << 20
-"""A part of a block this large is read where it is wanted, and hashed there: what is asked for next is read again.
+"""Minimum bytes of a part of a block that is read directly into its buffer and hashed there.
 
-Smaller ones are copied out of the block, which is kept; so are all of them where reading again would be a request.
+Smaller parts are copied out of the block, which is cached; so are all parts if reading again would be a request.
 """
 
 
 _Block = tuple[str, int]
-"""File and number."""
+"""File name and block number."""
 
 
 class Hashed(NamedTuple):
-    """A file whose blocks have hashes.
+    """A file with hashes of its blocks.
 
     Attributes:
-        nbytes: Its size when it was hashed.
+        nbytes: Size when it was hashed, in bytes.
         hashes: xxh3-64 of each block.
     """
 
@@ -44,8 +44,8 @@ class _BlockPart(NamedTuple):
     """The part of a wanted range inside one block.
 
     Attributes:
-        start: First byte, counted from the block's first.
-        target: Where it goes.
+        start: First byte, relative to the block.
+        target: Buffer of the part.
     """
 
     start: int
@@ -54,12 +54,12 @@ class _BlockPart(NamedTuple):
 
 @dataclass(slots=True)
 class _ReadPlan:
-    """How a batch of reads is carried out.
+    """The plan of a batch of reads.
 
     Attributes:
-        direct: Ranges that are read where they are wanted.
-        complete: Blocks among those with their bytes in order, to be hashed there.
-        parts: Blocks that are read elsewhere, and what is wanted of each.
+        direct: Ranges to read directly into their buffers.
+        complete: Blocks whose bytes are all in these buffers, in order; they are hashed there.
+        parts: Blocks to read elsewhere, with their wanted parts.
     """
 
     direct: list[Read] = field(default_factory=list)
@@ -68,15 +68,15 @@ class _ReadPlan:
 
 
 class VerifiedStore(WrappedStore):
-    """Reads of hashed files are checked; everything else goes to the underlying store.
+    """A store that verifies reads of hashed files; all other calls go to the underlying store.
 
-    A block that is wanted in full, if by several reads, is read where it belongs and hashed there. One wanted in part
-    is read in full when it is met first; large parts of it go where they belong. The last one of which only small
-    parts were wanted is kept for each thread, since small reads often follow one another.
+    A block that is wanted in full, possibly by several reads, is read into its final buffers and hashed there. A block
+    that is wanted in part is read in full the first time; large parts are read into their final buffers. Each thread
+    caches the last block of which only small parts were wanted, since small reads often follow one another.
 
     Args:
         store: Store of the files.
-        files: Those with hashes.
+        files: Files with hashes, by name.
     """
 
     def __init__(self, store: Store, files: Mapping[str, Hashed]) -> None:
@@ -87,11 +87,11 @@ class VerifiedStore(WrappedStore):
         self._most = max((min(file.nbytes, BLOCK_BYTES) for file in files.values()), default=0)
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer, once the blocks it touches match their hashes.
+        """Fill every buffer after verifying the hashes of the blocks that it touches.
 
         Raises:
-            ChecksumError: A block does not; the message names file and block.
-            ShardckptError: As the underlying store.
+            ChecksumError: A block does not match its hash; the message names file and block.
+            ShardckptError: The underlying store failed.
         """
         plan = _ReadPlan()
         for read in reads:
@@ -109,7 +109,7 @@ class VerifiedStore(WrappedStore):
         file = self._files.get(name)
         end = offset + len(buffer)
         if file is None or not len(buffer) or end > file.nbytes:
-            plan.direct.append(read)  # beyond the end: the underlying store says what is wrong
+            plan.direct.append(read)  # beyond the end: the underlying store raises the error
             return
         for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             start, size = _extent(file, number)
@@ -123,7 +123,7 @@ class VerifiedStore(WrappedStore):
             plan.direct.append(Read(name, low, target))
 
     def _join(self, plan: _ReadPlan) -> None:
-        """Read blocks directly into the buffers of their parts if these are all of them."""
+        """Read blocks directly into the buffers of their parts if the parts cover the block."""
         for block in [block for block, parts in plan.parts.items() if len(parts) > 1 and not self._is_recent(block)]:
             parts = sorted(plan.parts[block], key=lambda part: part.start)
             at = 0
@@ -142,7 +142,7 @@ class VerifiedStore(WrappedStore):
         return getattr(self._recent, "block", None) == block
 
     def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_BlockPart]]]) -> None:
-        """Serve the parts of a few blocks."""
+        """Fill the parts of a few blocks."""
         wanted = [(block, parts) for block, parts in wanted if not self._serve_recent(block, parts)]
         direct_bytes = _DIRECT_BYTES if self._store.capabilities.is_local else BLOCK_BYTES
         targets = []
@@ -159,11 +159,11 @@ class VerifiedStore(WrappedStore):
             self._check(block, [part.target for part in each.parts])
             for start, target in each.copied:
                 target[:] = each.data[start : start + len(target)]
-            if len(each.parts) == 1:  # in memory of ours, all of it
+            if len(each.parts) == 1:  # a complete block in memory of this store
                 self._recent.block, self._recent.data = block, each.data
 
     def _serve_recent(self, block: _Block, parts: Sequence[_BlockPart]) -> bool:
-        """Copy the parts of a block that is still there; return False if it is not."""
+        """Copy the parts of a block if it is cached; return False if it is not."""
         if not self._is_recent(block):
             return False
         for start, target in parts:
@@ -171,7 +171,7 @@ class VerifiedStore(WrappedStore):
         return True
 
     def _buffers(self, count: int) -> Sequence[memoryview]:
-        """Return memory for so many blocks, used before by this thread; the block that is kept is elsewhere."""
+        """Return buffers for `count` blocks, reused by this thread; the cached block has another buffer."""
         pool = self._recent.__dict__.setdefault("pool", [])
         kept = getattr(self._recent, "data", None)
         free = [each for each in pool if kept is None or kept.obj is not each.obj]
@@ -199,12 +199,12 @@ class VerifiedStore(WrappedStore):
 
 
 class _BlockTarget(NamedTuple):
-    """Where a block is read to.
+    """Destination of a block that is read.
 
     Attributes:
-        parts: All of it in order: where it is wanted, or in `data`.
-        data: Memory as large as the block, of which those parts are filled that `parts` has there.
-        copied: What is wanted of `data`.
+        parts: Buffers that together receive the block, in order: buffers of the caller, or parts of `data`.
+        data: Memory as large as the block, of which only those in `parts` are filled.
+        copied: Wanted parts to copy out of `data`.
     """
 
     parts: list[_BlockPart]
@@ -213,7 +213,7 @@ class _BlockTarget(NamedTuple):
 
 
 def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: int) -> _BlockTarget:
-    """Return where a block is read to: large parts where they are wanted, unless some overlap."""
+    """Return the destination of a block: large parts go directly into their buffers unless some overlap."""
     ordered = sorted(wanted, key=lambda part: part.start)
     ends = [0, *(part.start + len(part.target) for part in ordered)]
     if any(part.start < end for end, part in zip(ends, ordered, strict=False)):
@@ -232,6 +232,6 @@ def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: i
 
 
 def _extent(file: Hashed, number: int) -> tuple[int, int]:
-    """Return a block's first byte and its size."""
+    """Return start and size of a block, in bytes."""
     start = number * BLOCK_BYTES
     return start, min(BLOCK_BYTES, file.nbytes - start)

@@ -1,4 +1,4 @@
-"""A checkpoint that is looked into: names to tensors, of which each is read when it is indexed, and to plain values."""
+"""An open checkpoint as a mapping from names to tensors, each read when it is indexed, and to plain values."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class StateSource(Protocol):
 
     @property
     def arrays(self) -> Mapping[Path, TensorEntry]:
-        """The arrays, by path."""
+        """Arrays by path."""
 
     @property
     def paths(self) -> Sequence[Path]:
-        """Where arrays and other values are."""
+        """Paths of arrays and other values."""
 
     def find(self, path: Path) -> tuple[Any, bool]:
-        """Return what was saved at a path, and whether anything was."""
+        """Return the value at a path, and whether it exists."""
 
     def read_tree(self, tree: Any) -> Any:
-        """Return a part of the tree with its arrays read."""
+        """Return a part of the tree with its arrays loaded."""
 
 
 class ClosableSource(Generic[SourceT]):
-    """A checkpoint that can be closed: what reads from it holds this, so that closing lets go of its files.
+    """A checkpoint that can be closed: its readers share this object, so that closing releases the files.
 
     Args:
-        saved: The checkpoint.
+        saved: Checkpoint to share.
     """
 
     def __init__(self, saved: SourceT) -> None:
@@ -51,7 +51,7 @@ class ClosableSource(Generic[SourceT]):
 
     @property
     def saved(self) -> SourceT:
-        """The checkpoint. Raises UsageError where it was closed."""
+        """The checkpoint. Raises UsageError if it was closed."""
         if self._saved is None:
             raise UsageError("the checkpoint is closed", where=self.url, fix="Open it again to read from it.")
         return self._saved
@@ -62,11 +62,11 @@ class ClosableSource(Generic[SourceT]):
 
 
 class StoredTensor(ABC, Generic[SourceT, ArrayT]):
-    """A tensor of an open checkpoint; indexing reads what is asked for, `[...]` all of it.
+    """A tensor of an open checkpoint; indexing reads the selected elements, `[...]` all of them.
 
     Args:
-        source: The checkpoint.
-        entry: Which.
+        source: Checkpoint of the tensor.
+        entry: Manifest entry of the tensor.
     """
 
     def __init__(self, source: ClosableSource[SourceT], entry: TensorEntry) -> None:
@@ -75,12 +75,12 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Its shape, in elements."""
+        """Shape in elements."""
 
     @property
     @abstractmethod
     def dtype(self) -> Any:
-        """The type of its elements."""
+        """Dtype of the elements."""
 
     @abstractmethod
     def _read(self, saved: SourceT, box: Box) -> ArrayT:
@@ -88,18 +88,18 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
 
     @abstractmethod
     def _pick(self, read: ArrayT, index: tuple[int | slice, ...]) -> ArrayT:
-        """Return some of the elements that were read, in memory of their own."""
+        """Return a copy of some of the elements that were read."""
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> ArrayT:
-        """Return elements in memory of their own, on the CPU.
+        """Return a copy of some elements, on the CPU.
 
         Args:
-            index: Integers, slices and an ellipsis, as for a tensor.
+            index: Integers, slices and an ellipsis, as for a torch tensor.
 
         Raises:
-            IndexError: It is out of range.
-            CheckpointError: The elements are missing or damaged.
-            NoMemoryError: They do not fit into memory.
+            IndexError: An index is out of range.
+            CheckpointError: Elements are missing or damaged.
+            NoMemoryError: The elements do not fit into memory.
             StorageError: The store failed.
             UsageError: The checkpoint was closed.
         """
@@ -113,14 +113,14 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
 
 
 class Opened(Mapping[Any, Any], Generic[SourceT]):
-    """An open checkpoint: names to tensors that are read when they are indexed, and to plain values.
+    """An open checkpoint: names to tensors, which are read when they are indexed, and to plain values.
 
-    A name is the keys joined by dots, or the tuple of them where that could mean two things. `with` closes it at the
-    end of the block; without, it is closed when nothing refers to it or to one of its tensors.
+    A name is the keys joined by dots, or the tuple of keys if the joined name is ambiguous. A `with` block closes the
+    checkpoint at its end; otherwise it is closed when neither it nor one of its tensors is referenced.
 
     Args:
-        saved: The checkpoint.
-        make_tensor: Returns what a name of a tensor gives.
+        saved: Checkpoint to read.
+        make_tensor: Returns the object for the name of a tensor.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
 
         Raises:
             UnknownNameError: The name is unknown; also a KeyError.
-            AmbiguousError: Several have it; a tuple of keys decides.
+            AmbiguousError: Several entries have this name; use a tuple of keys.
             UsageError: The checkpoint was closed.
         """
         saved = self._source.saved
@@ -164,7 +164,7 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
         return saved.read_tree(value)
 
     def close(self) -> None:
-        """Close the files that were opened. Its names stay known; reading from it, or from its tensors, is an error."""
+        """Close the files. Names remain available; reading from the checkpoint or its tensors raises an error."""
         self._source.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""State trees: build them of a checkpoint, look values up by path, fill in the arrays that were read."""
+"""State trees: build them from a checkpoint, look up values by path, and insert arrays that were read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, ObjectEntry, Path, dotted, unflatten
 
 DecodeNamed = Callable[[NamedValue], object]
-"""Returns a value of torch or numpy, such as a dtype, from its kind and text."""
+"""Returns a value of torch or NumPy, such as a dtype, from its kind and text."""
 
 
 class TensorRef(NamedTuple):
     """Placeholder of an array in a state tree.
 
     Attributes:
-        path: Of the array.
-        kind: `tensor` or `numpy`.
+        path: Path of the array.
+        kind: Kind of array: `tensor` or `numpy`.
     """
 
     path: Path
@@ -29,25 +29,26 @@ class TensorRef(NamedTuple):
 
 
 class ForeignValue:
-    """A value of another format, looked at when somebody wants it.
+    """A value of another format, which is converted on demand.
 
     Args:
-        value: As its reader returned it.
-        path: Of the value.
-        decode: Returns a dtype that it holds.
+        value: Value from the reader.
+        path: Path of the value.
+        decode: Returns the dtype for its name.
     """
 
     def __init__(self, value: object, path: Path, decode: DecodeNamed) -> None:
         self.value, self.path, self._decode = value, path, decode
 
     def plain(self, skipped: list[Path] | None = None) -> Any:
-        """Return it as plain values.
+        """Return the value as plain Python values.
 
         Args:
-            skipped: Gets the paths of entries of dicts that only their own library knows, which are left out.
+            skipped: If given, entries of dicts that only their own library can interpret are omitted, and their paths
+                are appended.
 
         Raises:
-            UnsupportedError: It is, or holds, something that only its own library knows.
+            UnsupportedError: The value is, or contains, an object that only its own library can interpret.
         """
         return _plain(self.value, self.path, skipped, self._decode)
 
@@ -59,13 +60,13 @@ def build_tree(
     decode: DecodeNamed,
     rename: Callable[[Path], Path] = lambda path: path,
 ) -> Any:
-    """Return what was saved; arrays as `TensorRef`, values of other formats as `ForeignValue`.
+    """Return the saved state with arrays as `TensorRef` and values of other formats as `ForeignValue`.
 
     Args:
-        reader: The open checkpoint.
-        arrays: Paths of its arrays, renamed.
-        objects: Its other values, by the paths that it has for them.
-        decode: Returns a value of torch or numpy.
+        reader: Open checkpoint.
+        arrays: Renamed paths of its arrays.
+        objects: Other values by their original paths.
+        decode: Returns a value of torch or NumPy.
         rename: Returns the new path of an array or value.
 
     Raises:
@@ -88,7 +89,7 @@ def build_tree(
 
 
 def find(tree: Any, path: Path) -> tuple[Any, bool]:
-    """Return the value at a path of a tree, and whether there is one."""
+    """Return the value at a path of a tree, and whether it exists."""
     value = tree
     for key in path:
         if isinstance(value, dict):
@@ -104,7 +105,7 @@ def find(tree: Any, path: Path) -> tuple[Any, bool]:
 
 
 def iter_refs(tree: Any) -> Iterator[TensorRef]:
-    """Yield the arrays of a tree."""
+    """Yield the array placeholders of a tree."""
     if isinstance(tree, TensorRef):
         yield tree
     elif isinstance(tree, dict):
@@ -116,15 +117,16 @@ def iter_refs(tree: Any) -> Iterator[TensorRef]:
 
 
 def fill_tree(tree: Any, get_array: Callable[[TensorRef], object], skipped: list[Path] | None = None) -> Any:
-    """Return a tree with its arrays, and values as plain ones.
+    """Return a tree with arrays in place of their placeholders, and plain values.
 
     Args:
-        tree: The tree.
-        get_array: Returns an array of the tree.
-        skipped: Gets the paths of entries of dicts that only their own library knows, which are left out.
+        tree: Tree to fill.
+        get_array: Returns the array of a placeholder.
+        skipped: If given, entries of dicts that only their own library can interpret are omitted, and their paths are
+            appended.
 
     Raises:
-        UnsupportedError: It holds something that only its own library knows, and nothing is to be left out.
+        UnsupportedError: The tree contains an object that only its own library can interpret, and `skipped` is None.
     """
     if isinstance(tree, TensorRef):
         return get_array(tree)
@@ -147,7 +149,7 @@ def _get_path(value: Any) -> Path:
 def _readable(
     rows: Iterable[tuple[Any, Callable[[], Any], Path]], skipped: list[Path] | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield keys with their values; what cannot be read is left out if it is at a path of its own."""
+    """Yield keys with their values; unreadable values are skipped if they have a path of their own."""
     for key, read, path in rows:
         try:
             value = read()
@@ -176,7 +178,7 @@ def _plain(value: Any, path: Path, skipped: list[Path] | None, decode: DecodeNam
 
 
 def _spellings(key: Any, mapping: Mapping[Any, Any]) -> Iterator[Any]:
-    """Yield the keys that a part of a path may stand for."""
+    """Yield the keys that a part of a path may represent."""
     yield key
     if isinstance(key, str):
         yield from (spelling for spelling in mapping if type(spelling) not in (str, int) and str(spelling) == key)

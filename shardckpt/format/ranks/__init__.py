@@ -1,1 +1,1 @@
-"""One file a rank: merge shards of DTensors, FSDP1 and local states."""
+"""Rank files: merge shards of DTensors, FSDP1 and LOCAL states."""

@@ -1,4 +1,4 @@
-"""A flat parameter of torch's FSDP1: the chunk of each rank, and where its members are."""
+"""A flat parameter of torch's FSDP1: the chunk of each rank, and the locations of its members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardckpt.manifest import Lazy, Path, TensorEntry
 FLAT = "_flat_param"
 
 Fragments = dict[int, tuple[RankContent, TensorEntry]]
-"""Rank in the sharding group to the file that holds its part, and the part."""
+"""Rank in the sharding group to the file that contains its part, and the part."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class FlatParamUnit:
     """A flat parameter.
 
     Attributes:
-        name: Without segments of wrappers.
-        prefix: Start of the names of its members.
-        numel: Elements of the flat parameter, padding included.
-        parts: Ranks that share it.
-        world: Ranks in all.
-        chunks: The chunk of each rank.
-        layout: Its members and their places in it; None if they are unknown.
+        name: Name without the names of wrapper modules.
+        prefix: Prefix of the names of its members.
+        numel: Elements of the flat parameter, including padding.
+        parts: Number of ranks that share it.
+        world: Number of all ranks.
+        chunks: Chunk of each rank.
+        layout: Members and their positions; None if unknown.
     """
 
     name: str
@@ -46,22 +46,22 @@ class FlatParamUnit:
 
     @property
     def members(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, if they are known."""
+        """Parameters in the flat parameter, if known."""
         return self.layout.specs if self.layout is not None else ()
 
     @property
     def chunk(self) -> int:
-        """Elements of each rank's chunk, padding included."""
+        """Elements of each rank's chunk, including padding."""
         return chunk_range(self.numel, self.parts, 0)[1]
 
     @property
     def filled_parts(self) -> int:
-        """Ranks that hold an element; the others have padding only, or nothing."""
+        """Number of ranks with elements; other ranks have padding only, or nothing."""
         return -(-self.numel // self.chunk) if self.chunk else 0
 
     @cached_property
     def _member_boxes(self) -> Sequence[Mapping[int, list[tuple[Box, int]]]]:
-        """For each member: place to its boxes there, each with its first element in the chunk."""
+        """For each member: rank in the group to its boxes there, each with its first element in the chunk."""
         found: list[dict[int, list[tuple[Box, int]]]] = [{} for _ in self.members]
         for place in range(self.filled_parts if self.layout is not None else 0):
             assert self.layout is not None
@@ -70,14 +70,14 @@ class FlatParamUnit:
         return found
 
     def count_elements(self, place: int) -> int:
-        """Return how many elements a rank holds, without padding."""
+        """Return the number of elements on a rank, without padding."""
         return min(max(self.numel - place * self.chunk, 0), self.chunk)
 
     def require_chunk(self, url: str, content: RankContent, entry: TensorEntry, shard: ShardInfo) -> None:
-        """Check that a rank holds its chunk, and that all chunks are equally long.
+        """Require that a rank's tensor is its chunk, and that all chunks have equal lengths.
 
         Raises:
-            FormatError: It does not.
+            FormatError: The tensor is not a chunk, or lengths differ.
         """
         sharding = shard.sharding
         listed = sum(1 for box in sharding.boxes if box.volume) if isinstance(sharding, ShardList) else -1
@@ -99,15 +99,15 @@ class FlatParamUnit:
             )
 
     def fit_layout(self, specs: tuple[ParamSpec, ...], fragments: Mapping[str, Fragments]) -> FlatLayout | None:
-        """Return the layout of members that fills the unit and fits the fragments; None if there is none.
+        """Return the layout of members that fills the unit and matches the fragments; None if there is none.
 
-        With `use_orig_params=True`, ranks hold fragments, each member starts at a multiple of 16 bytes of the compute
-        dtype, which the files do not store, and the end is padded to a multiple of the ranks. If several alignments
-        fit, all of them split the fragments alike.
+        With `use_orig_params=True`, ranks have fragments, each member starts at a multiple of 16 bytes of the compute
+        dtype, which the files do not store, and the end is padded to a multiple of the number of ranks. If several
+        alignments match, all of them give the same fragments.
 
         Args:
-            specs: The members, in order.
-            fragments: The parts of members that ranks hold under their names: of all members or of none.
+            specs: Members in order.
+            fragments: Parts of members that ranks store by name, of all members or of none.
         """
         width = max(bits(specs[0].dtype) // 8, 1) if specs else 1
         for alignment in dict.fromkeys((ALIGNMENT // width or 1, 8, 4, 2, 16, 1)) if fragments else (1,):
@@ -118,7 +118,7 @@ class FlatParamUnit:
         return None
 
     def _fits(self, layout: FlatLayout, fragments: Mapping[str, Fragments]) -> bool:
-        """Return True if fragments are as long as a layout says."""
+        """Return True if fragments have the lengths of a layout."""
         for place in self.chunks:
             runs = {layout.specs[run.index].name: run.numel for run in layout.runs(place)}
             for spec in layout.specs:
@@ -130,16 +130,16 @@ class FlatParamUnit:
     def merge_members(
         self, builder: ManifestBuilder, parts: Fragments, below: Path, tail: Path = ()
     ) -> dict[str, TensorEntry]:
-        """Return the members, merged from 1-D tensors of the layout of the chunks.
+        """Return the members, merged from 1-D tensors with the layout of the chunks.
 
         Args:
-            builder: Records missing files.
-            parts: Place to the tensor of that rank.
-            below: Start of the members' paths.
-            tail: End of the members' paths.
+            builder: Builder that records missing files.
+            parts: Rank in the group to its tensor.
+            below: Prefix of the members' paths.
+            tail: Suffix of the members' paths.
 
         Raises:
-            FormatError: Ranks hold several dtypes.
+            FormatError: Ranks have different dtypes.
         """
         if not parts:
             return {}
@@ -152,9 +152,9 @@ class FlatParamUnit:
         """Return one member, merged from fragments.
 
         Args:
-            builder: Records missing files.
+            builder: Builder that records missing files.
             name: Name of the member.
-            parts: Place to the fragment of that rank.
+            parts: Rank in the group to its fragment.
             path: Path of the result.
         """
         index = next(i for i, spec in enumerate(self.members) if spec.name == name)
@@ -179,9 +179,9 @@ class FlatParamUnit:
 
 
 def are_fragments(parts: Fragments, shape: Shape, unit: FlatParamUnit) -> bool:
-    """Return True if the tensors of a parameter's name are fragments of it; a buffer is full on each rank.
+    """Return True if the tensors of a parameter's name are fragments of it; a buffer is complete on each rank.
 
-    If files are missing, a tensor of full size is a fragment if it is in the storage of its rank's chunk.
+    If files are missing, a tensor of full size is a fragment if it shares the storage of its rank's chunk.
     """
     entries = [entry for _, entry in parts.values()]
     if not entries or any(len(entry.shape) != 1 for entry in entries):

@@ -1,7 +1,8 @@
-"""Metadata beside FSDP1's LOCAL states: `flat_param_metadata_rank{r}.json`, the members of each flat parameter.
+"""Metadata files of FSDP1's LOCAL states: `flat_param_metadata_rank{r}.json`, the members of each flat parameter.
 
-torch writes none. A job that saves LOCAL states can dump the record of `FlatParameter` so: `{"world_size", "rank",
-"handles": [{"module", "fqns", "shapes", "shared_params": [[name, first name], ...]}, ...]}`, names below `module`.
+torch writes no such files. A job that saves LOCAL states can write the fields of `FlatParameter` as `{"world_size",
+"rank", "handles": [{"module", "fqns", "shapes", "shared_params": [[name, first name], ...]}, ...]}`, with names
+relative to `module`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
     """Read the parameter shapes from metadata files; None if there are none.
 
     Args:
-        store: The folder.
-        sizes: Its files and their bytes.
+        store: Store of the folder.
+        sizes: Name to size in bytes of its files.
 
     Raises:
-        FormatError: A file is damaged, or two contradict each other.
-        UnsafeError: A file is larger than any such metadata.
+        FormatError: A file is damaged, or two files contradict each other.
+        UnsafeError: A file is larger than any real metadata.
     """
     names = sorted(name for name in sizes if _NAME.fullmatch(name))
     for name in names:

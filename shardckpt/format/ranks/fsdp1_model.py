@@ -1,6 +1,6 @@
-"""A model in rank files of torch's FSDP1: its flat parameters, and the parameters that are members of them.
+"""A model in rank files of torch's FSDP1: its flat parameters, and their member parameters.
 
-With `use_orig_params=True` a rank also holds each parameter by its name, as a fragment without its shape.
+With `use_orig_params=True` a rank also stores each parameter by name, as a fragment without its shape.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ def _is_named_flat(path: Path, shard: ShardInfo) -> bool:
 
 
 def is_flat(path: Path, content: RankContent) -> bool:
-    """Return True if a rank's file holds a chunk of a flat parameter at a path."""
+    """Return True if a rank's file contains a chunk of a flat parameter at a path."""
     return path in content.shards and _is_named_flat(path, content.shards[path])
 
 
 @dataclass(frozen=True)
 class FlatModel:
-    """The flat parameters of one model, and the tensors beside them.
+    """The flat parameters of one model, and its other tensors.
 
     Attributes:
-        group: Its files.
-        base: Its path in them.
-        known: Names and shapes of the parameters, if the caller gives them.
-        paths: Paths of the model with the files that hold them.
-        units: The flat parameters by name.
-        places: Rank to its place in the sharding group.
+        group: Rank files of the model.
+        base: Path of the model in the files.
+        known: Names and shapes of the parameters, if the caller provides them.
+        paths: Paths of the model with the files that contain them.
+        units: Flat parameters by name.
+        places: Rank to its rank in the sharding group.
         stored: Names of the other tensors to their paths.
         fragments: Names of parameters to the fragments of the ranks.
         ties: Further names of parameters to the first.
-        warnings: One sentence each.
+        warnings: Warnings, one sentence each.
     """
 
     group: RankGroup
@@ -72,7 +72,7 @@ class FlatModel:
     warnings: tuple[str, ...] = ()
 
     def find_unit(self, name: str) -> FlatParamUnit | None:
-        """Return the innermost unit that a parameter's name is in."""
+        """Return the innermost unit that contains a parameter, by name."""
         inner = [unit for unit in self.units.values() if name.startswith(unit.prefix)]
         return max(inner, key=lambda unit: len(unit.prefix), default=None)
 
@@ -81,7 +81,7 @@ class FlatModel:
         return tuple(alias for alias, first in self.ties.items() if first == name)
 
     def first_name(self, name: str) -> str:
-        """Return the first name in the files of the same elements; empty if it is the name itself."""
+        """Return the first name in the files for the same elements; empty if it is the name itself."""
         path = self.stored[name]
         firsts = {content.aliases[path] for content in self.group.ranks if path in content.aliases}
         return strip_wrappers(str(firsts.pop()[-1])) if len(firsts) == 1 else ""
@@ -91,14 +91,14 @@ def read_flat_model(group: RankGroup, base: Path, url: str, known: ParamShapes |
     """Read the flat parameters of one model.
 
     Args:
-        group: Its files.
-        base: Its path in them.
+        group: Rank files of the model.
+        base: Path of the model in the files.
         url: URL of the store, for messages.
         known: Names and shapes of the parameters.
 
     Raises:
         FormatError: Files contradict each other.
-        UsageError: The shapes do not fit.
+        UsageError: The shapes do not match the flat parameters.
     """
     paths = {path: contents for path, contents in group.paths().items() if len(path) > 0 and path[:-1] == base}
     units: dict[str, FlatParamUnit] = {}
@@ -136,7 +136,7 @@ def _read_unit(name: str, path: Path, contents: Sequence[RankContent], world: in
 
 
 def _fit_shapes(model: FlatModel, known: ParamShapes) -> FlatModel:
-    """Find the members of every unit, and their places in it."""
+    """Find the members of every unit, and their positions."""
     members, fragments = _assign_members(model, known)
     ties = {**known.aliases, **_find_stored_ties(model, fragments, known)}
     warnings: list[str] = []
@@ -163,7 +163,7 @@ def _fit_shapes(model: FlatModel, known: ParamShapes) -> FlatModel:
 
 
 def _assign_members(model: FlatModel, known: ParamShapes) -> tuple[dict[str, list[str]], dict[str, Fragments]]:
-    """Return the names of the members of each unit, and the fragments of those that ranks hold by name."""
+    """Return the names of the members of each unit, and the fragments that ranks store by name."""
     members: dict[str, list[str]] = {name: [] for name in model.units}
     fragments: dict[str, Fragments] = {}
     owners = {name: flat for flat, names in known.units.items() for name in names}
@@ -191,7 +191,7 @@ def _collect_fragments(model: FlatModel, name: str, unit: FlatParamUnit) -> Frag
 
 
 def _find_stored_ties(model: FlatModel, fragments: Mapping[str, Fragments], known: ParamShapes) -> dict[str, str]:
-    """Return the names in the files that share their elements with a parameter."""
+    """Return the names in the files that share elements with a parameter."""
     ties: dict[str, str] = {}
     for name in model.stored:
         first = model.first_name(name)
@@ -209,7 +209,7 @@ def _fit_unit(
     fragments: Mapping[str, Fragments],
     ties: Mapping[str, str],
 ) -> tuple[FlatLayout, tuple[str, str] | None]:
-    """Return the layout of a unit's members; if one name is too many and can only be a tie, also that and the first."""
+    """Return the layout of a unit's members; if one name too many can only be a tie, also that name and the first."""
     dtype = next(iter(unit.chunks.values()))[1].stored
     parts = {name: fragments[name] for name in names if name in fragments}
 
@@ -245,7 +245,7 @@ def _fit_unit(
 
 
 def _list_repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
-    """Yield matrices with the one other of the same shape before each: perhaps a tied head and its embedding."""
+    """Yield matrices with the only earlier one of equal shape: possibly a tied head and its embedding."""
     groups: dict[Shape, list[str]] = {}
     for name in names:
         if len(shapes[name]) > 1:
@@ -254,7 +254,7 @@ def _list_repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator
 
 
 def put_flat_model(builder: ManifestBuilder, model: FlatModel) -> set[Path]:
-    """Add every parameter, or the flat parameters as they are if their members are unknown; return the paths done."""
+    """Add every parameter, or unchanged flat parameters if their members are unknown; return the added paths."""
     done: set[Path] = set()
     is_known = model.known is not None
     for path, contents in model.paths.items():
@@ -312,7 +312,7 @@ def _put_unread(builder: ManifestBuilder, model: FlatModel, path: Path, numel: i
 
 
 def list_candidates(model: FlatModel) -> list[tuple[str, object]]:
-    """Return the names that an optimizer's ids may stand for, in the order of the model, each with its layout."""
+    """Return the possible names of an optimizer's ids, in the order of the model, each with its layout."""
     places: Collection[int] = sorted(set(model.places.values()))
     candidates: dict[str, object] = {}
     if model.fragments and model.known:

@@ -1,4 +1,4 @@
-"""An optimizer over flat parameters of torch's FSDP1: rename its ids, merge the state of flat shards."""
+"""An optimizer of flat parameters of torch's FSDP1: replace ids by names, merge the state of flat shards."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Names = Mapping[str | int, str]
 def put_flat_optimizer(
     builder: ManifestBuilder, group: RankGroup, root: Path, model: FlatModel, known: ParamShapes | None
 ) -> set[Path]:
-    """Add an optimizer's state of every parameter by name, and the groups; return the paths that are done.
+    """Add an optimizer's state by parameter name, and its groups; return the added paths.
 
     Args:
-        builder: Takes the tensors and values.
-        group: The files.
-        root: Path of the optimizer in them.
-        model: The flat parameters.
-        known: Names of ids, if the caller gives them.
+        builder: Builder that receives the tensors and values.
+        group: Rank files.
+        root: Path of the optimizer in the files.
+        model: Flat parameters of the model.
+        known: Names of ids, if the caller provides them.
     """
     if any(path[: len(root)] == root for content in group.ranks for path in content.shards):
         return set()  # SHARDED states store their own layouts
@@ -66,7 +66,7 @@ class _FlatOptimizer:
             unit = self._model.units.get(name)
             if unit is not None and unit.layout is not None:
                 layouts.append({"flat": unit.name, "layout": unit.layout.to_json()})
-        if layouts:  # so that flat parameters can be built again
+        if layouts:  # needed to build flat parameters again
             self._builder.put_value((*self._target, UNITS), layouts)
         return done
 
@@ -104,7 +104,7 @@ class _FlatOptimizer:
                 yield value.value
 
     def _find_given_names(self, lists: Sequence[Sequence[int]], candidates: set[str]) -> Names:
-        """Return the names that the caller, or the groups, give the ids; empty unless each has one."""
+        """Return the names that the caller, or the groups, assign to the ids; empty unless each id has one."""
         given = dict(self._known.ids) if self._known else {}
         if not given:
             value = self._group.ranks[0].objects.get((*self._root, GROUPS))
@@ -125,14 +125,14 @@ class _FlatOptimizer:
         return names
 
     def _match(self, lists: Sequence[Sequence[int]], candidates: Sequence[tuple[str, object]]) -> list[str] | None:
-        """Return a name for each id: by the layout of its state if that decides, else by the order of the model."""
+        """Return a name for each id: by the layout of its state if this is unique, else by the order of the model."""
         layouts = [[self._describe_layout(number) for number in ids] for ids in lists]
         flat = [layout for ids in layouts for layout in ids]
         match = match_by_kind(flat, candidates)
         if match is not None:
             return match
         in_order = match_in_order(layouts, candidates)
-        if in_order is None:  # a buffer as long as a chunk may look like a unit
+        if in_order is None:  # a buffer with the length of a chunk may look like a unit
             units = [(name, layout) for name, layout in candidates if name in self._model.units]
             in_order = match_in_order(layouts, units) if len(units) == len(flat) else None
         if in_order is None:
@@ -142,7 +142,7 @@ class _FlatOptimizer:
         return [name for names in in_order for name in names]
 
     def _describe_layout(self, key: int) -> object:
-        """Return the layout of the state of an id over the ranks; None if it has no tensor with dimensions."""
+        """Return the layout of an id's state over the ranks; None if it has no tensor with dimensions."""
         places = self._model.places
         for slot, contents in self._slots.get(key, {}).items():
             path = (*self._state, key, *slot)
@@ -160,7 +160,7 @@ class _FlatOptimizer:
         return None
 
     def _pad_lengths(self, lengths: Mapping[int, int]) -> tuple[int, ...]:
-        """Return the lengths of the ranks' tensors, with the padding that some writers leave out."""
+        """Return the lengths of the ranks' tensors, including the padding that some writers omit."""
         found = tuple(lengths[place] for place in sorted(lengths))
         for unit in self._model.units.values():
             if found == tuple(unit.count_elements(place) for place in sorted(lengths)):
@@ -192,7 +192,7 @@ class _FlatOptimizer:
         return (*self._target, STATE, member, *slot)
 
     def _put_unnamed(self, path: Path, entry: TensorEntry) -> None:
-        """Add a tensor of an id without a name; it can be read only if it is one number."""
+        """Add a tensor of an id without a name; it can be read only if it has one element."""
         target = (*self._group.root, *path)
         if not entry.shape:
             self._builder.put(target, entry)
@@ -236,7 +236,7 @@ class _FlatOptimizer:
     # --------------------------------------------------------------------------------------------------- groups
 
     def _put_groups(self, path: Path, value: object, names: Names) -> bool:
-        """Add the groups, or the `params` of one, with names instead of ids; return True if there were any."""
+        """Add the groups, or the `params` of one, with names in place of ids; return True if there were any."""
         if not isinstance(value, list | tuple):
             return False
         if len(path) == len(self._root) + 1:

@@ -1,6 +1,6 @@
-"""Metadata of LOCAL states, checked: the rank, the number of ranks, and the layout of each unit.
+"""Parse and check the metadata of LOCAL states: the rank, the number of ranks, and the layout of each unit.
 
-`shardckpt.state` writes it as `_metadata["shardckpt"]`; nothing in it is trusted.
+`shardckpt.state` stores it as `_metadata["shardckpt"]`; its content is not trusted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Member:
     """One parameter of a unit.
 
     Attributes:
-        name: Its first name in the unsharded model.
-        aliases: Its other names.
+        name: First name in the unsharded model.
+        aliases: Other names.
         shape: Full shape, in elements.
-        dtype: Stored type.
+        dtype: Stored dtype.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class RankUnit:
-    """Parameters that are sharded together, and one rank's part of them.
+    """Parameters that are sharded together, and one rank's shard of them.
 
     Attributes:
-        members: The parameters, in order.
-        layout: Their layout over ranks; None if every rank has them in full.
-        place: Number of this rank in the layout.
-        flat: Name of the one tensor that holds all of them; empty if each has its own.
+        members: Parameters in order.
+        layout: Layout over ranks; None if every rank has the full parameters.
+        place: Index of this rank in the layout.
+        flat: Name of the one tensor with all members; empty if each has its own.
     """
 
     members: tuple[Member, ...]
@@ -56,7 +56,7 @@ class RankUnit:
 
     @property
     def parts(self) -> int:
-        """Number of parts that the unit is split into."""
+        """Number of parts of the unit."""
         return self.layout.world if self.layout is not None else 1
 
     def same_as(self, other: RankUnit) -> bool:
@@ -64,7 +64,7 @@ class RankUnit:
         return (self.members, self.layout, self.flat) == (other.members, other.layout, other.flat)
 
     def boxes(self, place: int) -> dict[int, list[tuple[Box, int]]]:
-        """Return the boxes of each member that a rank holds, each with its first element in the shard."""
+        """Return the boxes of each member on a rank, each with its first element in the shard."""
         found: dict[int, list[tuple[Box, int]]] = {}
         if self.layout is None:
             return {i: [(Box((0,) * len(m.shape), m.shape), 0)] for i, m in enumerate(self.members)}
@@ -75,16 +75,16 @@ class RankUnit:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """A state that one rank saved.
+    """A LOCAL state of one rank.
 
     Attributes:
-        file: Name of its file, relative to the store.
-        prefix: Start of the paths of that file.
+        file: File name, relative to the store.
+        prefix: Prefix of the paths of that file.
         root: Full path of the state.
-        rank: Number of the rank.
+        rank: Index of the rank.
         world: Number of ranks.
         units: Units of parameters.
-        names: Every name of the unsharded model, in its order; empty if not stored.
+        names: All names of the unsharded model in order; empty if not stored.
     """
 
     file: str
@@ -97,23 +97,23 @@ class RankState:
 
 
 Described = tuple[object, object, tuple[Member, ...], Layout]
-"""A unit's members and layout, as they are stored and as they were parsed."""
+"""Members and layout of a unit, as stored and as parsed."""
 
 Known = dict[str, Described]
-"""Units by their first name: ranks describe most of them alike, so each is parsed once."""
+"""Cache of units by first name: most ranks describe them equally, so each is parsed once."""
 
 
 def parse(note: RankNote, url: str, known: Known) -> RankState:
     """Parse the metadata of one state.
 
     Args:
-        note: The stored metadata.
+        note: Stored metadata.
         url: URL of the store, for messages.
-        known: Units of other states; new ones are added.
+        known: Cache of units; new ones are added.
 
     Raises:
-        FormatError: It is malformed, or contradicts itself.
-        UnsupportedError: It is of a later version, or describes a layout that is not read.
+        FormatError: The metadata is malformed, or contradicts itself.
+        UnsupportedError: The version is newer, or the layout is not supported.
     """
     where = f"{url}/{note.file}"
     try:
@@ -204,7 +204,7 @@ def _parse_member(value: object) -> Member:
 
 
 def group_units(states: Iterable[RankState], where: str) -> list[list[tuple[RankState, RankUnit]]]:
-    """Return the ranks that have a part of each unit.
+    """Return, for each unit, the ranks that have a part of it.
 
     Raises:
         FormatError: Two ranks describe a unit differently, or a name is in two units.

@@ -1,7 +1,7 @@
 """Merge rank files of DTensors and ShardedTensors into full tensors.
 
-Of boxes that several ranks hold, the lowest rank's is taken; a box that no file holds is named with its rank. Of values
-that each rank has in full (buffers, steps, groups), the lowest rank's is taken.
+If several ranks have a box, the lowest rank's is used; a missing box is named with its rank. Of values that each rank
+has in full (buffers, steps, groups), the lowest rank's is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORMAT_NAME = "ranks"
 _STEPS = frozenset({"step", "global_step", "iteration", "epoch", "last_epoch"})
 _STEP = "step"
 _MOST_SHOWN = 4
-"""Names that a warning lists."""
+"""Maximum names in a warning."""
 
 
 def merge_dtensor_shards(
@@ -52,14 +52,14 @@ def merge_dtensor_shards(
 
     Args:
         manifest: Manifest of all files; paths start with the prefix of each file.
-        shards: Path in it to the layout of the shard there.
-        files: The rank files.
+        shards: Path in the manifest to the layout of the shard there.
+        files: Rank files.
         url: URL of the store, for messages.
-        known: Full shapes, for flat parameters; without them those can be listed but not read.
+        known: Full shapes for flat parameters; without them, flat parameters can be listed but not read.
 
     Raises:
         FormatError: The files are not from one save, or contradict each other.
-        UsageError: The shapes do not fit the flat parameters.
+        UsageError: The shapes do not match the flat parameters.
     """
     groups, rest = group_rank_files(manifest, shards, files, url)
     builder = ManifestBuilder(url)
@@ -76,7 +76,7 @@ def merge_dtensor_shards(
 
 
 def _drop_repeats(warnings: Sequence[str], files: Sequence[RankFile]) -> list[str]:
-    """Return the warnings, once if several ranks gave the same."""
+    """Return the warnings, with equal ones of several ranks only once."""
     names = [file.name for file in files]
     return list(dict.fromkeys(_strip_prefix(warning, names) for warning in warnings))
 
@@ -86,7 +86,7 @@ def _strip_prefix(warning: str, names: Sequence[str]) -> str:
 
 
 def _put_group(builder: ManifestBuilder, group: RankGroup, done: Collection[Path]) -> None:
-    """Add everything in a group of rank files, except paths that are done."""
+    """Add all content of a group of rank files, except the paths in `done`."""
     states = [(*root, STATE) for root in group.optimizers()]
     differing: list[str] = []
     paths = {path: contents for path, contents in group.paths().items() if path not in done}
@@ -137,7 +137,7 @@ def _merge_tensor(builder: ManifestBuilder, target: Path, path: Path, contents: 
 
 
 def _label_parts(layout: ShardInfo) -> Iterator[tuple[Box, str]]:
-    """Yield every part of a tensor, with a label of the file that holds it."""
+    """Yield every part of a tensor, with a label of the file that contains it."""
     for box, rank in layout.list_parts():
         if box.volume:
             yield box, f"the file of rank {rank}" if rank >= 0 else f"a file with {box} of it"
@@ -155,7 +155,7 @@ def _require_shard(path: Path, content: RankContent, url: str) -> ShardInfo:
 
 
 def _is_equal_on_ranks(path: Path, contents: Sequence[RankContent], url: str) -> bool:
-    """Return True if the checksums of a tensor that is not sharded are equal, or unknown.
+    """Return True if the checksums of an unsharded tensor are equal on all ranks, or unknown.
 
     Raises:
         FormatError: Ranks have different shapes or dtypes.
@@ -177,7 +177,7 @@ def _is_equal_on_ranks(path: Path, contents: Sequence[RankContent], url: str) ->
 
 
 def _put_alias(builder: ManifestBuilder, group: RankGroup, path: Path) -> None:
-    """Record that a tensor is another one by a second name, if every rank that has elements of both says so."""
+    """Record a second name of a tensor, if it is tied on every rank that has elements of both."""
     target = (*group.root, *path)
     firsts = {content.aliases[path] for content in group.ranks if path in content.aliases}
     if len(firsts) != 1 or target not in builder.tensors:
@@ -192,7 +192,7 @@ def _put_alias(builder: ManifestBuilder, group: RankGroup, path: Path) -> None:
 
 
 def _require_one_step(group: RankGroup, url: str) -> None:
-    """Refuse ranks of different steps, if a counter in their files or their optimizers shows it."""
+    """Reject ranks with different steps, according to counters in their files or optimizers."""
     counters: dict[Path, tuple[object, str]] = {}
     for content in group.ranks:
         for path, value in content.objects.items():

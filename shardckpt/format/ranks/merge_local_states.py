@@ -1,7 +1,7 @@
-"""Merge the LOCAL states of all ranks into full tensors, without a job.
+"""Merge the LOCAL states of all ranks into full tensors, without running ranks.
 
-Every part of a shard is a box of a tensor, and a piece in the rank's file. Of parts that several ranks hold (hybrid
-sharding, replicas), the lowest rank's is taken.
+Each part of a shard is a box of a tensor, and a piece in the rank's file. If several ranks have a part (hybrid
+sharding, replicas), the lowest rank's is used.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) 
 
     Args:
         manifest: Manifest of all files; paths start with the prefix of each file.
-        notes: Metadata of the states in them.
+        notes: Metadata of the LOCAL states in the files.
         url: URL of the store, for messages.
 
     Raises:
-        FormatError: The files are of different saves, metadata is damaged, or a shard does not fit its layout.
-        UnsupportedError: A layout that is not read.
+        FormatError: The files are from different saves, metadata is damaged, or a shard does not match its layout.
+        UnsupportedError: A layout is not supported.
     """
     known: Known = {}
     states = [parse(note, url, known) for note in notes]
@@ -76,7 +76,7 @@ def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) 
 
 
 def _move_others(builder: ManifestBuilder, rest: PathContent, states: Sequence[RankState]) -> PathContent:
-    """Return everything outside of the states: other files, and the lowest rank's values beside its state."""
+    """Return all content outside of the states: other files, and the lowest rank's values beside its state."""
     lowest = min(states, key=lambda state: state.rank)
     prefixes = {state.prefix: state for state in states}
     targets: dict[Path, Path] = {}
@@ -100,7 +100,7 @@ def _move_others(builder: ManifestBuilder, rest: PathContent, states: Sequence[R
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit, and one rank for each of its parts."""
+    """A unit, with one rank for each of its parts."""
 
     parts: Mapping[int, tuple[RankState, RankUnit]]
     world: int
@@ -114,11 +114,11 @@ class _Unit:
         return self.first.members
 
     def key(self, index: int) -> str:
-        """Return the name of the tensor that holds a member: the flat parameter's or its own."""
+        """Return the name of the tensor that contains a member: the flat parameter's or the member's own."""
         return self.first.flat or self.members[index].name
 
     def names(self) -> list[str]:
-        """Return every name that a value of the unit may have in a state."""
+        """Return all names that a value of the unit may have in a state."""
         names = [name for member in self.members for name in (member.name, *member.aliases)]
         return [self.first.flat, *names] if self.first.flat else names
 
@@ -131,7 +131,7 @@ class _Unit:
         return self._boxes[place].get(index, [])
 
     def missing(self, index: int) -> Iterator[tuple[Box, str]]:
-        """Yield a member's boxes in parts that no rank left, with a label of the file."""
+        """Yield a member's boxes in parts of missing ranks, with a label of the file."""
         parts = self.first.parts
         missing = (place for place in range(parts) if place not in self.parts) if len(self.parts) < parts else ()
         for place in islice(missing, MOST_MISSING):
@@ -139,7 +139,7 @@ class _Unit:
                 yield box, label_rank_file(place, parts, self.world)
 
     def shapes(self, place: int, index: int) -> tuple[Shape, ...]:
-        """Return the shapes that a rank's tensor of a member may have; if flat, the 1-D one first."""
+        """Return the possible shapes of a rank's tensor of a member; for a flat unit, the 1-D shape first."""
         layout, shape = self.first.layout, self.members[index].shape
         if layout is None:
             return (shape,)
@@ -160,7 +160,7 @@ class _Unit:
         return slice_shard(entry, [(box, first - base) for box, first in boxes], layout.specs[index].order)
 
     def to_json(self) -> dict[str, object]:
-        """Return the layout of a flat parameter, by names of the unsharded model."""
+        """Return the layout of a flat parameter as JSON, with names of the unsharded model."""
         layout = self.first.layout
         assert isinstance(layout, FlatLayout), "flat parameters have flat layouts"
         specs = tuple(
@@ -174,10 +174,10 @@ class _LocalStateMerger:
     """Merges one state.
 
     Args:
-        builder: Takes the tensors and values.
-        contents: PathContent of the states by their root.
+        builder: Builder that receives the tensors and values.
+        contents: Content of the states, by root.
         root: Path of the state in the result.
-        states: The states of the ranks, in their order.
+        states: States of the ranks, in rank order.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class _LocalStateMerger:
         return slots
 
     def _put_slot(self, unit: _Unit, index: int, path: Path, slot: Path) -> None:
-        """Add a slot of a member: a value, a tensor sharded as the member is, or one of a shape of its own."""
+        """Add a slot of a member: a value, a tensor sharded like the member, or a tensor of another shape."""
         source: Path = (STATE, unit.key(index), *slot)
         contents = {place: self._contents[state.root] for place, (state, _) in unit.parts.items()}
         values = [content.objects[source] for content in contents.values() if source in content.objects]
@@ -258,7 +258,7 @@ class _LocalStateMerger:
             self._put_opaque(next(iter(tensors.values())), path, unit.first.parts)
 
     def _put_opaque(self, tensor: TensorEntry, path: Path, parts: int) -> None:
-        """Add a tensor of a shape of its own: it is full if there is one part, else its layout is unknown."""
+        """Add a tensor of another shape: it is complete if there is one part, else its layout is unknown."""
         if parts == 1:
             self._builder.put(path, tensor)
             return
@@ -271,7 +271,7 @@ class _LocalStateMerger:
         shards: list[Shard] = []
         for place, (state, _) in unit.parts.items():
             if shards and unit.first.flat and not unit.boxes(place, index):
-                continue  # most ranks have nothing of a member of a flat parameter
+                continue  # most ranks have no elements of a given member of a flat parameter
             entry = self._contents[state.root].tensors.get(source)
             if entry is None:
                 continue
@@ -288,7 +288,7 @@ class _LocalStateMerger:
     # ----------------------------------------------------------------------------------------------------- rest
 
     def _list_rest(self, is_rest: Callable[[Path], bool]) -> dict[str | int, list[tuple[RankState, Path]]]:
-        """Return the paths in no unit, by their first key: buffers, groups; of the lowest rank that has them."""
+        """Return the paths outside of units by first key, from the lowest rank that has them: buffers, groups."""
         found: dict[str | int, list[tuple[RankState, Path]]] = {}
         for state in self._states:
             mine: dict[str | int, list[tuple[RankState, Path]]] = {}

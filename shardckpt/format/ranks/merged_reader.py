@@ -14,16 +14,16 @@ from shardckpt.format.torchsave.reader import TorchReader
 
 
 class MergedTorchReader(TorchReader):
-    """A reader of merged rank files, which can merge again with known shapes.
+    """A reader of merged rank files, which can merge again after shapes become known.
 
     Args:
         apart: Reader of the separate files.
-        files: The rank files.
+        files: Rank files.
         known: Full shapes, which flat parameters of FSDP1 need.
 
     Raises:
         CheckpointError: The files contradict each other.
-        UsageError: The shapes do not fit.
+        UsageError: The shapes do not match the flat parameters.
     """
 
     def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: ParamShapes | None = None) -> None:
@@ -35,19 +35,19 @@ class MergedTorchReader(TorchReader):
 
     @property
     def is_flat(self) -> bool:
-        """Whether there are flat parameters in the files."""
+        """Whether the files contain flat parameters."""
         return has_flat_parameters(self._apart.shards)
 
     @property
     def needs_param_shapes(self) -> bool:
-        """Whether there are flat parameters without known shapes."""
+        """Whether the files contain flat parameters without known shapes."""
         return self.is_flat and self._known is None
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:
-        """Return a reader with these shapes; metadata beside the files takes precedence.
+        """Return a reader with the given shapes; metadata files in the folder take precedence.
 
         Raises:
-            UsageError: The shapes do not fit the flat parameters.
+            UsageError: The shapes do not match the flat parameters.
         """
         if self._known is not None:
             known = replace(self._known, ids=known.ids or self._known.ids)
@@ -65,7 +65,7 @@ def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> T
 
     Raises:
         CheckpointError: The metadata of the ranks is inconsistent, or does not match their tensors.
-        UsageError: The shapes do not fit.
+        UsageError: The shapes do not match the flat parameters.
     """
     if reader.notes:
         return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, one of each rank: group them by name, find the rank of each, and split their content."""
+"""Rank files of `torch.save`: group them by name, find the rank of each, and split their content."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SMALL_BYTES = 8
 
 
 class RankFile(NamedTuple):
-    """A rank file, by its name.
+    """A rank file, as described by its name.
 
     Attributes:
-        name: Relative to the store.
-        prefix: Start of its paths in the manifest of all files.
-        root: Start of its paths in the merged checkpoint.
-        rank: -1 if the name does not say.
-        world: Number of ranks; 0 if the name does not say.
+        name: File name relative to the store.
+        prefix: Prefix of its paths in the manifest of all files.
+        root: Prefix of its paths in the merged checkpoint.
+        rank: Rank that wrote it; -1 if its name does not contain it.
+        world: Number of ranks; 0 if its name does not contain it.
     """
 
     name: str
@@ -44,8 +44,8 @@ def parse_rank_names(names: Iterable[str], sharded: Iterable[str]) -> list[RankF
     """Find the rank files by their names: `model_rank3.pt` is a part of `model`.
 
     Args:
-        names: Names of all files, which are in one folder.
-        sharded: Names of files that hold shards: rank files whatever their name.
+        names: Names of all files in one folder.
+        sharded: Names of files that contain shards, and so are rank files regardless of their names.
     """
     known = set(sharded)
     found: dict[str, tuple[str, int, int]] = {}
@@ -67,11 +67,11 @@ def parse_rank_names(names: Iterable[str], sharded: Iterable[str]) -> list[RankF
 
 @dataclass(slots=True)
 class RankContent(PathContent):
-    """The content of one rank's file, by paths below its prefix.
+    """The content of one rank's file, by paths relative to its prefix.
 
     Attributes:
-        file: Name of the file.
-        rank: Number of the rank.
+        file: File name.
+        rank: Rank that wrote the file.
         shards: Layouts of the tensors that are shards.
     """
 
@@ -82,12 +82,12 @@ class RankContent(PathContent):
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The files that are one state together.
+    """The rank files of one state.
 
     Attributes:
-        root: Start of its paths in the merged checkpoint.
-        ranks: The content of the files, in the order of ranks.
-        world: Number of ranks; 0 if nothing says.
+        root: Prefix of its paths in the merged checkpoint.
+        ranks: Content of the files, in rank order.
+        world: Number of ranks; 0 if unknown.
     """
 
     root: Path
@@ -95,7 +95,7 @@ class RankGroup:
     world: int
 
     def paths(self) -> dict[Path, list[RankContent]]:
-        """Return every path with the files that hold it, in saved order; paths of the lowest rank come first."""
+        """Return every path with the files that contain it, in saved order; paths of the lowest rank come first."""
         found: dict[Path, list[RankContent]] = {}
         for content in self.ranks:
             for path in content.paths():
@@ -116,12 +116,12 @@ class RankGroup:
 def group_rank_files(
     manifest: Manifest, shards: Mapping[Path, ShardInfo], files: Sequence[RankFile], url: str
 ) -> tuple[dict[Path, RankGroup], PathContent]:
-    """Group the content of rank files by the state that they are parts of; return other content too.
+    """Group the content of rank files by state; return the content of other files too.
 
     Args:
         manifest: Manifest of all files.
-        shards: Path in it to the layout of the shard there.
-        files: The rank files.
+        shards: Path in the manifest to the layout of the shard there.
+        files: Rank files.
         url: URL of the store, for messages.
 
     Raises:
@@ -174,7 +174,7 @@ def _find_rank(file: RankFile, shards: Iterable[ShardInfo], url: str) -> int:
 
 
 def checksum(entry: TensorEntry) -> tuple[int, int] | None:
-    """Return the checksum and size of the storage that a tensor fills; None if it is not known."""
+    """Return checksum and size of the storage of a tensor that fills its storage; None if unknown."""
     if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Lazy):
         return None
     detail = entry.pieces[0].layout.detail
@@ -186,5 +186,5 @@ def checksum(entry: TensorEntry) -> tuple[int, int] | None:
 
 
 def is_small(entry: TensorEntry) -> bool:
-    """Return True if a tensor is one number."""
+    """Return True if a tensor has one element."""
     return not entry.shape and entry.nbytes <= _SMALL_BYTES

@@ -1,6 +1,6 @@
-"""Parse DTensors and ShardedTensors in a pickle, checked: which boxes of the full tensor one rank holds.
+"""Parse and check DTensors and ShardedTensors in a pickle: the boxes of the full tensor that one rank has.
 
-Placements and meshes decide, or the list of shards; equal values do not. Nothing in a pickle is trusted.
+Placements and meshes, or the list of shards, give the boxes; values are not compared. The pickle is not trusted.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 _MOST_RANKS = 1 << 24
 _DEEPEST = 4
 _SHARDED_STATE = 5
-"""ShardList, metadata, the process group, the sharding spec, and whether remote references were made."""
+"""Fields of the state: shards, metadata, process group, sharding spec, and whether remote references exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh as one rank sees it.
+    """A device mesh as stored by one rank.
 
     Attributes:
-        sizes: Ranks in each dimension.
-        place: This rank's coordinates; None if it is not in the mesh.
-        rank: This rank's number; -1 if the mesh does not say.
-        ranks: Every rank of the root mesh; empty if it does not say.
-        steps: For each dimension the sizes and steps, in `ranks`, that a coordinate consists of.
+        sizes: Number of ranks in each dimension.
+        place: Coordinates of this rank; None if it is not in the mesh.
+        rank: Global rank; -1 if the mesh does not store it.
+        ranks: All ranks of the root mesh; empty if not stored.
+        steps: For each dimension, sizes and strides in `ranks` of its coordinate.
         at: Index of this rank in `ranks`; -1 if it is not there.
     """
 
@@ -50,7 +50,7 @@ class Mesh:
     at: int
 
     def rank_at(self, place: Sequence[int]) -> int:
-        """Return the rank at coordinates; -1 if the mesh does not say."""
+        """Return the rank at given coordinates; -1 if the mesh does not store it."""
         if self.place is None or not self.steps or self.at < 0:
             return -1
         at = self.at + sum(_step(s, c) - _step(s, own) for s, c, own in zip(self.steps, place, self.place, strict=True))
@@ -67,12 +67,12 @@ def _step(parts: Sequence[tuple[int, int]], coordinate: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a mesh shards a tensor.
+    """Sharding of a tensor over a mesh.
 
     Attributes:
-        shape: Shape of the tensor.
+        shape: Shape of the tensor, in elements.
         sizes: Sizes of the mesh.
-        mesh_dims: For each dimension of the tensor, the mesh dimensions that split it, the first to split first.
+        mesh_dims: For each dimension of the tensor, the mesh dimensions that split it, in order.
     """
 
     shape: Shape
@@ -80,7 +80,7 @@ class Grid:
     mesh_dims: tuple[tuple[int, ...], ...]
 
     def box(self, place: Sequence[int]) -> Box:
-        """Return the box of the rank at coordinates: equal rows, fewer or none on the last ranks."""
+        """Return the box at given coordinates: equal chunks, except shorter or empty ones on the last ranks."""
         offset, size = [], []
         for length, mesh_dims in zip(self.shape, self.mesh_dims, strict=True):
             start, n = 0, length
@@ -92,7 +92,7 @@ class Grid:
         return Box(tuple(offset), tuple(size))
 
     def places(self) -> Iterator[Shape]:
-        """Yield the coordinates of each part once: of replicas, the first."""
+        """Yield the coordinates of each part once: for replicas, those of the first."""
         splitting = {mesh_dim for mesh_dims in self.mesh_dims for mesh_dim in mesh_dims}
         yield from product(*(range(n) if dim in splitting else range(1) for dim, n in enumerate(self.sizes)))
 
@@ -104,12 +104,12 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class ShardList:
-    """The list of all shards of a ShardedTensor.
+    """All shards of a ShardedTensor.
 
     Attributes:
-        shape: Shape of the tensor.
+        shape: Shape of the tensor, in elements.
         boxes: Boxes of the shards.
-        owners: The rank of each; -1 if it is not stored.
+        owners: Rank of each shard; -1 if not stored.
     """
 
     shape: Shape
@@ -126,16 +126,16 @@ class ShardInfo:
 
     Attributes:
         kind: `DTensor` or `ShardedTensor`.
-        shape: Full shape.
-        dtype: Stored dtype; empty if only other ranks' files store it.
-        local: Boxes that this rank holds, each with its local tensor.
-        sharding: How the tensor is sharded; None for nested shards, which have no complete list.
-        mesh: The mesh of a DTensor.
-        rank: This rank's number among all; -1 if it is not stored.
-        world: Ranks in all; 0 if it is not stored.
-        place: This rank's number in the group that shares a ShardedTensor.
-        parts: Ranks of that group.
-        refusal: Why it cannot be read; empty for most.
+        shape: Full shape, in elements.
+        dtype: Stored dtype; empty if only files of other ranks store it.
+        local: Boxes of this rank, each with its local tensor.
+        sharding: Sharding of the tensor; None for nested shards, which have no complete list.
+        mesh: Mesh of a DTensor.
+        rank: Global rank; -1 if not stored.
+        world: Number of all ranks; 0 if not stored.
+        place: Index of this rank in the group that shares a ShardedTensor.
+        parts: Number of ranks in that group.
+        refusal: Reason why the shard cannot be read; usually empty.
     """
 
     kind: str
@@ -151,7 +151,7 @@ class ShardInfo:
     refusal: str = ""
 
     def list_parts(self) -> Iterator[tuple[Box, int]]:
-        """Yield every part of the tensor, and the rank that holds it; -1 if it is not stored."""
+        """Yield every part of the tensor with its rank; -1 if not stored."""
         if isinstance(self.sharding, Grid):
             for place in self.sharding.places():
                 yield self.sharding.box(place), self.mesh.rank_at(place) if self.mesh else -1
@@ -160,7 +160,7 @@ class ShardInfo:
 
 
 class ShardParser:
-    """Parses DTensors and ShardedTensors of one file; meshes are parsed once."""
+    """Parser of the DTensors and ShardedTensors of one file, with a cache of meshes."""
 
     def __init__(self) -> None:
         self._meshes: dict[int, tuple[InstanceStub, Mesh]] = {}
@@ -170,8 +170,8 @@ class ShardParser:
         """Parse a DTensor or a ShardedTensor.
 
         Raises:
-            FormatError: It contradicts itself, or has a form that no writer gives it.
-            UnsupportedError: A form that is not read.
+            FormatError: The value contradicts itself, or has a form that no writer uses.
+            UnsupportedError: The form is not supported.
         """
         try:
             if value.name.rpartition(".")[2] == DTENSOR:
@@ -258,7 +258,7 @@ def _parse_mesh(fields: dict[str, object]) -> Mesh:
 
 
 def _parse_steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return, for each dimension of a mesh, the sizes and steps in the list of ranks."""
+    """Return, for each dimension of a mesh, the sizes and strides in the list of ranks."""
     if "axes" in layout:
         axes = [_fields(axis) for axis in check_list(layout["axes"])]
     else:
@@ -286,7 +286,7 @@ def _class(placement: object) -> str:
 
 
 def _parse_placement(placement: object) -> tuple[int, int]:
-    """Return the dimension that a placement splits, -1 for none, and into how many parts it is split before."""
+    """Return the dimension that a placement splits, -1 for none, and the number of parts it is split into before."""
     assert isinstance(placement, InstanceStub)
     fields = _fields(placement)
     if "dim" not in fields:
@@ -298,7 +298,7 @@ def _parse_placement(placement: object) -> tuple[int, int]:
 
 
 def _parse_orders(value: object, ndim: int, mesh_ndim: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the dimensions whose order of mesh dimensions is stored, and the order."""
+    """Return the tensor dimensions with a stored order of mesh dimensions, each with this order."""
     if value is None:
         return ()
     found = []
@@ -320,10 +320,10 @@ def _mesh_dims_by_dim(
     placements: Sequence[tuple[str, int, int]],
     orders: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, for each dimension, the mesh dimensions that split it, first to last.
+    """Return, for each tensor dimension, the mesh dimensions that split it, in order.
 
-    They split from left to right. A strided one splits after mesh dimensions to its right, which made as many parts as
-    its factor says (FSDP over tensor parallelism).
+    Mesh dimensions split from left to right. A strided one splits after mesh dimensions to its right, whose number of
+    parts is its split factor (FSDP over tensor parallelism).
     """
     found: list[list[int]] = [[] for _ in range(ndim)]
     for mesh_dim in reversed(range(len(placements))):

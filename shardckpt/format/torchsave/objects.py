@@ -1,4 +1,4 @@
-"""Small objects that torch saved, as plain values: bytes items of DCP, and files beside a checkpoint."""
+"""Read small objects that torch saved as plain values: bytes items of DCP, and files in the folder of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_OBJECT_BYTES = 1 << 28
 _LIMITS = Limits(nbytes=_MAX_OBJECT_BYTES)
 _FREE_DECODED_BYTES, _DECODED_FACTOR = 4 << 20, 16
 _DECODED_COST = 8
-"""How far a compressed object may swell, and what each byte beyond those of the file costs of the budget."""
+"""Maximum expansion of a compressed object, and budget cost of each byte beyond those of the file."""
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PREFIX = 3
@@ -37,20 +37,20 @@ _SCALARS = {
 
 
 def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBudget | None = None) -> object:
-    """Return the value of an object that torch saved: of a torch archive, or of a bare pickle.
+    """Return the value of an object that torch saved: a torch archive or a bare pickle.
 
-    A stream of bytes becomes its bytes, a tensor of one element its number; a larger tensor stays a `TensorStub`, an
-    instance of a class an `InstanceStub`.
+    A bytes stream becomes bytes and a one-element tensor a number; a larger tensor stays a `TensorStub`, an instance an
+    `InstanceStub`.
 
     Args:
         store: Store of the file.
-        file: Its name.
-        layout: The place of its bytes in the file.
-        budget: What reading it may cost; that of a file of its size where None.
+        file: Name of the file.
+        layout: Location of the object's bytes in the file.
+        budget: Budget for reading; None for the default budget of the object's size.
 
     Raises:
-        UnsafeError: It names something that could run code, or is larger than any object should be.
-        FormatError: It is damaged, or something else.
+        UnsafeError: The object contains a name that could run code, or is larger than the limit.
+        FormatError: The object is damaged, or has another format.
     """
     where = f"{store.url}/{file}, object at byte {layout.offset}"
     budget = ReadBudget(layout.nbytes) if budget is None else budget
@@ -82,7 +82,7 @@ def _bytes(store: Store, file: str, layout: Span | Encoded, where: str) -> bytes
 
 
 def _anonymous_storage(reference: object) -> object:
-    """A storage of the legacy container: its bytes follow the pickle and are not looked for."""
+    """Return a stub for a storage of the legacy container, whose bytes follow the pickle and are not read."""
     return reference if isinstance(reference, tuple) else None
 
 
@@ -104,10 +104,10 @@ def _read_archive(raw: bytes, where: str, budget: ReadBudget) -> object:
 
 
 class _Plain:
-    """Replaces streams and one-element tensors in a value; what is used twice is replaced once.
+    """Replaces streams and one-element tensors in a value; shared values are replaced once.
 
     Args:
-        storages: Key to bytes of the storages beside the value.
+        storages: Key to bytes of the storages in the archive.
     """
 
     def __init__(self, storages: dict[str, bytes]) -> None:

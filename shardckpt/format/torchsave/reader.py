@@ -1,8 +1,8 @@
-"""Files of `torch.save` as views: the zip container, the legacy one, and plain pickles.
+"""Reader of `torch.save` files: the zip container, the legacy container, and plain pickles.
 
-The zip container holds `{root}/data.pkl` and one entry a storage, `{root}/data/{key}`. The legacy one is five pickles
-in a row (magic number, version, a note on the machine, the object, the keys of the storages), then for each storage
-its count of elements in 8 bytes, and its bytes. Only the places of tensors are found; none is read here.
+The zip container has `{root}/data.pkl` and one entry for each storage, `{root}/data/{key}`. The legacy container is
+five pickles (magic number, version, description of the machine, the object, the keys of the storages), followed by each
+storage: its element count in 8 bytes, and its bytes. Tensors are located, not read.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strid
 from shardckpt.storage.store import Read, Store, read_bytes
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-"""Endings of names that people give to files of `torch.save`."""
+"""Common suffixes of `torch.save` files."""
 
 CONFIGURATION = frozenset({"training_args.bin"})
-"""Files of a `transformers` folder that hold a live configuration object and nothing else."""
+"""Files of a `transformers` folder that contain only a configuration object."""
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\n" + _MAGIC_NUMBER.to_bytes(10, "little") + b"."
 _LEGACY_VERSION = 1001
 _LIMITS = Limits(nbytes=1 << 29)
 _FIRST_FRONT_BYTES = {True: 1 << 12, False: 1 << 16}
-"""Bytes read first of a file whose pickles have no known end, on this machine and from elsewhere."""
+"""Bytes read first of a file whose pickles have an unknown length, local and remote."""
 
 _TAR_MAGIC_AT = 257
 
@@ -67,7 +67,7 @@ class _ZipContainer:
 
     Attributes:
         entries: Key of a storage to its entry.
-        where: The file, for messages.
+        where: Name of the file, for messages.
     """
 
     entries: Mapping[str, ZipEntry]
@@ -94,9 +94,9 @@ class _LegacyContainer:
     """The storages of a legacy container.
 
     Attributes:
-        roots: Key to the storage as first named: its elements are what the file counts.
-        starts: Key to the byte where its count stands.
-        where: The file, for messages.
+        roots: Key to the storage as first named; the file stores its element count.
+        starts: Key to the offset of the element count.
+        where: Name of the file, for messages.
     """
 
     roots: Mapping[str, StorageRef]
@@ -116,7 +116,7 @@ class _LegacyContainer:
 
 @dataclass(slots=True)
 class _OpenedFiles:
-    """What the files of one checkpoint hold, while they are opened."""
+    """Content of the files of one checkpoint while they are opened."""
 
     tree: StateTree = field(default_factory=StateTree)
     archives: dict[str, ZipArchive] = field(default_factory=dict)
@@ -124,14 +124,14 @@ class _OpenedFiles:
 
 
 class TorchReader(Reader):
-    """Files of `torch.save`, opened.
+    """Reader of `torch.save` files.
 
     Args:
         store: Store of the files.
-        manifest: What they hold.
-        archives: File to its open archive, for those that are zip containers.
-        notes: States in them that are one rank's.
-        shards: Path of the manifest to the layout of the rank's shard there.
+        manifest: Manifest of the files.
+        archives: File name to its open archive, for zip containers.
+        notes: Metadata of LOCAL states in the files.
+        shards: Path in the manifest to the layout of the rank's shard there.
     """
 
     def __init__(
@@ -150,17 +150,17 @@ class TorchReader(Reader):
 
     @property
     def notes(self) -> Sequence[RankNote]:
-        """States in the files that say of themselves that they are one rank's."""
+        """Metadata of LOCAL states in the files."""
         return self._notes
 
     @property
     def shards(self) -> Mapping[Path, ShardInfo]:
-        """Layouts of one rank's shards of tensors, by path."""
+        """Layouts of rank shards, by path."""
         return self._shards
 
     @property
     def archives(self) -> Mapping[str, ZipArchive]:
-        """File to its open archive, for those that are zip containers."""
+        """File name to its open archive, for zip containers."""
         return self._archives
 
     def with_manifest(self, manifest: Manifest) -> TorchReader:
@@ -168,13 +168,13 @@ class TorchReader(Reader):
         return TorchReader(self.store, manifest, self._archives)
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Find the places of the pieces' storages, all in one batch of reads."""
+        """Locate the storages of the pieces, in one batch of reads."""
         self._locate_entries(pieces)
         self._check_counts(pieces)
         return [self._resolve_piece(piece) for piece in pieces]
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the CRC-32 of every storage that is in a zip container uncompressed, if torch computed them."""
+        """Yield the CRC-32 of each uncompressed storage in a zip container, if torch computed it."""
         for file, archive in self._archives.items():
             root = _root(archive, file)
             if not archive.entries[f"{root}/data.pkl"].crc32:
@@ -197,7 +197,7 @@ class TorchReader(Reader):
         self._starts.update(zip(missing, starts, strict=True))
 
     def _check_counts(self, pieces: Sequence[Piece]) -> None:
-        """Read the counts in front of legacy storages, and compare them with what the pickle says."""
+        """Compare the element counts before legacy storages with the pickle."""
         wanted = {
             (p.file, p.layout.offset): p.layout.detail
             for p in pieces
@@ -241,7 +241,7 @@ class TorchReader(Reader):
 
 
 def _make_layout(view: View, start: int, nbytes: int, piece: Piece) -> Span | Strided:
-    """Return the layout of a view of a storage that starts at a byte and has so many."""
+    """Return the layout of a view of the storage with `nbytes` bytes at an offset."""
     if view.strides is None:
         return Span(start + view.start * view.width, prod(piece.box.size) * view.width)
     return Strided(start, nbytes, view.start, view.strides)
@@ -261,7 +261,7 @@ def looks_like_torch(head: bytes) -> bool:
     """Return True if a file's first bytes are those of a torch container.
 
     Args:
-        head: The first bytes, some hundreds.
+        head: First bytes of the file, at least a few hundred if the file has them.
     """
     if head.startswith(LOCAL_SIGNATURE):
         length = int.from_bytes(head[26:28], "little")
@@ -281,13 +281,13 @@ def open_files(
 
     Args:
         store: Store of the files.
-        sizes: File to size in bytes.
-        prefixes: File to what the paths in it start with.
+        sizes: File name to size in bytes.
+        prefixes: File name to the prefix of its paths.
         format_name: Name of the format, for the manifest.
-        allow_shards: Whether arrays of which a file holds one rank's shard will be joined, or refused.
+        allow_shards: Whether to accept rank shards, which are merged later; else they are rejected.
 
     Raises:
-        CheckpointError: A file is damaged, refused, or of a kind that is not read.
+        CheckpointError: A file is damaged, rejected, or of an unsupported kind.
     """
     opened = _OpenedFiles()
     zips = _zips(store, sizes)
@@ -304,7 +304,7 @@ def open_files(
                 raw, budget = pickles.pop(file), opened.budgets[file]
                 value = load(raw, where=pickled, persistent=Storages(), limits=_LIMITS, budget=budget)
                 opened.tree.add(value, file, prefixes[file], _ZipContainer(entries, where), where, budget)
-                del value  # that of many ranks' files together is far larger than what is made of it
+                del value  # the objects of many ranks' files are much larger than the resulting manifest
             else:
                 _add_pickles(store, file, size, prefixes[file], opened.tree)
     tree = opened.tree
@@ -363,7 +363,7 @@ def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _OpenedFiles) -
 
 
 def _root(archive: ZipArchive, where: str) -> str:
-    """Return the folder of a zip container that everything is in."""
+    """Return the root folder of a zip container."""
     roots = [name.removesuffix("/data.pkl") for name in archive.entries if name.count("/") == 1]
     roots = [root for root in roots if f"{root}/data.pkl" in archive.entries]
     if not roots:
@@ -378,10 +378,10 @@ def _root(archive: ZipArchive, where: str) -> str:
 
 
 def _add_pickles(store: Store, file: str, size: int, prefix: Path, tree: StateTree) -> None:
-    """Add a file that is not a zip archive; its pickles are read from a growing front, since storages may follow."""
+    """Add a file that is not a zip archive; a growing part of it is read, since storages may follow the pickles."""
     where = f"{store.url}/{file}"
     front = min(_FIRST_FRONT_BYTES[store.capabilities.is_local], size)
-    spent = 0  # the cost of a short front counts for the longer one too
+    spent = 0  # the cost of parsing a short part counts for the longer one too
     while True:
         budget = ReadBudget(size, front, where=where)
         budget.left -= spent
@@ -412,7 +412,7 @@ def _refuse_tar(raw: bytes, where: str) -> None:
 
 
 def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyContainer | None, int]:
-    """Parse the pickles in front of a file; return the object, its storages, and where the last one ends."""
+    """Parse the pickles at the start of a file; return the object, its storages, and the end of the last pickle."""
     storages = Storages()
     first, at = load_at(raw, 0, where=where, persistent=storages, limits=_LIMITS, budget=budget)
     if first != _MAGIC_NUMBER:
@@ -430,7 +430,7 @@ def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyC
 
 
 def _starts(keys: object, storages: Storages, at: int, where: str) -> tuple[dict[str, int], int]:
-    """Return where the count of each storage stands, and where the last storage ends."""
+    """Return the offset of each storage's element count, and the end of the last storage."""
     if not isinstance(keys, list):
         raise FormatError("the keys of the storages must be a list", where=where)
     starts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""From the object of a torch pickle to arrays and values by path: views, ties, and what cannot be read, by name."""
+"""Convert the object of a torch pickle to arrays and values by path: views, ties, and unreadable tensors by name."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _TENSOR_LIKE = {
     "torch.storage._load_from_bytes": "a tensor that was pickled without torch.save",
 }
 _NOTE, _LOCAL = "shardckpt", "LOCAL"
-"""Where `shardckpt.state` notes how a state was taken, and what it says of one rank's."""
+"""Key under which `shardckpt.state` stores the metadata of a state, and its kind for rank states."""
 
 _KEY_CHARACTERS = 4
-"""What a key that is a number counts in a path."""
+"""Characters that a numeric key counts in a path."""
 
 _NO_STORAGE = "a tensor whose storage is not in the file"
 _SHARDED = frozenset({DTENSOR, SHARDED_TENSOR})
@@ -45,10 +45,10 @@ class StorageRef:
     """A storage that a pickle refers to.
 
     Attributes:
-        key: Its name in the container.
-        dtype: Type it counts its elements in.
-        count: Elements.
-        base: Elements of that type in front of it, for a view of another storage (files of before torch 0.4).
+        key: Key in the container.
+        dtype: Dtype of the counted elements.
+        count: Number of elements.
+        base: Elements of that dtype before it, for a view of another storage (files from before torch 0.4).
     """
 
     key: str
@@ -62,7 +62,7 @@ class View(NamedTuple):
 
     Attributes:
         start: Elements from the start of the storage.
-        strides: Elements between neighbours in each dimension; None for row-major, back to back.
+        strides: Elements between neighbors in each dimension; None for contiguous row-major.
         width: Bytes of an element.
     """
 
@@ -72,19 +72,19 @@ class View(NamedTuple):
 
 
 class ZipView(NamedTuple):
-    """What a `Lazy` layout knows of an array in a zip container: the entry of its storage, and the view of that."""
+    """Details of a `Lazy` layout in a zip container: the entry of the storage, and the view."""
 
     entry: ZipEntry
     view: View
 
 
 class LegacyView(NamedTuple):
-    """What a `Lazy` layout knows of an array in a legacy container.
+    """Details of a `Lazy` layout in a legacy container.
 
     Attributes:
-        elements: What the 8 bytes in front of the storage must say.
+        elements: Expected element count, in the 8 bytes before the storage.
         nbytes: Bytes of the storage.
-        view: The view of it.
+        view: View of the storage.
     """
 
     elements: int
@@ -93,7 +93,7 @@ class LegacyView(NamedTuple):
 
 
 def slice_layout(layout: Lazy, first: int, size: Shape, order: Sequence[int] = ()) -> Lazy:
-    """Return the layout of a box of elements of a 1-D tensor; an unreadable one stays so.
+    """Return the layout of a box of elements of a 1-D tensor; the layout of an unreadable tensor is unchanged.
 
     Args:
         layout: Layout of the tensor.
@@ -119,10 +119,10 @@ class RankNote(NamedTuple):
     """Metadata of a LOCAL state of `shardckpt.state`: its rank and its layout.
 
     Attributes:
-        file: The file it stands in, relative to the store.
-        prefix: What the paths of that file start with.
-        root: Path of the state, from the top.
-        fields: Its content, unchecked.
+        file: File that contains it, relative to the store.
+        prefix: Prefix of the paths of that file.
+        root: Full path of the state.
+        fields: Unchecked content.
     """
 
     file: str
@@ -132,12 +132,12 @@ class RankNote(NamedTuple):
 
 
 class UnreadableTensor(NamedTuple):
-    """Marks a tensor of a kind that cannot be read.
+    """Marks a tensor of an unsupported kind.
 
     Attributes:
-        path: Where it sits in the saved state.
-        kind: What it is, as people say it.
-        fix: What the reader of the error can do.
+        path: Path in the saved state.
+        kind: Description of the kind, for messages.
+        fix: Action that the reader of the message can take.
     """
 
     path: Path
@@ -145,7 +145,7 @@ class UnreadableTensor(NamedTuple):
     fix: str = LEAVE_OUT
 
     def error(self, where: str) -> UnsupportedError:
-        """Return the error for asking for it."""
+        """Return the error for reading it."""
         return UnsupportedError(
             f"{dotted(self.path)!r} is {self.kind}",
             where=where,
@@ -155,13 +155,13 @@ class UnreadableTensor(NamedTuple):
 
 
 class Container(Protocol):
-    """What a torch file knows of its storages."""
+    """Storages of a torch file."""
 
     def storage_bytes(self, ref: StorageRef) -> int:
         """Return the bytes of a storage. Raises FormatError."""
 
     def layout(self, ref: StorageRef, view: View) -> Lazy:
-        """Return the place of a view of a storage, as far as it is known without reading."""
+        """Return the layout of a view of a storage, as far as it is known without reading."""
 
 
 @dataclass(slots=True)
@@ -169,12 +169,12 @@ class StateTree:
     """Tensors and values of one or several files, by path.
 
     Attributes:
-        tensors: Arrays, in saved order.
+        tensors: Arrays in saved order.
         objects: Other values.
-        aliases: Tied arrays to the first with the same elements.
-        warnings: What is odd.
-        notes: States that are one rank's.
-        shards: Arrays of which a file holds one rank's shard: what that is, without what it holds.
+        aliases: Tied array to the first array with the same elements.
+        warnings: Oddities, one sentence each.
+        notes: Metadata of LOCAL states.
+        shards: Layouts of rank shards, without their elements.
     """
 
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)
@@ -187,20 +187,20 @@ class StateTree:
     def add(
         self, value: object, file: str, prefix: Path, container: Container | None, where: str, budget: ReadBudget
     ) -> None:
-        """Add everything in the object of one file.
+        """Add the content of the object of one file.
 
         Args:
-            value: The object.
-            file: The file, relative to the store.
-            prefix: What its paths start with.
-            container: Knows the storages; None for a plain pickle, which has none.
-            where: The file, for messages.
-            budget: What reading the file may cost.
+            value: Object of the file.
+            file: File name relative to the store.
+            prefix: Prefix of the file's paths.
+            container: Storages of the file; None for a plain pickle.
+            where: Name of the file, for messages.
+            budget: Budget for reading the file.
 
         Raises:
-            FormatError: A view reaches beyond its storage, two keys are spelt alike, or a shard contradicts itself.
-            UnsafeError: It costs more than a file of its size may.
-            UnsupportedError: A shard is of a form that is not read.
+            FormatError: A view exceeds its storage, two keys have the same text, or a shard contradicts itself.
+            UnsafeError: The budget is exceeded.
+            UnsupportedError: A shard has an unsupported form.
         """
         if not isinstance(value, dict | list | tuple):
             prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
@@ -212,11 +212,11 @@ class _TreeBuilder:
     """Adds the object of one file to a `StateTree`.
 
     Args:
-        tree: What is found is put there.
-        file: The file.
-        container: Knows its storages.
-        where: The file, for messages.
-        budget: What reading it may cost.
+        tree: Tree that receives the content.
+        file: File name relative to the store.
+        container: Storages of the file.
+        where: Name of the file, for messages.
+        budget: Budget for reading the file.
     """
 
     def __init__(self, tree: StateTree, file: str, container: Container | None, where: str, budget: ReadBudget) -> None:
@@ -227,9 +227,9 @@ class _TreeBuilder:
         self._shards = ShardParser()
 
     def visit(self, value: object, path: Path, length: int) -> None:
-        """Put a value, and everything in it, under a path of so many characters. The pickle machine bounded its depth.
+        """Add a value and its content under a path of `length` characters. The pickle reader has limited its depth.
 
-        The characters count for each value again: a hostile file has one long key and many values below it.
+        Path characters count for each value, since a hostile file may have one long key and many values below it.
         """
         if _is_tensor(value):
             self._budget.spend_tensor(length)
@@ -245,7 +245,7 @@ class _TreeBuilder:
             self._tree.objects[path] = ObjectEntry(path, value)
 
     def _holds_tensor(self, value: object) -> bool:
-        """Return True if there is a tensor in a value; each container is searched once, at any depth."""
+        """Return True if a value contains a tensor, at any depth; each container is searched once."""
         if not isinstance(value, dict | list | tuple):
             return _is_tensor(value)
         known = self._holding.get(id(value))
@@ -255,7 +255,7 @@ class _TreeBuilder:
         return known
 
     def _named(self, value: dict[object, object], path: Path) -> Iterator[tuple[str | int, object]]:
-        """Yield what a dict holds, by the part of a path that its key becomes."""
+        """Yield the items of a dict, each with the part of a path that its key becomes."""
         seen: set[str | int] = set()
         for key, inner in value.items():
             name = key if type(key) is str or type(key) is int else _spell_key(key)
@@ -309,14 +309,14 @@ class _TreeBuilder:
             n == 1 or a == b for n, a, b in zip(stub.shape, stub.strides, strides(stub.shape), strict=True)
         )
         steps = None if packed else tuple(0 if n == 1 else s for n, s in zip(stub.shape, stub.strides, strict=True))
-        if prod(stub.shape):  # steps, not strides: those of dimensions of one element can be chosen to hash alike
+        if prod(stub.shape):  # steps, not strides: strides of dimensions of size 1 can be chosen to collide
             first = self._first.setdefault((ref.key, ref.base, stub.offset, stub.shape, steps, dtype), path)
             if first != path:
                 self._tree.aliases[path] = first
         return self._container.layout(ref, View(ref.base + stub.offset, steps, width))
 
     def _put_shard(self, value: InstanceStub, path: Path) -> None:
-        """Put one rank's shard of an array: the boxes that this file holds, and a note on the rest."""
+        """Add one rank's shard of an array: its boxes in this file, and its layout."""
         try:
             shard = self._shards.parse(value)
         except (FormatError, UnsupportedError) as error:
@@ -344,7 +344,7 @@ class _TreeBuilder:
 
 
 def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:
-    """Yield the LOCAL states in nested dicts, and what is noted on each."""
+    """Yield the LOCAL states in nested dicts, with their metadata."""
     if not isinstance(value, dict):
         return
     attributes = value.attributes if isinstance(value, Ordered) else None
@@ -365,7 +365,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _wraps_tensor(value: InstanceStub) -> bool:
-    """Return True if it is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
+    """Return True if the value is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
     return len(value.args) == 1 and isinstance(value.args[0], TensorStub)
 
 
@@ -374,7 +374,7 @@ def _storage_dtype(stub: TensorStub) -> str:
 
 
 def _refusal(stub: TensorStub) -> str:
-    """Return what a tensor is, where it cannot be read; empty for an ordinary one."""
+    """Return the reason why a tensor cannot be read; empty for an ordinary tensor."""
     if not isinstance(stub.storage, StorageRef):
         return _NO_STORAGE
     if stub.bits:
@@ -384,7 +384,7 @@ def _refusal(stub: TensorStub) -> str:
 
 
 def _read_declared(value: InstanceStub) -> tuple[Shape, str]:
-    """Return the shape and dtype that an unreadable tensor declares, as far as they are known."""
+    """Return the shape and dtype that an unreadable tensor states, as far as they are known."""
     shape: Shape = ()
     dtype = inner = ""
     for part in _flat(value.args, 3):
@@ -415,7 +415,7 @@ def _flat(values: Sequence[object], depth: int) -> Iterator[object]:
 
 
 def _spell_key(key: object) -> str:
-    """Return a key that is neither text nor an integer as part of a path."""
+    """Return the part of a path for a key that is neither text nor an integer."""
     if isinstance(key, tuple):
         return "(" + ", ".join(map(_spell_key, key)) + ")"
     if isinstance(key, Dtype | Global | InstanceStub):
@@ -426,16 +426,16 @@ def _spell_key(key: object) -> str:
 
 
 class Storages:
-    """Turns the persistent ids of a torch pickle into storages, and remembers them."""
+    """Converts the persistent ids of a torch pickle to storages, with a cache."""
 
     def __init__(self) -> None:
         self.found: dict[str, StorageRef] = {}
 
     def __call__(self, key: object) -> object:
-        """Return the storage of one id.
+        """Return the storage of a persistent id.
 
         Raises:
-            FormatError: It is not an id that torch writes.
+            FormatError: The id has a form that torch does not write.
         """
         if not isinstance(key, tuple) or len(key) not in (5, 6) or _decode_name(key[0]) != "storage":
             raise FormatError("the pickle refers to something that is not a storage", found=key)
@@ -450,7 +450,7 @@ class Storages:
 
 
 def _slice_storage(root: StorageRef, part: object) -> StorageRef:
-    """Return the part of a storage that files of before torch 0.4 name: `(key, first element, elements)`."""
+    """Return the part of a storage that files from before torch 0.4 name: `(key, first element, elements)`."""
     if (
         not isinstance(part, tuple)
         or len(part) != 3
@@ -466,10 +466,10 @@ def _decode_name(name: object) -> object:
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a storage's type.
+    """Return the bytes of one element of a storage's dtype.
 
     Raises:
-        UnsupportedError: A type that is not known.
+        UnsupportedError: The dtype is unknown.
     """
     if dtype in _QUANTISED_BYTES:
         return _QUANTISED_BYTES[dtype]
@@ -479,10 +479,10 @@ def element_bytes(dtype: str) -> int:
 
 
 def require_little(order: bytes, where: str) -> None:
-    """Refuse the content of a `byteorder` record that is not `little`.
+    """Require that the content of a `byteorder` record is `little`.
 
     Raises:
-        UnsupportedError: It is something else.
+        UnsupportedError: The byte order is another.
     """
     if order != b"little":
         raise big_endian_error(where, order[:16].decode("ascii", "replace"))

@@ -1,8 +1,8 @@
-"""Write files of `torch.save` without torch: plan every byte first, then write a stream.
+"""Write files of `torch.save` without torch: plan all offsets first, then write a stream.
 
 The zip container of torch 1.6 and later, which `torch.load(weights_only=True)` reads, also with `mmap=True`:
-`{root}/data.pkl`, small records, and one stored entry a storage, its data on a border of 64 bytes. An entry's checksum
-stands behind it (APPNOTE 6.3, data descriptor), since nobody knows it before the bytes have passed.
+`{root}/data.pkl`, small records, and one stored entry for each storage, aligned to 64 bytes. The checksum of an entry
+follows it (APPNOTE 6.3, data descriptor), since it is known only after its bytes are written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.manifest import Path, dotted
 
 ALIGNMENT = 64
-"""Bytes that the offsets of storages in the archive are multiples of."""
+"""Alignment of storages in the archive, in bytes."""
 
 _LOCAL = Struct("<4sHHHHHIIIHH")
 _CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
@@ -34,7 +34,7 @@ _VERSION, _VERSION64 = 20, 45
 _FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF
 _ZIP64 = 1
 _PADDING = b"FB"
-"""Kind of the extra field that torch pads with."""
+"""Id of the extra field that torch uses for padding."""
 
 _STORAGES = {
     "bfloat16": "BFloat16Storage",
@@ -50,7 +50,7 @@ _STORAGES = {
     "int64": "LongStorage",
     "uint8": "ByteStorage",
 }
-"""Types with a storage class of their own."""
+"""Dtypes with a storage class of their own."""
 
 _UNTYPED = frozenset(
     {
@@ -58,18 +58,18 @@ _UNTYPED = frozenset(
         *("complex32", "uint16", "uint32", "uint64"),
     }
 )
-"""Types whose tensors name theirs beside a storage of bytes."""
+"""Dtypes without a storage class: the tensor stores its dtype beside a byte storage."""
 
 TYPES = frozenset(_STORAGES) | _UNTYPED
-"""Types of tensors that can be written, by torch's names."""
+"""Dtypes of tensors that can be written, in torch's spelling."""
 
 
 class Storage(NamedTuple):
     """Bytes of one or several tensors.
 
     Attributes:
-        dtype: Type of its elements, by torch's name.
-        elements: How many.
+        dtype: Dtype of the elements, in torch's spelling.
+        elements: Number of elements.
     """
 
     dtype: str
@@ -82,14 +82,14 @@ class Storage(NamedTuple):
 
 
 class TensorValue(NamedTuple):
-    """A tensor in a value that is written.
+    """A tensor in a value to write.
 
     Attributes:
         storage: Index of its storage; tied tensors share one.
-        dtype: Type of its elements, by torch's name.
-        shape: In elements.
-        start: Elements from the start of the storage to the first.
-        steps: Elements between neighbours in each dimension; None for row-major, back to back.
+        dtype: Dtype of the elements, in torch's spelling.
+        shape: Shape in elements.
+        start: Elements from the start of the storage to the first element.
+        steps: Elements between neighbors in each dimension; None for contiguous row-major.
     """
 
     storage: int
@@ -100,7 +100,7 @@ class TensorValue(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """One entry of an archive: its content, or None for a storage, whose bytes come later."""
+    """One entry of an archive: its content, or None for a storage, whose bytes are written later."""
 
     name: bytes
     content: bytes | None
@@ -114,22 +114,22 @@ class _Record(NamedTuple):
 
     @property
     def start(self) -> int:
-        """First byte of its data in the archive."""
+        """Offset of its data in the archive, in bytes."""
         return self.header + _LOCAL.size + len(self.name) + len(self.extra)
 
     @property
     def end(self) -> int:
-        """One past its last byte in the archive, with what stands behind it."""
+        """End of the entry in the archive, including its data descriptor, in bytes."""
         return self.start + self.nbytes + (0 if self.content is not None else 24 if self.is_wide else 16)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """A file of `torch.save`, planned to the byte except for its checksums.
+    """A planned file of `torch.save`, complete except for its checksums.
 
     Attributes:
-        records: Its entries, in order.
-        nbytes: Size of the file.
+        records: Entries in order.
+        nbytes: Size of the file in bytes.
     """
 
     records: tuple[_Record, ...]
@@ -137,15 +137,15 @@ class TorchArchive:
 
 
 def plan_archive(value: object, storages: Sequence[Storage] = (), *, root: str = "archive") -> TorchArchive:
-    """Decide where every byte of a file goes.
+    """Plan the offsets of all bytes of a file.
 
     Args:
-        value: What `torch.load` is to return: plain values, containers, and `TensorValue`s.
-        storages: Storages of the tensors; their bytes are given to `ArchiveWriter` in this order.
-        root: Folder of the archive that everything is in.
+        value: Value that `torch.load` will return: plain values, containers, and `TensorValue`s.
+        storages: Storages of the tensors; pass their bytes to `ArchiveWriter` in this order.
+        root: Root folder in the archive.
 
     Raises:
-        UnsupportedError: A value or a type of tensor that torch would not read back; the message names its path.
+        UnsupportedError: Torch cannot load a value or tensor of this type; the message names its path.
     """
 
     def special(each: object, path: Path) -> object:
@@ -172,7 +172,7 @@ def plan_archive(value: object, storages: Sequence[Storage] = (), *, root: str =
 
 
 def _storage_record(name: bytes, size: int, at: int) -> _Record:
-    """Return the entry of a storage, padded so that its data start on a border."""
+    """Return the entry of a storage, padded so that its data is aligned."""
     wide = pack("<HHQQ", _ZIP64, 16, 0, 0) if size >= _FULL else b""
     pad = -(at + _LOCAL.size + len(name) + len(wide) + 4) % ALIGNMENT
     return _Record(name, None, size, at, wide + _PADDING + pack("<H", pad) + b"Z" * pad)
@@ -205,7 +205,7 @@ def _tensor(value: TensorValue, storages: Sequence[Storage], path: Path) -> Glob
 
 
 def _plain(value: object, path: Path) -> object:
-    """Return what stands for a value that a reader of ours made."""
+    """Return the replacement of a value that a reader of this package created."""
     if isinstance(value, Ordered):
         return GlobalCall(GlobalName("collections", "OrderedDict"), items=value)
     if isinstance(value, Dtype):
@@ -225,11 +225,11 @@ def _plain(value: object, path: Path) -> object:
 
 
 class ArchiveWriter:
-    """Writes an archive as the bytes of its storages are given, in order and in portions of any size.
+    """Writes an archive from the bytes of its storages, in order and in pieces of any size.
 
     Args:
-        archive: Planned by `plan_archive`.
-        write: Appends bytes to the file; called with no more than was given, and the few bytes between.
+        archive: Result of `plan_archive`.
+        write: Appends bytes to the file.
     """
 
     def __init__(self, archive: TorchArchive, write: Callable[[bytes | bytearray | memoryview], None]) -> None:
@@ -239,10 +239,10 @@ class ArchiveWriter:
         self._advance()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes of the storages; they may be the end of one and the start of another.
+        """Write the next bytes of the storages, which may span several of them.
 
         Raises:
-            ValueError: More than all of them have.
+            ValueError: There are more bytes than in all storages.
             StorageError: Writing failed.
         """
         rest = memoryview(data).cast("B")
@@ -259,7 +259,7 @@ class ArchiveWriter:
                 self._advance()
 
     def close(self) -> None:
-        """Write the directory, once every byte was given.
+        """Write the directory, after all bytes of the storages.
 
         Raises:
             ValueError: Bytes of a storage are missing.
@@ -299,7 +299,7 @@ def encode_archive(value: object) -> bytes:
     """Return the archive of a value without tensors.
 
     Raises:
-        UnsupportedError: A value that torch would not read back; the message names its path.
+        UnsupportedError: Torch cannot load a value of this type; the message names its path.
     """
     parts: list[bytes] = []
     ArchiveWriter(plan_archive(value), lambda data: parts.append(bytes(data))).close()
@@ -307,7 +307,7 @@ def encode_archive(value: object) -> bytes:
 
 
 def _local(record: _Record, crc: int) -> bytes:
-    """Return a local header: with sizes, or, of a storage, without, since they stand behind it with the checksum."""
+    """Return a local header: with sizes, or without them for a storage, whose sizes follow it with the checksum."""
     is_stream = record.content is None
     size = 0 if is_stream and not record.is_wide else _FULL if record.is_wide else record.nbytes
     flags = _UTF8 | (_STREAMED if is_stream else 0)
@@ -317,7 +317,7 @@ def _local(record: _Record, crc: int) -> bytes:
 
 
 def _central_extra(record: _Record) -> bytes:
-    """Return the 64-bit numbers of a record that do not fit 32 bits."""
+    """Return the extra field with the numbers of a record that exceed 32 bits."""
     wide = [record.nbytes, record.nbytes] if record.is_wide else []
     wide += [record.header] if record.header >= _FULL else []
     return pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
@@ -336,9 +336,9 @@ def _end(count: int, nbytes: int, start: int) -> bytes:
     """Return the records at the end of an archive.
 
     Args:
-        count: Entries.
+        count: Number of entries.
         nbytes: Bytes of the directory.
-        start: First byte of the directory.
+        start: Offset of the directory.
     """
     wide = b""
     if count >= _FULL16 or start >= _FULL or nbytes >= _FULL:
