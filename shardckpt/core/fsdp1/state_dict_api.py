@@ -1,4 +1,4 @@
-"""`state_dict_type` and the state dict methods of the wrapper, which `shardckpt.state` provides."""
+"""State dict methods of the wrapper, which `shardckpt.state` implements."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from shardckpt.core.errors import SettingsDifferError, StateError
 from shardckpt.errors import ShardckptError
 
 STATE_DICT_API = "shardckpt.state.interop.fsdp_api"
-"""The module that provides state dicts; imported late, since it is a higher layer."""
+"""Name of the module that provides state dicts; imported late, because it is in a higher layer."""
 
 
 class StateProviderMissing(ShardckptError, NotImplementedError):  # noqa: N818  (a name that users catch)
-    """A state dict was asked for, and the part of the package that makes them is not there."""
+    """The package that builds state dicts is not installed."""
 
 
 TORCH_DCP_API = "shardckpt.state.interop.torch_dcp_api"
-"""The module that registers wrappers with torch's own functions for state dicts."""
+"""Name of the module that registers wrappers with torch's own functions for state dicts."""
 
 
 def register_with_torch_dcp() -> None:
-    """Register the wrapper with `torch.distributed.checkpoint`, whose functions then take its state dicts."""
+    """Make `torch.distributed.checkpoint` accept the state dicts of the wrapper."""
     if _has_module(TORCH_DCP_API):
         import_module(TORCH_DCP_API).register_with_torch_dcp()
 
@@ -55,12 +55,12 @@ def _call_state_dict_api(name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a function of the module that provides state dicts.
 
     Args:
-        name: The function.
-        args: Passed on.
-        kwargs: Passed on.
+        name: Name of the function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
-        StateProviderMissing: This installation does not have a provider.
+        StateProviderMissing: The module is not installed.
     """
     if not _has_module(STATE_DICT_API):
         raise StateProviderMissing(
@@ -71,7 +71,7 @@ def _call_state_dict_api(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class StateStatics(nn.Module):
-    """The part of the wrapper that is about state dicts."""
+    """State dict methods of the wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class StateStatics(nn.Module):
 
     @property
     def state_dict_settings(self) -> StateDictSettings:
-        """What this instance's state dicts hold."""
+        """Kind and options of this instance's state dicts."""
         return self._state_dict_settings
 
     @property
@@ -99,11 +99,11 @@ class StateStatics(nn.Module):
         return self._state_dict_settings.optim_state_dict_config
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state as the settings of `state_dict_type` say, from the provider of state dicts."""
+        """Return the state dict of the kind that `state_dict_type` selected."""
         return _call_state_dict_api("module_state_dict", self, *args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state as `torch.nn.Module` does, as the settings of `state_dict_type` say."""
+        """Load a state dict of the kind that `state_dict_type` selected."""
         try:
             return super().load_state_dict(*args, **kwargs)
         except BaseException:
@@ -112,10 +112,10 @@ class StateStatics(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """Return the settings of the instances in a module; None without instances.
+        """Return the settings of the instances in a module; None if it has no instances.
 
         Raises:
-            SettingsDifferError: They have different ones.
+            SettingsDifferError: The instances have different settings.
         """
         found = [each._state_dict_settings for each in _instances(module)]
         if any(each != found[0] for each in found):
@@ -132,16 +132,16 @@ class StateStatics(nn.Module):
         """Set the kind of state dicts of the instances in a module.
 
         Args:
-            module: Where the instances are.
+            module: An instance, or a module that contains instances.
             state_dict_type: Full, local or sharded.
-            state_dict_config: Settings for the model; the defaults of the type where None.
-            optim_state_dict_config: And for the optimizer.
+            state_dict_config: Settings for the model; None for the defaults of the type.
+            optim_state_dict_config: Settings for the optimizer; None for the defaults of the type.
 
         Returns:
-            The settings before.
+            The previous settings.
 
         Raises:
-            StateError: A configuration is of another type.
+            StateError: A configuration belongs to another state dict type.
             SettingsDifferError: The instances had different settings.
         """
         warnings.warn(
@@ -167,7 +167,10 @@ class StateStatics(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Inside, the instances have these settings, as by `set_state_dict_type`; on any exit the ones before."""
+        """Set the kind of state dicts inside the context; restore the old one on exit.
+
+        For the arguments see `set_state_dict_type`.
+        """
         before = StateStatics.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
@@ -184,14 +187,14 @@ class StateStatics(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the full optimizer state, by the provider of state dicts."""
+        """Return the full optimizer state. Collective."""
         return _call_state_dict_api("full_optim_state_dict", model, optim, optim_input, rank0_only, group)  # type: ignore[no-any-return]
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """Return this rank's part of the optimizer state, by the provider of state dicts."""
+        """Return this rank's shard of the optimizer state. Collective."""
         return _call_state_dict_api("sharded_optim_state_dict", model, optim, group)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -201,14 +204,14 @@ class StateStatics(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of a full optimizer state, by the provider of state dicts."""
+        """Return this rank's shard of a full optimizer state."""
         return _call_state_dict_api("shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim)  # type: ignore[no-any-return]
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Return a sharded optimizer state for flat parameters, by the provider of state dicts."""
+        """Return a sharded optimizer state as the state of flat parameters."""
         return _call_state_dict_api("flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, optim)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -219,7 +222,7 @@ class StateStatics(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of rank 0's optimizer state, by the provider of state dicts."""
+        """Return this rank's shard of the optimizer state of rank 0. Collective."""
         return _call_state_dict_api(  # type: ignore[no-any-return]
             "scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, group
         )
@@ -232,7 +235,7 @@ class StateStatics(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return an optimizer state with other keys, by the provider of state dicts."""
+        """Return an optimizer state whose keys are parameter names or parameter ids."""
         return _call_state_dict_api(  # type: ignore[no-any-return]
             "rekey_optim_state_dict", optim_state_dict, optim_state_key_type, model, optim_input, optim
         )
@@ -244,7 +247,7 @@ class StateStatics(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the optimizer state as the settings say, by the provider of state dicts."""
+        """Return the optimizer state of the kind set by `state_dict_type`. Collective."""
         return _call_state_dict_api("optim_state_dict", model, optim, optim_state_dict, group)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -256,7 +259,7 @@ class StateStatics(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return what `optim.load_state_dict` takes, by the provider of state dicts."""
+        """Return the state that `optim.load_state_dict` accepts on this rank. Collective."""
         return _call_state_dict_api(  # type: ignore[no-any-return]
             "optim_state_dict_to_load", model, optim, optim_state_dict, is_named_optimizer, load_directly, group
         )

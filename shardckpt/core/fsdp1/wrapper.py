@@ -65,27 +65,28 @@ def _precision(given: MixedPrecision) -> Precision:
 
 
 class FullyShardedDataParallel(StateStatics):
-    """Shards a module's parameters across ranks; they are unsharded only while the module computes.
+    """Wrapper that shards a module's parameters across ranks.
 
+    The parameters are unsharded only while the module computes.
     Arguments, defaults and members are those of `torch.distributed.fsdp.FullyShardedDataParallel`.
 
     Args:
         module: The module to wrap.
-        process_group: Ranks that share parameters; for hybrid strategies a pair, those and the replicas.
-        sharding_strategy: What is sharded; FULL_SHARD where None.
-        cpu_offload: Whether shards live on the CPU.
-        auto_wrap_policy: Which submodules become units of their own.
-        backward_prefetch: When the next unit is gathered in backward; None for not ahead of time.
+        process_group: Ranks to shard over; for hybrid strategies the pair (shard group, replicate group).
+        sharding_strategy: State to shard (parameters, gradients, optimizer state); None for FULL_SHARD.
+        cpu_offload: Whether shards are stored on the CPU.
+        auto_wrap_policy: Selects the submodules that become units of their own.
+        backward_prefetch: When backward starts the all-gather of the next unit; None for no prefetch.
         mixed_precision: Dtypes of computation and reduction.
-        ignored_modules: Modules whose parameters are left alone.
-        param_init_fn: How to initialise modules on the meta device.
-        device_id: Where to compute; the module is moved there.
+        ignored_modules: Modules whose parameters are neither sharded nor moved.
+        param_init_fn: Function that initializes a module on the meta device.
+        device_id: Device to compute on; the module is moved to it.
         sync_module_states: Broadcast the parameters and buffers of rank 0 to all ranks.
-        forward_prefetch: Gather the next unit while this one computes forward.
-        limit_all_gathers: Delay all-gathers that computation is far behind of.
-        use_orig_params: Keep the module's own parameters registered, instead of one flat one.
-        ignored_states: Parameters, or modules, that are left alone.
-        device_mesh: The ranks as a mesh, instead of `process_group`.
+        forward_prefetch: Gather the next unit while this unit computes its forward.
+        limit_all_gathers: Delay all-gathers until computation has caught up, to bound memory.
+        use_orig_params: Keep the module's own parameters registered, instead of one flat parameter.
+        ignored_states: Parameters, or modules, that are neither sharded nor moved.
+        device_mesh: Mesh of the ranks, instead of `process_group`.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class FullyShardedDataParallel(StateStatics):
         self._fsdp_wrapped_module = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """Return a wrapper of a copy of the module, over the same ranks; it belongs to no root yet."""
+        """Return a wrapper of the copied module, over the same ranks, without a root."""
         if self._unit.root is not None:
             self._unit.reshard()
         made = object.__new__(type(self))
@@ -151,7 +152,10 @@ class FullyShardedDataParallel(StateStatics):
     def _prepare_module(
         self, module: nn.Module, ignored: Ignored, policy: Policy | None, own: Mapping[str, Any]
     ) -> tuple[Buffers, list[ParamInfo]]:
-        """Wrap submodules, materialize and move states; return the parameters of this unit. Collective."""
+        """Wrap submodules, materialize and move states; return the unit's parameters.
+
+        Collective.
+        """
         initializer = self._initializer(own["param_init_fn"])
         initializer.run_early(self._build_scope(module, ignored))
         reopened = self._restore_shared_units(module)
@@ -169,12 +173,15 @@ class FullyShardedDataParallel(StateStatics):
         return Buffers(scope.modules), managed
 
     def _excluded_params(self, module: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters below a module that are not this unit's: ignored ones, and those of nested units."""
+        """Return the parameters below a module that are ignored or belong to nested units."""
         nested = (each._ignored_params for each in _instances(module))
         return self._ignored_params.union(_params_of_instances(module), *nested)
 
     def _build_scope(self, module: nn.Module, ignored: Ignored) -> materialize.ModuleScope:
-        """Return the modules whose states this instance initialises and moves: down to ignored and sharded ones."""
+        """Return the modules whose states this instance initializes and moves.
+
+        Ignored and already sharded modules, and the modules below these, are excluded.
+        """
 
         def left_alone(each: nn.Module) -> bool:
             return each in ignored.modules or isinstance(each, FullyShardedDataParallel) or is_incompatible(each)
@@ -223,7 +230,7 @@ class FullyShardedDataParallel(StateStatics):
 
     @staticmethod
     def _restore_shared_units(module: nn.Module) -> list[FullyShardedDataParallel]:
-        """Restore the instances below whose parameters other instances use too, and return them."""
+        """Restore and return nested instances whose parameters other instances share."""
         owners = {each._unit: each for each in _instances(module)}
         return [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
 
@@ -306,10 +313,10 @@ class FullyShardedDataParallel(StateStatics):
         return root_state.run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
-        """Run a method of the wrapped module with its parameters unsharded, when it is called on the wrapper.
+        """Make a method of the wrapped module run with its parameters unsharded.
 
         Args:
-            method_name: The method.
+            method_name: Name of the method; call it on the wrapper.
         """
 
         @functools.wraps(getattr(self._fsdp_wrapped_module, method_name))
@@ -321,11 +328,11 @@ class FullyShardedDataParallel(StateStatics):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Inside, gradients are kept unsharded and not yet reduced.
+        """Skip gradient reduction inside the context; gradients accumulate unsharded.
 
         Raises:
             StateError: This instance is not the root.
-            BusyError: It computes at the moment.
+            BusyError: The instance is in a forward or a backward.
         """
         root_state = self._ensure_root_state()
         if root_state.root is not self._unit:
@@ -346,20 +353,21 @@ class FullyShardedDataParallel(StateStatics):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients below so that their norm over all ranks is at most `max_norm`. Collective.
+        """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
-        Gradients of ignored parameters, which differ between ranks, are neither counted nor scaled.
+        The norm is computed over all ranks and all nested units.
+        Gradients of ignored parameters differ between ranks and are neither counted nor scaled.
 
         Args:
-            max_norm: The norm that is allowed.
-            norm_type: Order of the norm, infinity for the largest absolute value.
-            error_if_nonfinite: Refuse a norm that is infinite or no number, rather than scale by it.
+            max_norm: Largest norm after the call.
+            norm_type: Order of the norm; infinity for the largest absolute value.
+            error_if_nonfinite: Raise an error if the norm is infinite or NaN, instead of scaling by it.
 
         Returns:
-            The norm before, of the same bits on every rank.
+            The norm before scaling, bitwise equal on every rank.
 
         Raises:
-            StateError: This instance is not the root, or the norm is not finite and that was to be refused.
+            StateError: This instance is not the root, or `error_if_nonfinite` is set and the norm is not finite.
         """
         root_state = self._ensure_root_state()
         if root_state.root is not self._unit:
@@ -376,16 +384,17 @@ class FullyShardedDataParallel(StateStatics):
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Average gradients by a hook instead of the engine, in this instance and all below.
+        """Replace the reduction of gradients by a hook, here and in nested instances.
 
         Args:
-            state: Given to the hook each time.
-            hook: `hook(state, gradient, out)` where parameters are sharded, `hook(state, gradient)` with NO_SHARD; see
-                `shardckpt.core.comm_hooks`.
+            state: First argument of each call of the hook.
+            hook: Called as `hook(state, gradient, out)` for sharded parameters and as `hook(state, gradient)` with
+                NO_SHARD; see `shardckpt.core.comm_hooks`.
 
         Raises:
-            HookError: This instance is not the root, a unit is hybrid, has a hook, or is between forward and backward.
-            ArgumentError: The hook cannot be called.
+            HookError: This instance is not the root; or a unit is hybrid, has a hook already, or is between forward
+                and backward.
+            ArgumentError: The hook is not callable.
         """
         root = self.check_is_root()
         found = _instances(self)
@@ -418,7 +427,7 @@ class FullyShardedDataParallel(StateStatics):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters as `torch.nn.Module` does, after a failed backward those of before it."""
+        """Yield names and parameters; after a failed backward, those from before it."""
         if self._root_state is not None:
             self._root_state.recover()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
@@ -427,12 +436,12 @@ class FullyShardedDataParallel(StateStatics):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and buffers as `torch.nn.Module` does."""
+        """Yield names and buffers."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield self._visible_name(name), buffer
 
     def _visible_name(self, name: str) -> str:
-        """Return a name without the wrapper's segment where full parameters were summoned, as torch does."""
+        """Return a name; inside `summon_full_params`, drop the wrapper's segment."""
         return name.replace(f"{WRAPPED}.", "") if self._unit.params.is_checked_out else name
 
     @staticmethod
@@ -445,23 +454,24 @@ class FullyShardedDataParallel(StateStatics):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None, None, None]:
-        """Inside, the modules have their full parameters, in the types that they are stored in. Collective.
+        """Give modules their full parameters inside the context. Collective.
 
-        All combinations work. Inside, units compute as plain modules would, and `named_parameters` and `named_buffers`
-        give the names of the model that was not wrapped.
+        Parameters have the dtypes in which they are stored. All combinations of arguments are supported. Inside the
+        context units compute like plain modules, and `named_parameters` and `named_buffers` yield the names of the
+        unwrapped model.
 
         Args:
-            module: An instance, or a module with instances below.
-            recurse: Those of instances below as well; all are gathered at once.
-            writeback: Changes are kept, also where an exception leaves the context. Without it they are lost, unless
-                nothing is sharded (NO_SHARD).
-            rank0_only: Only rank 0 has them; with `writeback` its changes are sent to all ranks.
-            offload_to_cpu: They are in the memory of the CPU.
-            with_grads: Gradients are full as well, and with `writeback` changes to them are kept.
+            module: An instance, or a module that contains instances.
+            recurse: Also gather the parameters of nested instances; all are in memory at the same time.
+            writeback: Keep changes on exit, also if an exception leaves the context. Without it changes are lost,
+                unless nothing is sharded (NO_SHARD).
+            rank0_only: Only rank 0 gets full parameters; with `writeback` its changes are sent to all ranks.
+            offload_to_cpu: Keep the full parameters in CPU memory.
+            with_grads: Also give full gradients; with `writeback` changes to gradients are kept.
 
         Raises:
-            BusyError: In a forward, in a backward, or inside another one for the same instance.
-            SummonShapeError: On exit: a parameter was replaced by one of another shape.
+            BusyError: The instance is in a forward or a backward, or in another `summon_full_params`.
+            SummonShapeError: On exit: a parameter was replaced by a parameter of another shape.
         """
         wanted = summon.SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
         with summon.summon_full_params(module, wanted, recurse=recurse):
@@ -469,7 +479,7 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, looked for through a checkpointing wrapper."""
+        """The wrapped module, without an activation checkpointing wrapper around it."""
         inner = self._fsdp_wrapped_module
         found = inner._modules.get("_checkpoint_wrapped_module")
         return found if found is not None else inner
@@ -485,7 +495,7 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What an optimizer sees of this instance alone."""
+        """Parameters that an optimizer gets from this instance, without nested ones."""
         return [parameter for registration in self._unit.registrations for parameter in registration.parameters]
 
     @property
@@ -497,17 +507,17 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the module computes."""
+        """Device that the module computes on."""
         return next((bucket.compute_device for bucket in self._unit.buckets), self._device or torch.device("cpu"))
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this instance's parameters. Collective.
 
         Args:
-            async_op: Return while they are under way; the forward waits for them.
+            async_op: Return before the all-gathers complete; the forward waits for them.
 
         Returns:
-            What waits for them; None where they are there.
+            A handle that waits for the all-gathers; None if the parameters are ready.
         """
         self._ensure_root_state()
         handle = UnshardHandle(self._unit.unshard)
@@ -518,10 +528,10 @@ class FullyShardedDataParallel(StateStatics):
         return None
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
-        """Nothing: what a gather gives is waited for where it is used, by the stream that uses it."""
+        """Do nothing: each stream waits for an all-gather before it uses the result."""
 
     def __getattr__(self, name: str) -> Any:
-        """Ask the wrapped module for what the wrapper does not have."""
+        """Return an attribute of the wrapped module that the wrapper does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -530,7 +540,7 @@ class FullyShardedDataParallel(StateStatics):
             return getattr(super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Ask the wrapped module."""
+        """Return an item of the wrapped module."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     @property
@@ -540,11 +550,11 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def is_sharding_root(self) -> bool:
-        """Return True if this instance ran before all instances around it."""
+        """Return True if this instance is a root: it ran before any outer instance."""
         return self._root_state is not None and self._root_state.root is self._unit
 
     def check_is_root(self) -> bool:
-        """Return True if this is the outermost instance; the call fixes the tree."""
+        """Return True if this is the outermost instance; the call determines the root."""
         return self._ensure_root_state().root is self._unit
 
     @staticmethod
@@ -552,8 +562,8 @@ class FullyShardedDataParallel(StateStatics):
         """Return the instances in a module.
 
         Args:
-            module: Where to look.
-            root_only: Leave out those that know a root above them.
+            module: An instance, or a module that contains instances.
+            root_only: Exclude instances that belong to a root above them.
         """
         found = _instances(module)
         return [each for each in found if each.check_is_root()] if root_only else found
@@ -570,11 +580,11 @@ class FullyShardedDataParallel(StateStatics):
 
     @contextmanager
     def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
-        """Inside, flat parameters are registered instead of the original ones, here and below.
+        """Register flat parameters inside the context, in this instance and nested ones.
 
         Raises:
-            SettingsDifferError: Original parameters are not used.
-            BusyError: A unit computes at the moment, or its full parameters were summoned.
+            SettingsDifferError: An instance does not use original parameters.
+            BusyError: A unit is in a forward or a backward, or in `summon_full_params`.
         """
         found = _instances(self)
         for each in found:
@@ -591,10 +601,12 @@ class FullyShardedDataParallel(StateStatics):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply a function to every module below, with this unit's parameters gathered; changes are kept. Collective.
+        """Apply a function to every submodule, with full parameters. Collective.
+
+        Only the parameters of this unit are unsharded. Changes of parameters are kept.
 
         Raises:
-            BusyError: The unit computes at the moment, or its full parameters were summoned.
+            BusyError: The unit is in a forward or a backward, or in `summon_full_params`.
         """
         self._assert_state(TrainingState.IDLE)
         with summon.summon_full_params(self, summon.SummonOptions(), recurse=False):
@@ -602,23 +614,23 @@ class FullyShardedDataParallel(StateStatics):
         return self
 
     def _reset_lazy_init(self) -> None:
-        """Forget the root: the next call that needs one finds it anew."""
+        """Forget the root; the next call that needs a root determines it again."""
         for each in _instances(self):
             each._root_state = None
             each._unit.attach(None)
 
     @property
     def training_state(self) -> TrainingState:
-        """What this instance is in the middle of."""
+        """Current phase of this instance: idle, forward, backward or summoned."""
         if self._unit.params.is_checked_out:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.IDLE if self._unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Refuse a call in another state than one of these.
+        """Check that the instance is in one of the given states.
 
         Raises:
-            BusyError: It is in another.
+            BusyError: The instance is in another state.
         """
         states = state if isinstance(state, list) else [state]
         if self.training_state not in states:
@@ -642,7 +654,7 @@ def _params_of_instances(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _check_same_settings(named: Iterable[tuple[str, FullyShardedDataParallel]]) -> None:
-    """Refuse units of one tree whose settings differ where they must agree."""
+    """Check that instances of one root agree on the settings that must be equal."""
     named = list(named)
     for setting in ("_use_orig_params", "limit_all_gathers"):
         values: dict[object, list[str]] = {}

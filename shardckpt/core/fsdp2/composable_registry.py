@@ -1,4 +1,4 @@
-"""torch's registry of composable APIs: what lets its `replicate` leave modules alone that `fully_shard` has sharded."""
+"""Entries in torch's registry of composable APIs: `replicate` skips these modules."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _CONTRACT = "torch.distributed._composable.contract"
 
 
 def register_fully_shard(module: nn.Module) -> None:
-    """Note in torch's registry that a module is sharded by a `fully_shard`.
+    """Record in torch's registry that `fully_shard` sharded a module.
 
-    The registry is private to torch and is not imported for this: nothing happens where no composable API of torch has
-    been imported, or where this torch has no registry.
+    The registry is private to torch and is not imported here: nothing is recorded if no composable API of torch has
+    been imported, or if this version of torch does not have a registry.
 
     Args:
-        module: The module.
+        module: The sharded module.
     """
     contract = sys.modules.get(_CONTRACT)
     key, item = getattr(contract, "REGISTRY_KEY", None), getattr(contract, "RegistryItem", None)

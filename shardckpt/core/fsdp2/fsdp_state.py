@@ -1,4 +1,4 @@
-"""State of one `fully_shard`: the unit of its modules, its options, the root it belongs to."""
+"""State of one `fully_shard` call: the unit of its modules, options and root."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from shardckpt.core.runtime.root_state import RootState
 from shardckpt.core.setup import materialize, shared_params
 
 STATE = "_shardckpt_sharded"
-"""Attribute of a module that has its `FSDPState`."""
+"""Attribute of a module that stores its `FSDPState`."""
 
 
 @dataclass(frozen=True)
 class FullyShardOptions:
-    """Arguments of one `fully_shard`.
+    """Arguments of one `fully_shard` call.
 
     Attributes:
-        info: The mesh.
-        choose: Returns the placement of a parameter; None to shard the first dimension, over that mesh.
-        ignored: Parameters that are left alone.
-        config: The unit's first settings.
+        info: The data-parallel mesh.
+        choose: Returns the placement of a parameter; None to shard dimension 0 over the mesh.
+        ignored: Parameters that are neither sharded nor moved nor reduced.
+        config: Initial settings of the unit.
     """
 
     info: DataParallelMeshInfo
@@ -66,13 +66,13 @@ def get_fsdp_state(module: nn.Module) -> FSDPState | None:
 
 
 def fsdp_states_below(module: nn.Module) -> list[FSDPState]:
-    """Return the states of a module and of all below it, outer ones first, each once."""
+    """Return the distinct states of a module and all its submodules, outer ones first."""
     states = [get_fsdp_state(child) for child in module.modules()]
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
 class UnitCollectives:
-    """Collectives and process groups that a user sets for a unit; they stay when the unit is made again."""
+    """Custom collectives and process groups of a unit; kept when the unit is rebuilt."""
 
     def __init__(self) -> None:
         self.comms = CustomCollectives()
@@ -80,7 +80,7 @@ class UnitCollectives:
         self._unit: FSDPUnit | None = None
 
     def attach(self, unit: FSDPUnit) -> None:
-        """Set the unit, and its collectives where they are not the default."""
+        """Set the unit, and apply the collectives that the user set before."""
         self._unit = unit
         if self.comms != CustomCollectives():
             self.set_comms(self.comms)
@@ -94,29 +94,29 @@ class UnitCollectives:
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """The different groups of the unit's buckets, without replicated parameters."""
+        """Distinct shard groups of the unit's buckets; replicated parameters have none."""
         return list(dict.fromkeys(bucket.group for bucket in self._buckets if bucket.group.shard is not None))
 
     @property
     def backends(self) -> list[str]:
-        """The backends of these groups."""
+        """Backend names of these groups, such as "gloo"."""
         return sorted({dist.get_backend(group.shard) for group in self.groups})
 
     def set_comms(self, comms: CustomCollectives) -> None:
-        """Set collectives of the user's own.
+        """Set custom collectives.
 
         Args:
-            comms: All of them.
+            comms: All custom collectives of the unit.
         """
         self.comms = comms
         for bucket in self._buckets:
             bucket.set_collectives(comms=comms)
 
     def set_separate_reduce_scatter_group(self, on: bool) -> None:
-        """Set whether gradients are reduced in a process group of their own. Collective when first enabled.
+        """Set whether gradients have their own process group. Collective at first.
 
         Args:
-            on: Whether they are.
+            on: Whether gradients are reduced in a process group of their own.
         """
         self._is_separate = on
         for bucket in self._buckets:
@@ -126,11 +126,11 @@ class UnitCollectives:
 
 
 class FSDPState:
-    """The unit of the modules of one `fully_shard`, which computes whenever one of them does.
+    """State of the modules of one `fully_shard` call: their common unit and root.
 
     Args:
-        modules: The modules.
-        options: The arguments.
+        modules: Modules that are gathered and freed together.
+        options: Arguments of the call.
     """
 
     def __init__(self, modules: Sequence[nn.Module], options: FullyShardOptions) -> None:
@@ -151,7 +151,7 @@ class FSDPState:
             module.__dict__[STATE] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPState:
-        """Return a copy, which has no root yet."""
+        """Return a copy, which does not have a root yet."""
         copied = object.__new__(FSDPState)
         memo[id(self)] = copied
         for name, value in self.__dict__.items():
@@ -162,7 +162,7 @@ class FSDPState:
 
     @property
     def _one_module(self) -> nn.Module:
-        """The module; several as one `ModuleList`."""
+        """The only module, or a `ModuleList` of several modules."""
         return self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
 
     @property
@@ -203,7 +203,7 @@ class FSDPState:
         return FSDPUnit(name, self.modules, registrations, config, buffers, self.device)
 
     def _own_modules(self) -> list[nn.Module]:
-        """Return the modules below that no nested unit has, each once."""
+        """Return the distinct submodules that do not belong to a nested unit."""
         nested = {
             module for state in fsdp_states_below(self._one_module) if state is not self for module in state.modules
         }
@@ -214,9 +214,9 @@ class FSDPState:
         """Restore the dtypes that buffers in a state dict had before they were cast.
 
         Args:
-            state: The state dict.
-            module: The one of these modules that it is of.
-            prefix: What names in it begin with.
+            state: State dict of the module; changed in place.
+            module: Module of this state that the state dict belongs to.
+            prefix: Prefix of the module's names in the state dict.
         """
         for name, owner in module.named_modules():
             for attribute in owner._buffers:
@@ -249,17 +249,17 @@ class FSDPState:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device that the unit computes on."""
         return self._options.info.device
 
     # ------------------------------------------------------------------------------------------------- running
 
     @compiler_disabled
     def become_root(self) -> RootState:
-        """Return the state of a root that this module is from now on.
+        """Make this module a root and return the root's state.
 
         Raises:
-            StateError: They are several, or something below was the root of a forward before.
+            StateError: The unit has several modules, or a nested unit has been the root of a forward.
         """
         if len(self.modules) > 1:
             raise StateError(
@@ -292,29 +292,29 @@ class FSDPState:
         return root_state
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether a backward waits for all its reductions; that of the root counts.
+        """Set whether a backward waits for its reductions; the root's setting counts.
 
         Args:
-            is_last_backward: Whether it does.
+            is_last_backward: Whether the backward waits.
         """
         self._is_last_backward = is_last_backward
         if self.root_state is not None:
             self.root_state.set_is_last_backward(is_last_backward)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Set the event that all-gathers of the next iteration wait for; ignored before the first one.
+        """Set the event that the next all-gathers wait for; ignored without a root.
 
         Args:
-            event: Recorded behind the optimizer's step.
+            event: Event recorded after the optimizer's step.
         """
         if self.root_state is not None:
             self.root_state.shard_writes.set_post_optim_event(event)
 
     def _refuse_foreign_params(self, known: Iterable[FSDPState]) -> None:
-        """Refuse a parameter that a unit elsewhere has: it would be trained twice, differently."""
+        """Refuse a parameter that another root's unit owns: both would train it."""
         units = [each.unit for each in known]
         units += [each.sharding_unit for each in FullyShardedDataParallel.fsdp_modules(self.modules[0])]
-        ours = {member.identity for unit in units for member in unit.params.members}  # also of what is gathered already
+        ours = {member.identity for unit in units for member in unit.params.members}  # gathered parameters too
         held = [(name, identity(p)) for name, p in self.modules[0].named_parameters() if is_held(p)]
         strange = [name for name, each in held if each not in ours]
         if strange:
@@ -326,14 +326,14 @@ class FSDPState:
             )
 
     def check_materialized(self, name: str, below: str = "") -> None:
-        """Refuse to train parameters on the meta device, or offloaded ones that are not on the CPU.
+        """Check the devices of the parameters before training.
 
         Args:
-            name: What the message calls the unit.
-            below: The name of its first module below the root, empty for the root.
+            name: Name of the unit in the message.
+            below: FQN of the unit's first module below the root; empty for the root.
 
         Raises:
-            StateError: Something is on the meta device, or not on the CPU though it is offloaded.
+            StateError: A parameter is on the meta device, or an offloaded parameter is not on the CPU.
         """
         for registration in self.unit.registrations:
             if registration.bucket.compute_device.type == "meta":
@@ -359,12 +359,12 @@ class FSDPState:
         return is_incompatible(module) or get_fsdp_state(module) not in (None, self)
 
     def prefetch_unshard(self) -> None:
-        """Start the all-gathers, also before there is a root. Collective."""
+        """Start the unit's all-gathers; works without a root. Collective."""
         self._attach()
         self.unit.prefetch_unshard()
 
     def unshard(self) -> None:
-        """Unshard the unit, also before there is a root. Collective."""
+        """Unshard the unit; works without a root. Collective."""
         self._attach()
         self.unit.unshard()
 
@@ -379,7 +379,7 @@ class FSDPState:
 
 
 def _check_meshes(placements: Sequence[MeshPlacement]) -> None:
-    """Refuse two descriptions of the same ranks: they would make two buckets by mistake."""
+    """Refuse two meshes of the same ranks: they would make two buckets by mistake."""
     seen: dict[ShardGroup, DataParallelMeshInfo] = {}
     for placement in placements:
         first = seen.setdefault(placement.info.group, placement.info)
@@ -396,7 +396,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], 
 
 
 def _group(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return a process group of some ranks, one a purpose. Collective among them when it is asked for first."""
+    """Return the process group of a purpose and ranks. Collective on the first call."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has been made, so there is a world"
     groups = _GROUPS.setdefault(world, {})
@@ -406,7 +406,7 @@ def _group(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _group_for_slices(group: ShardGroup, count: int) -> dist.ProcessGroup | None:
-    """Return the process group to unshard from in backward; None where that is all ranks."""
+    """Return the group for all-gathers in backward; None for the full shard group."""
     if group.shard is None or count in (0, group.size):
         return None
     ranks = dist.get_process_group_ranks(group.shard)
@@ -419,7 +419,7 @@ def _group_for_reduce(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _group_of_all_ranks(info: DataParallelMeshInfo) -> dist.ProcessGroup | None:
-    """Return the process group that a replicated parameter is averaged over."""
+    """Return the process group that averages gradients of replicated parameters."""
     group = info.group
     if group.shard is None or group.replicate is None:
         return group.shard or group.replicate
@@ -427,8 +427,8 @@ def _group_of_all_ranks(info: DataParallelMeshInfo) -> dist.ProcessGroup | None:
 
 
 def _set_compute_device(registration: ParamRegistration) -> None:
-    """Set the compute device of parameters that an assigning load brought from the meta device."""
-    registration.pull_user_changes()  # what a load assigned is not registered yet
+    """Set the compute device after a load with `assign=True` replaced meta tensors."""
+    registration.pull_user_changes()  # register the tensors that the load assigned
     bucket = registration.bucket
     if not bucket.shard.is_meta:
         ranks = bucket.group.shard or bucket.group.replicate

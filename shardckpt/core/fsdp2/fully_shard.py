@@ -43,19 +43,19 @@ from shardckpt.errors import ShardckptError
 
 
 class MisuseError(ShardckptError, AssertionError):
-    """A call that contradicts an earlier one: a second `fully_shard`, a second owner of a collective."""
+    """A call contradicts an earlier call, such as a second `fully_shard`."""
 
 
 class UnsupportedArgumentError(ShardckptError, NotImplementedError):
-    """Arguments that do not go together."""
+    """A combination of arguments is not supported."""
 
 
 class SettingTypeError(ShardckptError, TypeError):
-    """A setting of another type than its own."""
+    """A setting has the wrong type."""
 
 
 class BackendError(ShardckptError, RuntimeError):
-    """A setting that only another backend of process groups has."""
+    """The backend of the process group does not support a setting."""
 
 
 _AS_STORED = MixedPrecisionPolicy()
@@ -101,29 +101,30 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Shard a module's parameters across ranks, in place; they are unsharded only while the module computes.
+    """Shard a module's parameters across ranks, in place.
 
-    Parameters that a nested `fully_shard` has are left to it, so it is applied from the inside out. Parameters become
-    DTensors; the module's class becomes one that is also an `FSDPModule`.
+    The parameters are unsharded only while the module computes.
+    Apply it to nested modules first: an outer call leaves parameters that are sharded already to the nested module.
+    Parameters become DTensors; the module's class becomes a subclass of `FSDPModule` and its original class.
 
     Args:
-        module: The module, or several that are gathered and freed together.
-        mesh: One dimension to shard over, or two, (replicate, shard); None for all ranks. With `dp_mesh_dims` the full
+        module: The module, or several modules that are gathered and freed together.
+        mesh: 1-D mesh to shard over, or 2-D mesh (replicate, shard); None for all ranks. With `dp_mesh_dims` the full
             mesh, on which parameters are DTensors.
-        reshard_after_forward: Free the parameters between forward and backward; a number of ranks to
+        reshard_after_forward: True to free the parameters between forward and backward; a number of ranks to
             reshard them to; None to free them unless the module is the root.
         shard_placement_fn: Returns the dimension to shard a parameter along, and the mesh.
         mp_policy: Dtypes of computation and reduction.
-        offload_policy: Whether shards live on the CPU.
+        offload_policy: Whether shards are stored on the CPU.
         ignored_params: Parameters that are neither sharded nor moved nor reduced.
         dp_mesh_dims: Names of the mesh's data-parallel dimensions.
 
     Returns:
-        What was passed.
+        The argument `module`.
 
     Raises:
         MisuseError: A module has been sharded already.
-        ArgumentError: A container without a forward, a mesh or a setting that does not fit.
+        ArgumentError: A module does not have a forward, or the mesh or a setting is invalid.
     """
     modules = _outermost(module)
     _check_modules(modules)
@@ -143,7 +144,7 @@ def fully_shard(
 
 
 def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are in none of the others."""
+    """Return the modules that are not a submodule of another one."""
     if isinstance(module, nn.Module):
         return [module]
     given = list(dict.fromkeys(module))
@@ -169,7 +170,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def _resolve_reshard(config: UnitConfig, answer: bool | int | None, info: DataParallelMeshInfo) -> UnitConfig:
-    """Return settings of a unit with those that `reshard_after_forward` means."""
+    """Return settings of a unit after applying the argument `reshard_after_forward`."""
     if answer is None:
         return config
     if not isinstance(answer, int):
@@ -201,7 +202,7 @@ def _resolve_reshard(config: UnitConfig, answer: bool | int | None, info: DataPa
 
 
 def _reshard_or_keep(config: UnitConfig, reshards: bool) -> UnitConfig:
-    """Return settings of a unit that reshards after forward, or keeps its parameters, also as the root."""
+    """Return settings of a unit that reshards after forward or not, also as the root."""
     return replace(
         config,
         reshard_after_forward=reshards,
@@ -222,7 +223,7 @@ _CLASSES: dict[type, type] = {}
 
 
 def _sharded_class(original: type) -> type:
-    """Return the class that a module of some class has once it is sharded."""
+    """Return the subclass of `FSDPModule` and an original class, for sharded modules."""
     if original not in _CLASSES:
         body = {"__module__": original.__module__}
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), body)
@@ -230,17 +231,17 @@ def _sharded_class(original: type) -> type:
 
 
 class FSDPModule:
-    """Methods of a sharded module; its own class is the next base."""
+    """Methods of a sharded module, added as the first base of its class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the original class: what a sharded container gives for a slice of it is not sharded."""
+        """Return a module of the original class: slices of a container are not sharded."""
         original: Any = cls.__mro__[2]
         module = original.__new__(original)
-        module.__init__(*args, **kwargs)  # it is not an instance of cls, so Python would not call it
+        module.__init__(*args, **kwargs)  # not an instance of cls, so Python does not call it
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a sharded module of its own, over the same ranks."""
+        """Return an independent sharded copy, over the same ranks."""
         self.reshard()
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -251,13 +252,13 @@ class FSDPModule:
 
     @compiler_disabled_shallow
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with the parameters unsharded."""
+        """Run the forward with the parameters unsharded."""
         state: FSDPState = self.__dict__.get(STATE) or self._fsdp_state
         root_state = state.root_state or state.become_root()
         return root_state.run_forward(state.unit, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters as `torch.nn.Module` does, after a failed backward those of before it."""
+        """Yield names and parameters; after a failed backward, those from before it."""
         root_state = self._fsdp_state.root_state
         if root_state is not None:
             root_state.recover()
@@ -282,12 +283,12 @@ class FSDPModule:
 
     @property
     def sharding_unit(self) -> FSDPUnit:
-        """The unit that this module has, or shares with others."""
+        """Unit of this module; modules of one `fully_shard` call share it."""
         return self._fsdp_state.unit
 
     @property
     def is_sharding_root(self) -> bool:
-        """Return True if this module ran before all sharded modules around it."""
+        """Return True if this module is a root: it ran before any outer module."""
         state = self._fsdp_state
         return state.root_state is not None and state.root_state.root is state.unit
 
@@ -295,7 +296,7 @@ class FSDPModule:
         return fsdp_states_below(self._as_module) if recurse else [self._fsdp_state]
 
     def _configure(self, change: Callable[[UnitConfig], UnitConfig], *, recurse: bool = False) -> None:
-        """Change settings of this module's unit, with `recurse` of those below as well."""
+        """Change settings of this module's unit; with `recurse`, of nested units too."""
         for state in self._states(recurse):
             state.unit.config = change(state.unit.config)
 
@@ -310,7 +311,7 @@ class FSDPModule:
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sharded state: DTensors."""
+        """Return the state dict with sharded DTensors as parameters."""
         self.reshard()
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -324,13 +325,15 @@ class FSDPModule:
     # ---------------------------------------------------------------------------------------- full parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters, not those of sharded modules below it. Collective.
+        """Gather this module's parameters. Collective.
+
+        Parameters of nested sharded modules stay sharded.
 
         Args:
-            async_op: Return while they are under way; the module's forward waits for them.
+            async_op: Return before the all-gathers complete; the module's forward waits for them.
 
         Returns:
-            What waits for them; None where they are there.
+            A handle that waits for the all-gathers; None if the parameters are ready.
         """
         state = self._fsdp_state
         handle = UnshardHandle(state.unshard)
@@ -341,14 +344,16 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Reshard this module's parameters, not those of sharded modules below it."""
+        """Reshard this module's parameters, without those of nested sharded modules."""
         self._fsdp_state.reshard()
 
     def reset_iter_state(self) -> None:
-        """After an exception, be as before the iteration, without its gradients; the next one works without this too.
+        """Return to the state before an iteration that raised an exception.
+
+        Gradients of that iteration are dropped. The call is optional: the next iteration does the same.
 
         Raises:
-            StateError: This is not the root.
+            StateError: This module is not the root.
         """
         root_state, unit = self._fsdp_state.root_state, self._fsdp_state.unit
         if root_state is None:
@@ -358,130 +363,136 @@ class FSDPModule:
         root_state.reset_after_error()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether full parameters go between forward and backward, those of the root too.
+        """Set whether the module reshards its parameters after forward, also as the root.
 
         Args:
-            reshard_after_forward: Whether they go.
-            recurse: Say it to the sharded modules below as well.
+            reshard_after_forward: Whether to reshard the parameters after forward.
+            recurse: Also set it for nested sharded modules.
 
         Raises:
-            ArgumentError: It is not a bool.
+            ArgumentError: `reshard_after_forward` is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ArgumentError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         self._configure(lambda config: _reshard_or_keep(config, reshard_after_forward), recurse=recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Say whether full parameters go after backward, or stay for the next forward.
+        """Set whether the module reshards its parameters after backward.
 
         Args:
-            reshard_after_backward: Whether they go.
-            recurse: Say it to the sharded modules below as well.
+            reshard_after_backward: Whether to reshard; if not, parameters stay unsharded for the next forward.
+            recurse: Also set it for nested sharded modules.
         """
         self._configure(lambda config: replace(config, reshard_after_backward=reshard_after_backward), recurse=recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Say whether backward needs this module's full parameters; that of an embedding does not.
+        """Set whether backward needs this module's full parameters.
+
+        The backward of an embedding does not.
 
         Args:
-            unshard_in_backward: Whether they are gathered in backward.
+            unshard_in_backward: Whether to unshard the parameters in backward.
         """
         self._configure(lambda config: replace(config, unshard_in_backward=unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Say what is gathered while this module computes forward.
+        """Set the modules whose all-gathers start while this module computes its forward.
 
         Args:
-            modules: Sharded modules, in order.
+            modules: Sharded modules, in the order of their all-gathers.
 
         Raises:
-            ArgumentError: One is not sharded.
+            ArgumentError: A module is not sharded.
         """
         self._fsdp_state.unit.units_to_prefetch[Phase.FORWARD] = [state.unit for state in _fsdp_states(modules)]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Say what is gathered while this module's gradients are computed, instead of what came before it in forward.
+        """Set the modules whose all-gathers start while this module computes its backward.
+
+        The default is the module that ran before it in forward.
 
         Args:
-            modules: Sharded modules, in order.
+            modules: Sharded modules, in the order of their all-gathers.
 
         Raises:
-            ArgumentError: One is not sharded.
+            ArgumentError: A module is not sharded.
         """
         self._fsdp_state.unit.units_to_prefetch[Phase.PRE_BACKWARD] = [state.unit for state in _fsdp_states(modules)]
 
     # ---------------------------------------------------------------------------------------------- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether the next backward reduces gradients, or keeps them for a later one.
+        """Set whether the module reduces gradients in backward (gradient accumulation).
 
         Args:
-            requires_gradient_sync: Whether it does.
-            recurse: Say it to the sharded modules below as well.
+            requires_gradient_sync: Whether to reduce; if not, gradients are kept for a later backward.
+            recurse: Also set it for nested sharded modules.
         """
         on = requires_gradient_sync
         self._configure(lambda config: replace(config, sync_gradients=on, all_reduce=on), recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether gradients are summed over replicas too, or kept once they are summed over shards.
+        """Set whether the module all-reduces gradients over its replicas (HSDP).
 
         Args:
-            requires_all_reduce: Whether they are.
-            recurse: Say it to the sharded modules below as well.
+            requires_all_reduce: Whether to all-reduce; if not, the reduce-scattered gradients are kept for later.
+            recurse: Also set it for nested sharded modules.
         """
         self._configure(lambda config: replace(config, all_reduce=requires_all_reduce), recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last before the optimizer's step; only that one waits for reductions.
+        """Set whether the next backward is the last one before the optimizer's step.
+
+        Only the last backward waits for its reductions.
 
         Args:
-            is_last_backward: Whether it is.
+            is_last_backward: Whether the next backward is the last.
         """
         self._fsdp_state.set_is_last_backward(is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Say what summed gradients are divided by, instead of the number of ranks.
+        """Set the divisor of summed gradients, which replaces the number of ranks.
 
         Args:
-            factor: The divisor.
+            factor: Divisor of the sum.
         """
         self._configure(lambda config: replace(config, gradient_divide_factor=factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do what `set_gradient_divide_factor` does, which is to be used instead."""
+        """Call `set_gradient_divide_factor`; use that method instead."""
         warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Say whether collectives sum only, with division apart.
+        """Set whether collectives only sum, and the engine divides separately.
 
         Args:
-            enable: Whether they do.
+            enable: Whether collectives only sum.
         """
         self._configure(lambda config: replace(config, force_sum_reduction=enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Say whether a parameter that no rank used gets a gradient of zeros, rather than none.
+        """Set whether a parameter that no rank used gets a gradient of zeros, not None.
 
-        One that some ranks used gets the mean either way, zeros counted for the others.
+        A parameter that some ranks used always gets the mean; the other ranks contribute zeros.
 
         Args:
-            reduce_scatter_unused_params: Whether it does.
-            recurse: Say it to the sharded modules below as well.
+            reduce_scatter_unused_params: Whether such a parameter gets zeros.
+            recurse: Also set it for nested sharded modules.
         """
         on = reduce_scatter_unused_params
         self._configure(lambda config: replace(config, reduce_scatter_unused_params=on), recurse=recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Say how many reductions may be under way at once, each of which holds a buffer.
+        """Set the maximum number of concurrent reduce-scatters; each holds a buffer.
 
         Args:
-            max_input_buffers: How many, at least 1.
-            recurse: Say it to the sharded modules below as well.
+            max_input_buffers: Maximum number of input buffers, at least 1.
+            recurse: Also set it for nested sharded modules.
 
         Raises:
-            SettingTypeError: It is not an int.
-            ArgumentError: It is below 1.
+            SettingTypeError: `max_input_buffers` is not an int.
+            ArgumentError: `max_input_buffers` is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise SettingTypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
@@ -494,10 +505,10 @@ class FSDPModule:
     # -------------------------------------------------------------------------------------------- collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather with a collective of the user's own.
+        """Replace the all-gather of this module by a custom collective.
 
         Args:
-            comm: The collective.
+            comm: The custom all-gather.
 
         Raises:
             ArgumentError: The module's parameters are on several meshes.
@@ -506,10 +517,10 @@ class FSDPModule:
         collectives.set_comms(replace(collectives.comms, all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce with a collective of the user's own.
+        """Replace the reduce-scatter of this module by a custom collective.
 
         Args:
-            comm: The collective.
+            comm: The custom reduce-scatter.
 
         Raises:
             ArgumentError: The module's parameters are on several meshes.
@@ -518,14 +529,14 @@ class FSDPModule:
         collectives.set_comms(replace(collectives.comms, reduce_scatter=comm))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None) -> None:
-        """Call a function on averaged gradients before the optimizer sees them.
+        """Set a hook that changes reduced gradients before the optimizer uses them.
 
         Args:
-            hook: Given this rank's part of the gradient, 1-D, changes it in place.
-            stream: Where it runs; None for where the reduction does.
+            hook: Changes its argument in place: this rank's shard of the gradients, a 1-D tensor.
+            stream: Stream that the hook runs on; None for the stream of the reduction.
 
         Raises:
-            ArgumentError: The parameters are on several meshes, or a stream is given where replicas are averaged.
+            ArgumentError: The parameters are on several meshes, or a stream is given for a module with replicas.
         """
         collectives = self._one_group("set_all_reduce_hook")
         if stream is not None and any(group.replicas > 1 for group in collectives.groups):
@@ -534,7 +545,7 @@ class FSDPModule:
         collectives.set_comms(replace(collectives.comms, all_reduce_hook=hook))
 
     def _one_group(self, called: str) -> UnitCollectives:
-        """Return the collectives of this module's unit; refuse one with parameters on several meshes."""
+        """Return the unit's collectives; refuse a unit with parameters on several meshes."""
         state = self._fsdp_state
         if len(state.collectives.groups) > 1:
             raise ArgumentError(
@@ -545,24 +556,26 @@ class FSDPModule:
         return state.collectives
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Say whether gradients are reduced on channels of their own, beside gathers. Collective when first enabled.
+        """Set whether reduce-scatters have their own process group. Collective at first.
+
+        The first call that enables it creates the group. Reduce-scatters can then run at the same time as all-gathers.
 
         Args:
-            enable: Whether they are.
-            recurse: Say it to the sharded modules below as well.
+            enable: Whether reduce-scatters use a process group of their own.
+            recurse: Also set it for nested sharded modules.
         """
         for state in self._states(recurse):
             state.collectives.set_separate_reduce_scatter_group(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Say whether buffers of collectives come from the process group's allocator, which only NCCL has.
+        """Set whether the process group (NCCL only) allocates the buffers of collectives.
 
         Args:
-            enable: Whether they do.
+            enable: Whether the process group allocates them.
 
         Raises:
-            MisuseError: Collectives of the user's own are set, which allocate themselves.
-            BackendError: The backend has no allocator.
+            MisuseError: Custom collectives are set; they allocate their buffers themselves.
+            BackendError: The backend does not have an allocator.
         """
         self._refuse_own_comms("set_allocate_memory_from_process_group()")
         state = self._fsdp_state
@@ -577,14 +590,14 @@ class FSDPModule:
         collectives.set_comms(replace(collectives.comms, all_gather=gather, reduce_scatter=scatter))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Use symmetric memory for gathers, which only NCCL has.
+        """Use symmetric memory for all-gathers (NCCL only).
 
         Args:
-            backend: Whose.
+            backend: Backend of the symmetric memory.
 
         Raises:
-            MisuseError: Collectives of the user's own are set, which allocate themselves.
-            BackendError: The backend has no such memory.
+            MisuseError: Custom collectives are set; they allocate their buffers themselves.
+            BackendError: The process group's backend does not support symmetric memory.
         """
         self._refuse_own_comms("set_symm_mem()")
         self._refuse_backend(f"symmetric memory of {backend}, which this version gathers without,")
@@ -605,15 +618,15 @@ class FSDPModule:
         )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Make the root's next gathers wait for an event, not for all that was queued before its forward.
+        """Make the root's next all-gathers wait for an event only, not for queued work.
 
         Args:
-            event: Recorded behind the optimizer's step; used once.
+            event: Event recorded after the optimizer's step; used once.
         """
         self._fsdp_state.set_post_optim_event(event)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Gathers are asynchronous always; this is here for the name."""
+        """Do nothing: all-gathers are always asynchronous. Kept for torch's API."""
 
 
 ShardedModule.register(FSDPModule)
@@ -642,14 +655,14 @@ def _fsdp_states(modules: Iterable[Any]) -> list[FSDPState]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Unshard the unit for a method as for its forward; with either front end.
+    """Make a method unshard the module as its forward does, for both front ends.
 
     Args:
-        module: The module; nothing is done where it is not sharded.
-        method_name: The method.
+        module: Sharded module; any other module stays unchanged.
+        method_name: Name of the method.
 
     Raises:
-        ArgumentError: The module does not have such a method.
+        ArgumentError: The module does not have this method.
     """
     if not isinstance(module, (FSDPModule, FullyShardedDataParallel)):
         return
@@ -663,7 +676,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(bound)
     def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        function = bound if method is None else functools.partial(method, self)  # a copy's own, not the original's
+        function = bound if method is None else functools.partial(method, self)  # bind to the copy, not to the original
         state = self._fsdp_state
         return (state.root_state or state.become_root()).run_forward(state.unit, function, args, kwargs)
 
@@ -671,13 +684,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Share the streams of collectives among roots: all roots of a device do so anyway.
+    """Share the streams of collectives among roots. Roots of one device always do.
 
     Args:
         modules: Sharded modules.
 
     Raises:
-        ArgumentError: One is not sharded.
+        ArgumentError: A module is not sharded.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):
