@@ -1,1 +1,1 @@
-"""Names and parameters of modules, pytrees, autograd hooks, a guard around compilation."""
+"""Parameters of modules and their names, pytrees, autograd hooks, compile guard."""

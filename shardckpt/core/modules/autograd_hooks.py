@@ -1,4 +1,4 @@
-"""Autograd internals, which only this file uses: hooks around and at the end of a backward pass."""
+"""Hooks on autograd internals: during and at the end of a backward pass."""
 
 from __future__ import annotations
 
@@ -19,43 +19,46 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 def queue_backward_callback(function: Callable[[], None]) -> None:
-    """Run `function` when the graph task that is under way ends; only inside a backward pass.
+    """Run `function` at the end of the current graph task.
 
-    Autograd has no public name for it; DistributedDataParallel uses the same one.
+    Call it only inside a backward pass. Autograd does not have a public function for this; DistributedDataParallel uses the same private one.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def in_backward() -> bool:
-    """Return True if a backward pass runs on this thread."""
+    """Return True if this thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def differentiating_functionally() -> bool:
-    """Return True inside a `torch.func` transform that differentiates: its tensors have no own storage."""
+    """Return True inside a differentiating `torch.func` transform.
+
+    Tensors of such a transform do not have their own storage.
+    """
     level = torch._C._functorch.peek_interpreter_stack()
     return level is not None and level.key().name in ("Grad", "Jvp")
 
 
 class PostBackward(torch.autograd.Function):
-    """Identity, `apply(done, *tensors)`; its backward calls `done`, once all gradients behind it are known."""
+    """Identity `apply(done, *tensors)`; its backward calls `done` first."""
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> Any:
-        """Pass the tensors on."""
+        """Return the tensors unchanged."""
         ctx.done = done
         ctx.set_materialize_grads(False)
         return tuple(map(torch.Tensor.view_as, tensors, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Call `done` and pass the gradients on."""
+        """Call `done` and return the gradients unchanged."""
         ctx.done()
         return (None, *grads)
 
 
 class GradientWatch:
-    """Calls back when a leaf gets a gradient: once, and once again after each `rearm`."""
+    """Callback for the first gradient of the watched leaves, once after each `rearm`."""
 
     __slots__ = ("_callback", "_has_fired")
 
@@ -64,15 +67,15 @@ class GradientWatch:
         self._callback: WeakMethod[Callable[[], None]] | None = None
 
     def set_callback(self, method: Callable[[], None]) -> None:
-        """Set the method to call when a gradient arrives; the object it is bound to is not kept alive."""
+        """Set the method to call when a gradient arrives; keeps only a weak reference."""
         self._callback = WeakMethod(method)
 
     def rearm(self) -> None:
-        """Call back again when the next gradient arrives."""
+        """Call the callback again for the next gradient."""
         self._has_fired = False
 
     def watch(self, leaf: torch.Tensor) -> None:
-        """Watch a leaf too; it must require gradients."""
+        """Add a leaf to watch; it must require gradients."""
         leaf.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, _: torch.Tensor) -> None:
@@ -85,11 +88,11 @@ class GradientWatch:
 
 
 class Owner(Protocol):
-    """Owner of a full buffer, which unshards it again after autograd saved its tensors."""
+    """Owner of a full buffer, which can unshard it again for backward."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the owner in messages."""
 
     def unshard_for_backward(self) -> None:
         """Unshard the buffer."""
@@ -99,8 +102,8 @@ class BufferOwners:
     """Owners of full buffers.
 
     Attributes:
-        by_address: By the address of the buffer, which is unique while the buffer has storage.
-        saved: Owners of which autograd saved a tensor by way of `SavedParamHooks` in their last forward.
+        by_address: Owner by data pointer of the buffer, which is unique while the buffer has storage.
+        saved: Owners whose tensors autograd saved through `SavedParamHooks` in their last forward.
     """
 
     def __init__(self) -> None:
@@ -110,7 +113,7 @@ class BufferOwners:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A saved tensor in a full buffer, its version, and the owner that can unshard it."""
+    """Saved tensor in a full buffer, its version, and the owner that can unshard it."""
 
     tensor: torch.Tensor
     version: int
@@ -119,11 +122,13 @@ class _Saved:
 
 @dataclass(frozen=True)
 class SavedParamHooks:
-    """One pair of hooks: tensors of full buffers are kept by reference, all others go where they went before.
+    """Saved tensor hooks that keep tensors of full buffers by reference.
+
+    All other tensors are passed to the hooks that were active before.
 
     Attributes:
-        owners: The owners of the buffers.
-        before: The hooks that are active outside.
+        owners: Owners of the buffers.
+        before: Pack and unpack hook that were active before; None without such hooks.
     """
 
     owners: BufferOwners
@@ -131,11 +136,11 @@ class SavedParamHooks:
 
     @compiler_disabled
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd keeps of a tensor."""
+        """Return the object that autograd saves for a tensor."""
         try:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             owner = self.owners.by_address.get(local.untyped_storage().data_ptr())
-        except (RuntimeError, NotImplementedError):  # tensors without a storage of their own
+        except (RuntimeError, NotImplementedError):  # tensors without their own storage
             owner = None
         if owner is not None:
             self.owners.saved.add(owner)
@@ -143,7 +148,7 @@ class SavedParamHooks:
         return (tensor.detach(), tensor._version) if self.before is None else self.before[0](tensor)
 
     def unpack(self, value: Any) -> torch.Tensor:
-        """Return the tensor; unshard its owner first."""
+        """Unshard the owner of a saved tensor and return the tensor."""
         if isinstance(value, _Saved):
             value.owner.unshard_for_backward()
             if value.tensor._version != value.version:
@@ -164,7 +169,10 @@ class SavedParamHooks:
 
 
 def saved_tensor_hooks(owners: BufferOwners) -> AbstractContextManager[object]:
-    """Return a context in which autograd saves full parameters so that backward unshards their buffers again."""
+    """Return a context in which autograd saves references to full parameters.
+
+    Backward unshards the buffers of these parameters again.
+    """
     before = get_saved_tensor_hooks()
     ours = getattr(before[0], "__self__", None) if before else None
     if not torch.is_grad_enabled() or (isinstance(ours, SavedParamHooks) and ours.owners is owners):

@@ -1,4 +1,4 @@
-"""Disable torch.compile for the engine's own code: modules are compiled, the engine's hooks are not."""
+"""Disable torch.compile for the engine's hooks; the user's modules are compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DISABLED: list[tuple[type, str, bool]] = []
 
 
 class _CompilerDisabled:
-    """A stand-in for a method while its class is created, to record the class."""
+    """Stand-in for a method while its class is created, to record the class."""
 
     def __init__(self, function: Callable[..., Any], shallow: bool) -> None:
         self._function = function
@@ -26,19 +26,20 @@ class _CompilerDisabled:
 
 
 def compiler_disabled(method: Callable[P, T]) -> Callable[P, T]:
-    """Disable compilation of a method and of what it calls."""
+    """Disable compilation of a method and of the functions that it calls."""
     return cast(Callable[P, T], _CompilerDisabled(method, shallow=False))
 
 
 def compiler_disabled_shallow(method: Callable[P, T]) -> Callable[P, T]:
-    """Disable compilation of a method, but not of what it calls."""
+    """Disable compilation of a method, but not of the functions that it calls."""
     return cast(Callable[P, T], _CompilerDisabled(method, shallow=True))
 
 
 def apply_compiler_disable() -> None:
-    """Apply `torch.compiler.disable` to all marked methods, before anything with units is compiled.
+    """Apply `torch.compiler.disable` to all marked methods.
 
-    Only now, as it makes torch import its compiler, which takes a second; optimizers do too.
+    Call it before a module with units is compiled, but not at import: torch then imports its compiler, which takes a
+    second. Optimizers import it too.
     """
     while _DISABLED:
         owner, name, nested = _DISABLED.pop()

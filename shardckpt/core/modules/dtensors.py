@@ -1,4 +1,4 @@
-"""DTensors around local tensors, wherever those are."""
+"""DTensors around local tensors on any device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def wrap_local(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """Return a DTensor around a local tensor, which is aliased and stays where it is.
+    """Return a DTensor that aliases a local tensor on the local tensor's device.
 
-    `DTensor.from_local` would copy an offloaded tensor, on the CPU, to the device of the mesh.
+    `DTensor.from_local` would copy an offloaded tensor from the CPU to the device of the mesh.
 
     Args:
-        local: This rank's part.
-        mesh: The ranks.
-        placements: How it is sharded over them; dimensions count from 0.
+        local: This rank's shard.
+        mesh: Mesh of the ranks.
+        placements: Placements, one per mesh dimension; tensor dimensions count from 0.
         shape: Shape of the full tensor.
-        stride: And its strides.
+        stride: Strides of the full tensor, in elements.
     """
     if local.device.type == mesh.device_type or local.is_meta:
         return DTensor.from_local(

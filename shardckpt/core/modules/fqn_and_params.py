@@ -1,4 +1,4 @@
-"""Walks through modules, and what is read and registered at their attributes."""
+"""Traversal of modules, and access to the parameters registered on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 WRAPPED = "_fsdp_wrapped_module"
-"""Under this name the wrapper holds the module it wraps; the segment appears in no name that leaves the engine."""
+"""Attribute of the wrapper for the wrapped module; removed from every FQN that the engine returns."""
 
 _SEGMENTS = (WRAPPED, "_checkpoint_wrapped_module", "_orig_mod")
 _INCOMPATIBLE: WeakSet[nn.Module] = WeakSet()
@@ -28,20 +28,20 @@ Stop = Callable[[nn.Module], bool]
 
 
 def clean(name: str) -> str:
-    """Return a dotted name without the segments that wrappers add."""
+    """Return an FQN without the segments that wrappers add."""
     if not any(segment in name for segment in _SEGMENTS):
         return name
     return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
 
 
 def mark_incompatible(module: nn.Module) -> None:
-    """Exclude a module and all below it from the engine, as DistributedDataParallel is."""
+    """Exclude a module and its submodules from the engine, like a DDP module."""
     _INCOMPATIBLE.add(module)
 
 
 def is_incompatible(module: nn.Module) -> bool:
-    """Return True if the engine ignores a module because something else manages its parameters."""
-    kind: Any = type(module)  # mypy takes a class for one of its instances here
+    """Return True if something other than the engine manages a module's parameters."""
+    kind: Any = type(module)  # mypy confuses the class with its instances here
     return isinstance(module, DistributedDataParallel) or module in _INCOMPATIBLE or _is_of_torch(kind)
 
 
@@ -52,17 +52,17 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
 
 
 class Name:
-    """A unit's name in messages: its class at first, its place below the root once there is one.
+    """Name of a unit in messages: first its class, later its FQN below the root.
 
     Args:
-        text: The first name.
+        text: Initial name.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def become(self, text: str) -> None:
-        """Take another name."""
+        """Change the name."""
         self.text = text
 
     def __str__(self) -> str:
@@ -71,12 +71,12 @@ class Name:
 
 @dataclass(eq=False)
 class ParamLocation:
-    """A module and the attribute under which it has a parameter (torch: `ParamModuleInfo`).
+    """Module and attribute where a parameter is registered (torch: `ParamModuleInfo`).
 
     Attributes:
-        module: The module that has it.
-        attribute: Its name there.
-        fqn: Clean name from the unit's module.
+        module: Module with the parameter.
+        attribute: Attribute of the module.
+        fqn: FQN from the unit's module.
     """
 
     module: nn.Module
@@ -85,25 +85,25 @@ class ParamLocation:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the module registers parameters as `nn.Module` does, without more that it watches."""
+        """True if the module registers parameters exactly as `nn.Module` does."""
         return type(self.module).__setattr__ is nn.Module.__setattr__
 
 
 class Identity:
-    """Marks that two parameters were one object, even after one of them has been sharded."""
+    """Mark that a parameter keeps when sharded, to recognize shared parameters."""
 
     def __init__(self) -> None:
         self._owner: weakref[object] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
-        """Return the identity of a copied parameter, which no unit has sharded yet."""
+        """Return a new identity, for a copied parameter that is not sharded yet."""
         made = memo[id(self)] = Identity()
         return made
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Leave something empty in a file: a parameter that is loaded is none that a unit knows.
+        """Pickle as an empty value: a loaded parameter is not known to any unit.
 
-        Everyone can read it, also `torch.load` with `weights_only`, and where this package is not installed.
+        `torch.load` reads it with `weights_only`, and also without this package.
         """
         return OrderedDict, ()
 
@@ -113,7 +113,7 @@ class Identity:
         return self._owner is not None and self._owner() is not None
 
     def hold(self, owner: object | None) -> None:
-        """Set the unit that has sharded the parameter; None for none."""
+        """Set the unit that has sharded the parameter; None if it is not sharded."""
         self._owner = weakref(owner) if owner is not None else None
 
 
@@ -128,7 +128,7 @@ def is_held(parameter: nn.Parameter) -> bool:
 
 
 def identity(parameter: nn.Parameter) -> Identity:
-    """Return the identity of a parameter; it has one from the first question on."""
+    """Return the identity of a parameter; the first call creates it."""
     found: Any = parameter.__dict__.get(_IDENTITY)
     if isinstance(found, Identity):
         return found
@@ -138,13 +138,13 @@ def identity(parameter: nn.Parameter) -> Identity:
 
 @dataclass(eq=False)
 class ParamInfo:
-    """A parameter that a unit manages, with all its locations (torch: `ParamInfo`).
+    """Parameter that a unit manages, with all its locations (torch: `ParamInfo`).
 
     Attributes:
-        original: The user's object; None once it is let go.
-        places: Where it is; the first gives the name.
-        identity: Stays when the object is let go.
-        order: Parameters of a unit have growing ones, in the order of `named_parameters`.
+        original: The user's object; None after `forget`.
+        places: Locations of the parameter; the FQN is that of the first one.
+        identity: Identity of the parameter, also after `forget`.
+        order: Index that increases in the order of `named_parameters` within a unit.
     """
 
     original: nn.Parameter | None
@@ -157,10 +157,10 @@ class ParamInfo:
         self.identity = identity(self.original)
 
     def restore(self, value: torch.Tensor) -> nn.Parameter:
-        """Register a full value at every place again, in the user's object where it was kept.
+        """Register a full value at every location again, in the user's object if kept.
 
         Args:
-            value: The full parameter; it is aliased.
+            value: Full parameter; the registered parameter aliases it.
         """
         if self.original is None or type(self.original.data) is not type(value.data):
             self.replace(nn.Parameter(value, requires_grad=value.requires_grad))
@@ -174,31 +174,34 @@ class ParamInfo:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The user's object, as long as it is kept."""
+        """The user's object; an error after `forget`."""
         assert self.original is not None, "only original parameters are kept"
         return self.original
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """Replace the user's object: a plain tensor instead of a DTensor, or back.
+        """Replace the user's object by another one, without registering it.
 
         Args:
-            parameter: The other one; it is not registered yet.
+            parameter: Plain parameter instead of a DTensor, or the reverse.
         """
         parameter.__dict__[_IDENTITY] = self.identity
         self.original = parameter
 
     def forget(self) -> None:
-        """Drop the user's object, which is not registered anymore, and its memory."""
+        """Drop the user's object and its memory; it is not registered anymore."""
         self.original = None
 
     @property
     def fqn(self) -> str:
-        """Clean name from the unit's module."""
+        """FQN from the unit's module."""
         return self.places[0].fqn
 
 
 def walk(module: nn.Module, stop: Stop, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield `(name, module)` depth first, shared modules each time they appear, not what `stop` names or below."""
+    """Yield `(name, module)` depth first, without modules that match `stop`.
+
+    Submodules of such a module are skipped too. Shared modules are yielded under each of their names.
+    """
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and not stop(child):
@@ -206,19 +209,19 @@ def walk(module: nn.Module, stop: Stop, prefix: str = "") -> Iterator[tuple[str,
 
 
 def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[ParamInfo]:
-    """Return the parameters below a module, each once, in the order of `named_parameters`.
+    """Return a module's distinct parameters, in the order of `named_parameters`.
 
-    One that is also an attribute outside, as `ties_below` counts, is left for the unit above.
+    A parameter that is shared with a module outside is excluded inside `ties_below`: the unit above manages it.
 
     Args:
-        module: The unit's module.
-        exempt: Parameters that nested units have, and ignored ones.
+        module: Module of the unit.
+        exempt: Parameters of nested units, and ignored parameters.
     """
     found: dict[nn.Parameter, ParamInfo] = {}
     for prefix, each in walk(module, is_incompatible):
         for name, parameter in each._parameters.items():
             if parameter is None or parameter in exempt or identity(parameter).held:
-                continue  # one that is held by a unit elsewhere is its tie, and waits for the unit above both
+                continue  # shared with a unit that has sharded it: left to the unit above both
             fqn = clean(f"{prefix}.{name}" if prefix else name)
             entry = found.setdefault(parameter, ParamInfo(parameter))
             if not any(p.module is each and p.attribute == name for p in entry.places):
@@ -241,7 +244,7 @@ def _places(module: nn.Module) -> dict[nn.Parameter, set[tuple[int, str]]]:
 
 @contextmanager
 def ties_below(module: nn.Module) -> Iterator[None]:
-    """Inside, units below `module` leave parameters to the unit that has all users of them below it."""
+    """Make units below `module` leave shared parameters to the unit above all users."""
     if _TIES.get():
         yield
         return
@@ -253,7 +256,7 @@ def ties_below(module: nn.Module) -> Iterator[None]:
 
 
 def parameters_below(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return all parameters of some modules and of everything below them."""
+    """Return all parameters of modules and of their submodules."""
     return {parameter for module in modules for parameter in module.parameters()}
 
 
@@ -271,7 +274,7 @@ def put(place: ParamLocation, value: torch.Tensor) -> None:
 
 
 def register(place: ParamLocation, value: nn.Parameter) -> None:
-    """Make `value` the registered parameter of a module, in its old position."""
+    """Register `value` as the parameter of a module, in the parameter's old position."""
     if place.is_plain:
         place.module._parameters[place.attribute] = value
     else:
@@ -279,7 +282,7 @@ def register(place: ParamLocation, value: nn.Parameter) -> None:
 
 
 def find_user_param(member: ParamInfo, registered: nn.Parameter, leaf: nn.Parameter) -> nn.Parameter | None:
-    """Return the parameter that a user registered at a location of a managed one, or None."""
+    """Return the parameter that a user registered instead of a managed one, or None."""
     for place in member.places:
         found = place.module._parameters.get(place.attribute)
         if found is not None and found is not registered and found is not leaf:

@@ -1,4 +1,4 @@
-"""Ranges of a profile, under the names that torch's FSDP2 gives them."""
+"""Ranges in profiler traces, with the names of torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ _NO_RANGE = nullcontext()
 
 
 def profile_range(label: str, unit: str = "") -> AbstractContextManager[object]:
-    """Return a context that a running profiler shows as `FSDP::label (unit)`; without one it costs 0.2 us.
+    """Return a context that a profiler shows as `FSDP::label (unit)`.
+
+    Without a running profiler it costs 0.2 us.
 
     Args:
-        label: What is done.
-        unit: Name of the unit that it is done for; empty for the root.
+        label: Name of the operation, such as "all_gather".
+        unit: Name of the unit; empty for the root.
     """
     if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NO_RANGE

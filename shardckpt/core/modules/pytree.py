@@ -1,4 +1,4 @@
-"""Tensors inside arguments and results: tuples, lists, dicts, named tuples, dataclasses."""
+"""Tensors inside tuples, lists, dicts, named tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors inside a value, in a fixed order; sets and unknown containers are not opened."""
+    """Yield the tensors inside a value, in a fixed order.
+
+    Sets and unknown containers are not traversed.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -27,7 +30,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_grad_tensors(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """Return the tensors inside a value that require gradients, in the order of `tensors`."""
+    """Return the tensors in a value that require gradients, in the order of `tensors`."""
     found = [] if found is None else found
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
@@ -44,11 +47,13 @@ def find_grad_tensors(value: Any, found: list[torch.Tensor] | None = None) -> li
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with its tensors changed; containers are copied only if something in them was changed.
+    """Return a value with its tensors replaced.
+
+    Containers are copied only if one of their tensors was replaced.
 
     Args:
-        value: The value.
-        change: Returns another tensor, or the same.
+        value: Tensor, container of tensors, or any other object.
+        change: Returns the replacement of a tensor, or the same tensor.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -70,7 +75,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _packed_sequence(value: PackedSequence, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
-    """Leave the sizes, which have to stay on the CPU."""
+    """Replace the data only: the batch sizes have to stay on the CPU."""
     data, indices = change(value.data), (value.sorted_indices, value.unsorted_indices)
     changed = [None if each is None else change(each) for each in indices]
     if data is value.data and all(after is before for after, before in zip(changed, indices, strict=True)):

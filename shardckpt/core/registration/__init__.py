@@ -1,1 +1,1 @@
-"""Parameters registered on a module while it is sharded, and while it is not."""
+"""Registration of parameters on modules that are sharded or unsharded."""

@@ -1,4 +1,4 @@
-"""Base classes for the parameters that a sharded bucket registers on its modules, and FlatParameter."""
+"""Base classes for the registration of a bucket's parameters, and `FlatParameter`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ from shardckpt.errors import ShardckptError
 
 
 class ChangedError(ShardckptError, RuntimeError, AssertionError):
-    """A full parameter was changed where its old value is still needed."""
+    """A full parameter was changed while its old value was still needed."""
 
 
 class KeptParams:
-    """Full parameters that stay on the modules between forward and backward; a user may have changed them since.
+    """Full parameters that stay registered between forward and backward.
+
+    It detects changes by the user in that time.
 
     Args:
-        bucket: The bucket.
+        bucket: Bucket of the parameters.
         unit: Name of the unit, for messages.
 
     Attributes:
-        versions: The parameters, each with its version and its data pointer after forward.
+        versions: Triples of a parameter, its version and its data pointer, as of the end of forward.
     """
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
@@ -47,14 +49,20 @@ class KeptParams:
         self.versions: list[tuple[torch.Tensor, int, int]] = []
 
     def record(self, params: Sequence[torch.Tensor]) -> None:
-        """Record the versions of full parameters, unless they are the shard, which a user may change at any time."""
+        """Record the versions of full parameters, unless they alias the shard.
+
+        A user may change the shard at any time.
+        """
         self.versions.clear()
         if not self._bucket.unsharded.is_aliased:
             for param in params:
                 self.versions.append((param, param._version, param.data_ptr()))
 
     def check_unmodified(self) -> None:
-        """Raise if a user changed parameters after forward: gradients would be those of neither value."""
+        """Raise an error if a user changed parameters after forward.
+
+        Gradients would mix the old and the new values.
+        """
         for param, version, memory in self.versions:
             if param._version != version or param.data_ptr() != memory:
                 raise self.changed_error()
@@ -70,21 +78,21 @@ class KeptParams:
         )
 
     def write_back(self) -> None:
-        """Write parameters that a user changed after forward to the shard, before they are freed."""
+        """Write parameters that a user changed after forward to the shard."""
         unsharded = self._bucket.unsharded
         if unsharded.is_unsharded and any(param._version != version for param, version, _ in self.versions):
             if unsharded.is_full_precision:
                 self._bucket.write_back()
-            else:  # taking over a rounded copy would round what nobody changed
+            else:  # a copy of the rounded values would also round parameters that did not change
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
         self.versions = []
 
 
 class ParamRegistration(ABC):
-    """Register the parameters of one bucket on its modules, as the user and the optimizer see them.
+    """Registration of one bucket's parameters on its modules.
 
     Args:
-        bucket: The bucket.
+        bucket: Bucket of the parameters.
         unit: Name of the unit, for messages.
     """
 
@@ -96,7 +104,7 @@ class ParamRegistration(ABC):
             member.identity.hold(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
-        """Return the registration of a copy of the bucket on a copy of the model, without gradients."""
+        """Return the registration for a copy of bucket and model, without gradients."""
         made = object.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
@@ -109,7 +117,7 @@ class ParamRegistration(ABC):
         return made
 
     def copy_parameters(self, memo: dict[int, Any]) -> None:
-        """Copy parameters that `deepcopy` cannot copy, before the rest."""
+        """Copy the parameters that `deepcopy` cannot copy, before all others."""
         del memo
 
     @abstractmethod
@@ -119,7 +127,7 @@ class ParamRegistration(ABC):
     @property
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer gets."""
+        """Parameters that an optimizer updates."""
 
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
@@ -133,7 +141,7 @@ class ParamRegistration(ABC):
         self.bucket.unsharded.reshard()
 
     def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
-        """Set what unshards the unit in backward, when a module is recomputed outside the unit's forward."""
+        """Set the function that unshards the unit for recomputation in backward."""
         del unshard
 
     @abstractmethod
@@ -142,38 +150,41 @@ class ParamRegistration(ABC):
 
     @abstractmethod
     def register_post_forward(self) -> None:
-        """Register unsharded parameters for the time between forward and backward."""
+        """Register the parameters to use between forward and backward."""
 
     @abstractmethod
     def register_sharded(self) -> None:
         """Register the sharded parameters on the modules."""
 
     def has_user_changes(self) -> bool:
-        """Return False if `pull_user_changes` is known to have nothing to do before the next unshard."""
+        """Return False if it is known that `pull_user_changes` can be skipped."""
         return self.bucket.unsharded.is_aliased or not self.bucket.unsharded.has_storage
 
     @abstractmethod
     def pull_user_changes(self) -> None:
-        """Pull a user's changes of the registered parameters: storage, dtype, device, requires_grad."""
+        """Copy a user's changes of registered parameters into the bucket.
+
+        Changes can be of the object, its storage, dtype, device and `requires_grad`.
+        """
 
     @property
     def has_unbound_extensions(self) -> bool:
-        """Return True if a local tensor has all-gather extensions that the bucket does not use yet."""
+        """Return True if the bucket does not use a local tensor's all-gather extensions."""
         return False
 
     def bind_extensions(self) -> tuple[ParamRegistration, ...]:
-        """Return registrations of the same parameters whose buckets gather by these extensions."""
+        """Return registrations of the same parameters with buckets for these extensions."""
         return (self,)
 
     @abstractmethod
     def add_gradient(self, reduced: ReducedGrad) -> None:
-        """Add a reduced gradient to the registered parameters' gradients, of those that are known to be used."""
+        """Add a reduced gradient to the gradients of parameters known to be used."""
 
     def add_late_gradient(self, reduced: ReducedGrad, used: Sequence[bool]) -> None:
-        """Add the parts of a reduced gradient that `add_gradient` left out.
+        """Add the parts of a reduced gradient that `add_gradient` skipped.
 
         Args:
-            reduced: What `add_gradient` was given.
+            reduced: Argument of `add_gradient`.
             used: For each parameter, whether any rank had a gradient for it.
         """
         late = tuple(now and not before for now, before in zip(used, reduced.used, strict=True))
@@ -182,30 +193,30 @@ class ParamRegistration(ABC):
 
     @property
     def has_unsharded_grads(self) -> bool:
-        """Return True if the registered parameters have unsharded, not yet reduced gradients (no_sync)."""
+        """Return True if registered parameters have unreduced gradients (no_sync)."""
         return False
 
     @abstractmethod
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return this rank's shard of each parameter's gradient; the full one if it is not yet reduced."""
+        """Return the shards of the parameters' gradients; full ones if not yet reduced."""
 
     @abstractmethod
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
-        """Set the gradients to other parts.
+        """Replace the gradients.
 
         Args:
-            parts: For each parameter this rank's part, None for one without a gradient.
+            parts: This rank's shard of the gradient of each parameter; None for a parameter without a gradient.
         """
 
     @abstractmethod
     def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
-        """Register full parameters with other memory than the bucket's; `unregister_summoned` undoes it.
+        """Register full parameters outside the memory of the bucket.
 
         Args:
-            values: Full values, which are aliased.
-            gradients: And their gradients; None to leave gradients as they are.
+            values: Full values; the registered parameters alias them.
+            gradients: Full gradients; None to leave gradients unchanged.
 
         Returns:
             The registered parameters.
@@ -217,7 +228,7 @@ class ParamRegistration(ABC):
 
     @abstractmethod
     def stash_unsharded_grads(self) -> None:
-        """Keep the unsharded gradients of a backward without reduction (no_sync) for the next one."""
+        """Keep the unsharded gradients of a backward without reduction (no_sync)."""
 
     @abstractmethod
     def restore_unsharded_grads(self) -> None:
@@ -229,15 +240,16 @@ class ParamRegistration(ABC):
 
 
 class ForwardGuard:
-    """A replacement for the forward of a module whose own parameters are sharded.
+    """Replacement of a module's forward that refuses to compute while sharded.
 
-    A forward that a user put in place of the module's own is left alone. One who took this for the module's own gets
-    that once the guard allows it. In backward, where a checkpoint computes again, the unit is unsharded instead.
+    A forward that a user set on the module is not replaced. A user who saved a reference to this guard can call it; it
+    computes while the parameters are unsharded. In backward, where activation checkpointing recomputes, the guard
+    unshards the unit instead.
 
     Args:
-        module: The module.
-        unit: Name of the unit that shards its parameters.
-        fqn: Name of one of them.
+        module: Module with sharded parameters of its own.
+        unit: Name of the unit that shards the parameters.
+        fqn: FQN of one of the parameters.
     """
 
     def __init__(self, module: nn.Module, unit: Name, fqn: str) -> None:
@@ -248,9 +260,9 @@ class ForwardGuard:
         self._unshard: WeakMethod[Callable[[], None]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGuard:
-        """Return the guard of the module's copy."""
+        """Return the guard for the copied module."""
         module = self._module()
-        copied = copy.deepcopy(module, memo)  # which has a guard, perhaps this one's copy
+        copied = copy.deepcopy(module, memo)  # may copy this guard too
         if id(self) not in memo:
             memo[id(self)] = ForwardGuard(copied or nn.Module(), copy.deepcopy(self._unit, memo), self._fqn)
             memo[id(self)]._is_allowed = self._is_allowed
@@ -258,25 +270,29 @@ class ForwardGuard:
         return found
 
     def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
-        """Set the method that unshards the unit in backward; the object it is bound to is not kept alive."""
+        """Set the method that unshards the unit in backward; keeps a weak reference."""
         self._unshard = WeakMethod(unshard)
 
     def install(self, *, is_allowed: bool = False) -> None:
-        """Refuse to compute from now on, except in backward; or allow it, but unshard the unit first in backward."""
+        """Install the guard: backward unshards the unit, other calls are refused.
+
+        Args:
+            is_allowed: Allow other calls too.
+        """
         self._is_allowed = is_allowed
         module = self._module()
         if module is not None:
             module.__dict__.setdefault("forward", self)
 
     def remove(self) -> None:
-        """Allow the module to compute."""
+        """Remove the guard, so that the module can compute."""
         self._is_allowed = True
         module = self._module()
         if module is not None and module.__dict__.get("forward") is self:
             del module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse; compute if the guard allows it, in backward, or if the caller uses DTensors."""
+        """Compute if allowed, in backward or with DTensor arguments; otherwise refuse."""
         unshard = self._unshard() if self._unshard is not None and autograd_hooks.in_backward() else None
         if unshard is not None:
             unshard()
@@ -291,22 +307,22 @@ class ForwardGuard:
 
     @property
     def __func__(self) -> Any:
-        """The function behind, as bound methods have it."""
+        """Function of the module's own forward, as for bound methods."""
         return type(self._module()).forward  # type: ignore[union-attr]
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the module's own forward, for those who look at it."""
+        """Signature of the module's own forward, for `inspect`."""
         return inspect.signature(MethodType(self.__func__, self._module()))
 
 
 class PerParamRegistration(ParamRegistration):
-    """Register each parameter by itself, as this rank's shard of it.
+    """Registration of each parameter as this rank's shard of it.
 
     Args:
-        bucket: The bucket.
+        bucket: Bucket of the parameters.
         unit: Name of the unit, for messages.
-        parameters: The parameters that an optimizer gets.
+        parameters: Parameters that an optimizer updates.
     """
 
     def __init__(self, bucket: Bucket, unit: Name, parameters: Sequence[nn.Parameter]) -> None:
@@ -317,7 +333,7 @@ class PerParamRegistration(ParamRegistration):
         self._guards = [ForwardGuard(module, unit, fqn) for module, fqn in homes.items()]
 
     def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
-        """Set what unshards the unit in backward, when a module is recomputed outside the unit's forward."""
+        """Set the function that unshards the unit for recomputation in backward."""
         for guard in self._guards:
             guard.set_backward_unshard(unshard)
 
@@ -327,34 +343,34 @@ class PerParamRegistration(ParamRegistration):
         self._allow_forward()
 
     def _allow_forward(self) -> None:
-        """Allow forward with the registered parameters."""
+        """Allow modules to compute with the registered parameters."""
         for guard in self._guards:
             guard.remove()
 
     def _refuse_forward(self) -> None:
-        """Refuse forward with shards of parameters."""
+        """Refuse to compute with shards of parameters."""
         for guard in self._guards:
             guard.install()
 
     def alias_shard(self) -> None:
-        """Make the registered parameters the local shards."""
+        """Make the registered parameters alias the shard."""
         self._views = self.bucket.local_shards
         self._reset_data()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer gets."""
+        """Parameters that an optimizer updates."""
         return self._parameters
 
     def register_unsharded(self) -> None:
-        """Register the leaves."""
+        """Register the unsharded leaves."""
         if self._kept.versions:
             self._kept.check_unmodified()
         self._register(self.bucket.unsharded.params)
         self._allow_forward()
 
     def register_post_forward(self) -> None:
-        """Leave the leaves registered."""
+        """Keep the unsharded leaves registered."""
         self._kept.record(self.bucket.unsharded.params)
 
     def register_sharded(self) -> None:
@@ -373,14 +389,14 @@ class PerParamRegistration(ParamRegistration):
                     register(place, parameter)
 
     def has_user_changes(self) -> bool:
-        """Return True if some parameter is not as it was registered: a cheap check before each unshard."""
+        """Return True if a registered parameter may have changed; cheap to check."""
         bucket = self.bucket
         if bucket.unsharded.has_storage and not bucket.unsharded.is_aliased:
             return False
         rows = zip(bucket.members, self._parameters, bucket.unsharded.params, self._views, strict=True)
         for member, parameter, leaf, view in rows:
             data = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-            if type(data) is not torch.Tensor or data.__dict__:  # all-gather extensions, perhaps
+            if type(data) is not torch.Tensor or data.__dict__:  # it may have all-gather extensions
                 return True
             if parameter.requires_grad != leaf.requires_grad or _has_moved(data, view):
                 return True
@@ -399,7 +415,7 @@ class PerParamRegistration(ParamRegistration):
         """Set the registered parameters' data to the views of the shard."""
 
     def pull_user_changes(self) -> None:
-        """Copy data that a user set on the parameters into the shard, and alias the shard again."""
+        """Copy data that a user set on the parameters into the shard; alias it again."""
         current = self._get_local_data()
         pairs = list(zip(current, self._views, strict=True))
         moved = [(data, view) for data, view in pairs if self._is_moved(data, view)]
@@ -443,7 +459,7 @@ def _has_moved(data: torch.Tensor, view: torch.Tensor) -> bool:
     return data.numel() > 0 and data.data_ptr() != view.data_ptr()
 
 
-_ParameterMeta: Any = type(nn.Parameter)  # which has no public name
+_ParameterMeta: Any = type(nn.Parameter)  # torch does not export this class
 
 
 class _MarkedMeta(_ParameterMeta):  # type: ignore[misc]
@@ -452,13 +468,13 @@ class _MarkedMeta(_ParameterMeta):  # type: ignore[misc]
 
 
 class FlatParameter(nn.Parameter, metaclass=_MarkedMeta):
-    """The 1-D parameter that a sharded bucket is registered as; never made by users.
+    """1-D parameter of a flat bucket; users do not create it.
 
-    It is an ordinary `torch.nn.Parameter` with a mark: a subclass would cost a detour in every operation on it.
+    It is a plain `torch.nn.Parameter` with a mark: a real subclass would slow down every operation on it.
     """
 
 
 def mark_flat(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter as one that is an instance of `FlatParameter`."""
+    """Mark a parameter as an instance of `FlatParameter` and return it."""
     parameter._is_flat_param = True  # type: ignore[attr-defined]
     return parameter

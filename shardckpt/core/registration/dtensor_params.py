@@ -1,4 +1,4 @@
-"""DTensors around each parameter's part of the shard, in the place of the user's parameters."""
+"""Registration of DTensors around each parameter's part of the shard."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardckpt.core.registration.base import ParamRegistration, PerParamRegistra
 
 
 class DTensorRegistration(PerParamRegistration):
-    """Register each parameter as a DTensor around its shard, with the attributes of the user's parameter.
+    """Registration of each parameter as a DTensor, with the user's attributes.
 
     Args:
-        bucket: The bucket.
+        bucket: Bucket of the parameters.
         unit: Name of the unit, for messages.
         placements: Placement of each parameter on the mesh.
     """
@@ -61,7 +61,7 @@ class DTensorRegistration(PerParamRegistration):
             return [_to_local(parameter) for parameter in self._parameters]
 
     def _reset_data(self) -> None:
-        """Wrap the views in the DTensors again; the objects stay, as an optimizer may hold them."""
+        """Set the local tensors to the views again; an optimizer may hold the DTensors."""
         for parameter, placement, view in zip(self._parameters, self._placements, self._views, strict=True):
             renewed = nn.Parameter(placement.sharded(view), requires_grad=parameter.requires_grad)
             renewed.__dict__.update(parameter.__dict__)
@@ -69,7 +69,7 @@ class DTensorRegistration(PerParamRegistration):
             torch.utils.swap_tensors(parameter, renewed)  # type: ignore[no-untyped-call]
 
     def pull_user_changes(self) -> None:
-        """Pull parameters that a user registered, and their data."""
+        """Copy parameters that a user registered, and changed data, into the bucket."""
         self._pull_user_params()
         super().pull_user_changes()
 
@@ -81,7 +81,7 @@ class DTensorRegistration(PerParamRegistration):
 
     @property
     def has_unbound_extensions(self) -> bool:
-        """Return True if a local tensor has all-gather extensions and the bucket is not unsharded."""
+        """Return True if a local tensor has extensions and the bucket is sharded."""
         if self.bucket.unsharded.has_storage and not self.bucket.unsharded.is_aliased:
             return False
         self._pull_user_params()
@@ -92,7 +92,7 @@ class DTensorRegistration(PerParamRegistration):
         return [index for index, local in enumerate(locals_) if is_possibly_extended(local) and is_extended(local)]
 
     def bind_extensions(self) -> tuple[ParamRegistration, ...]:
-        """Return one registration for each parameter that has all-gather extensions, after one for the others."""
+        """Return a registration per extended parameter, after one for all others."""
         extended = self._find_extended()
         if not extended:
             return (self,)
@@ -111,7 +111,7 @@ class DTensorRegistration(PerParamRegistration):
         return selected
 
     def add_gradient(self, reduced: ReducedGrad) -> None:
-        """Add each parameter's part to its gradient; nothing for what no rank used."""
+        """Add each parameter's part to its gradient; skip parameters that no rank used."""
         parts = self.bucket.split_shard(reduced.gradient)
         for parameter, placement, grad, used in zip(
             self._parameters, self._placements, parts, reduced.used, strict=True
@@ -120,7 +120,7 @@ class DTensorRegistration(PerParamRegistration):
                 add_gradient_to(parameter, placement.sharded(grad))
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return this rank's part of each parameter's gradient."""
+        """Return this rank's shard of each parameter's gradient."""
         return [None if parameter.grad is None else _to_local(parameter.grad) for parameter in self._parameters]
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
@@ -131,7 +131,7 @@ class DTensorRegistration(PerParamRegistration):
     def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
-        """Register full parameters instead of the DTensors, with their attributes."""
+        """Register full parameters instead of the DTensors, with the user's attributes."""
         rows = zip(self._parameters, self._placements, values, gradients or [None] * len(values), strict=True)
         registered = []
         for parameter, placement, value, grad in rows:
@@ -156,10 +156,12 @@ class DTensorRegistration(PerParamRegistration):
 
 
 class ExtensionRegistration(DTensorRegistration):
-    """Register one parameter whose local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+    """Registration of one parameter whose local tensor has all-gather extensions.
+
+    The extensions are the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
     Args:
-        bucket: The bucket.
+        bucket: Bucket of the parameter.
         unit: Name of the unit, for messages.
         placements: Placement of the parameter on the mesh.
     """
@@ -171,7 +173,7 @@ class ExtensionRegistration(DTensorRegistration):
         self._bind_local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
-        """Return the registration of a copy; its local tensor has only the functions of its class."""
+        """Return the registration for a copy, which has only its class's extensions."""
         aside, self._bound_local = self._bound_local, None
         try:
             return super().__deepcopy__(memo)
@@ -180,7 +182,7 @@ class ExtensionRegistration(DTensorRegistration):
 
     @property
     def has_unbound_extensions(self) -> bool:
-        """Return False: `pull_user_changes` takes over other local tensors."""
+        """Return False: `pull_user_changes` handles replaced local tensors."""
         return False
 
     def bind_extensions(self) -> tuple[ParamRegistration, ...]:
@@ -195,7 +197,7 @@ class ExtensionRegistration(DTensorRegistration):
         return [local.as_subclass(torch.Tensor) if _is_dense(local) else local]
 
     def _reset_data(self) -> None:
-        """Set the local tensor to the shard; one with extension functions stays the same object if possible."""
+        """Set the local tensor's data to the shard; keep its object if possible."""
         local = _get_local_tensor(self._parameters[0])
         view = self._views[0]
         if _is_dense(local) and is_extended(local):
@@ -213,12 +215,15 @@ class ExtensionRegistration(DTensorRegistration):
 
 
 def _is_dense(local: torch.Tensor) -> bool:
-    """Return True if a tensor has memory itself, rather than inner tensors."""
+    """Return True if a tensor has its own memory instead of inner tensors."""
     return type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _get_local_tensor(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the local tensor itself, where `to_local` returns a view; functions that a user put on it are here."""
+    """Return the local tensor object, with the extensions that a user set on it.
+
+    `to_local` returns a view.
+    """
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
 
 
@@ -227,7 +232,10 @@ def _to_local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return a user's attributes of a parameter, without the inner tensors of a wrapper subclass."""
+    """Return the attributes that a user set on a parameter.
+
+    Inner tensors of a wrapper subclass are excluded.
+    """
     flatten = getattr(parameter, "__tensor_flatten__", None)
     content = set(flatten()[0]) if flatten is not None else set()
     return {name: value for name, value in parameter.__dict__.items() if name not in content}

@@ -1,4 +1,4 @@
-"""One flat parameter a bucket, registered on the unit's module."""
+"""Registration of one flat parameter per bucket on the unit's module."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from shardckpt.errors import ShardckptError
 
 
 class FlatParamRegistration(UnshardedGradRegistration):
-    """Register one flat parameter on the unit's module; submodules have full ones as plain attributes.
+    """Registration of one flat parameter on the unit's module.
+
+    Submodules have the full parameters as plain attributes.
 
     Args:
-        bucket: The bucket.
+        bucket: Bucket of the parameters.
         unit: Name of the unit, for messages.
-        module: The unit's module.
-        attribute: Name of the flat parameter there.
+        module: Module of the unit.
+        attribute: Attribute of the module for the flat parameter.
     """
 
     def __init__(self, bucket: Bucket, unit: Name, module: nn.Module, attribute: str) -> None:
@@ -42,18 +44,18 @@ class FlatParamRegistration(UnshardedGradRegistration):
         self.register_sharded()
 
     def restore(self) -> None:
-        """Undo the sharding, and take the flat parameter away. Collective."""
+        """Undo the sharding and remove the flat parameter. Collective."""
         super().restore()
         module, attribute = self._home.module, self._home.attribute
         module._parameters.pop(attribute)
 
     def alias_shard(self) -> None:
-        """Make the flat parameter the shard."""
+        """Make the flat parameter alias the shard."""
         self._reset_data()
 
     @property
     def home(self) -> ParamLocation:
-        """Where the flat parameter is registered."""
+        """Location where the flat parameter is registered."""
         return self._home
 
     def _build_placeholders(self) -> list[ShardedPlaceholder]:
@@ -62,22 +64,22 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The flat parameter."""
+        """The flat parameter alone."""
         return [self.flat]
 
     def register_unsharded(self) -> None:
-        """Set the leaves as attributes of the modules."""
+        """Set the unsharded leaves as attributes of the modules."""
         self._kept.check_unmodified()
         for member, leaf in zip(self.bucket.members, self.bucket.unsharded.params, strict=True):
             for place in member.places:
                 put(place, leaf)
 
     def register_post_forward(self) -> None:
-        """Leave the leaves where they are."""
+        """Keep the unsharded leaves as attributes."""
         self._kept.record(self.bucket.unsharded.params)
 
     def register_sharded(self) -> None:
-        """Set placeholders on the modules, since reading freed memory would end the process."""
+        """Set placeholders on the modules: reading freed memory would end the process."""
         if self.bucket.unsharded.is_aliased:
             self.register_unsharded()
             return
@@ -87,7 +89,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
                 put(place, placeholder)
 
     def pull_user_changes(self) -> None:
-        """Pull parameters that a user registered, and the flat parameter's data if it was replaced."""
+        """Copy parameters that a user registered, and replaced data, into the bucket."""
         registered = self._home.module._parameters.get(self._home.attribute)
         if registered is not None and registered is not self.flat:
             self.flat = mark_flat(registered)
@@ -100,7 +102,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     @torch.no_grad()
     def _copy_user_param(self, index: int, place: ParamLocation, given: nn.Parameter) -> None:
-        """Copy this rank's shard of a full parameter that a user registered while its unit is sharded."""
+        """Copy this rank's shard of a full parameter that a user registered."""
         packing, specs = self.bucket.packing, self.bucket.layout.specs
         if tuple(given.shape) != specs[index].shape:
             raise StateError(
@@ -138,24 +140,24 @@ class FlatParamRegistration(UnshardedGradRegistration):
                 bucket.unsharded.set_requires_grad(index, self.flat.requires_grad)
 
     def add_gradient(self, reduced: ReducedGrad) -> None:
-        """Add it to the flat parameter's gradient; nothing when no rank used any of its parameters."""
+        """Add the gradient to the flat parameter's, unless no rank used its parameters."""
         if any(reduced.used):
             add_gradient_to(self.flat, reduced.gradient)
 
     def add_late_gradient(self, reduced: ReducedGrad, used: Sequence[bool]) -> None:
-        """Add all of it if only other ranks used its parameters."""
+        """Add the gradient if only other ranks used the parameters."""
         if not any(reduced.used):
             self.add_gradient(replace(reduced, used=tuple(used)))
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return this rank's shard of each parameter's gradient; the full one if it is not yet reduced."""
+        """Return the shards of the parameters' gradients; full ones if not yet reduced."""
         grad, bucket = self.flat.grad, self.bucket
         if grad is None:
             return [None] * len(bucket.members)
         return list(bucket.packing.views(grad) if self.has_unsharded_grads else bucket.split_shard(grad))
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
-        """Set the flat parameter's gradient; parameters without one have zeros in it."""
+        """Set the flat parameter's gradient, with zeros for parameters without one."""
         if all(part is None for part in parts):
             self.flat.grad = None
             return
@@ -169,9 +171,9 @@ class FlatParamRegistration(UnshardedGradRegistration):
     def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
-        """Register full parameters on their own modules; the flat one is not registered meanwhile."""
+        """Register full parameters on their modules instead of the flat parameter."""
         module, attribute = self._home.module, self._home.attribute
-        module._parameters[attribute] = None  # it comes back to its position
+        module._parameters[attribute] = None  # keeps the position for the flat parameter
         pairs = zip(values, self.bucket.unsharded.params, strict=True)
         made = [
             nn.Parameter(self.bucket.wrap_unsharded(index, value), requires_grad=leaf.requires_grad)

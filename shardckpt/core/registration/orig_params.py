@@ -1,4 +1,4 @@
-"""The user's own parameters, which while sharded are 1-D views of their parts of the shard."""
+"""Registration of the user's own parameters, as 1-D views of the shard."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistratio
 
 
 class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
-    """Keep the user's own parameters registered; while sharded each is a 1-D view of its part of the shard.
+    """Registration of the user's parameters; while sharded, 1-D views of the shard.
 
     Args:
-        bucket: The bucket.
+        bucket: Bucket of the parameters.
         unit: Name of the unit, for messages.
     """
 
@@ -30,7 +30,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self.register_sharded()
 
     def register_unsharded(self) -> None:
-        """Register the leaves."""
+        """Register the unsharded leaves."""
         if self._kept.versions and self._is_replaced():
             raise self._kept.changed_error()
         super().register_unsharded()
@@ -55,7 +55,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             super()._refuse_forward()
 
     def pull_user_changes(self) -> None:
-        """Pull parameters that a user registered, and their data."""
+        """Copy parameters that a user registered, and changed data, into the bucket."""
         for index, member in enumerate(self.bucket.members):
             given = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
             if given is not None and not isinstance(given, DTensor):
@@ -63,7 +63,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         super().pull_user_changes()
 
     def _is_replaced(self) -> bool:
-        """Return True if a user registered another parameter in the place of one."""
+        """Return True if a user registered another parameter instead of a managed one."""
         places = [member.places[0] for member in self.bucket.members]
         registered = [place.module._parameters.get(place.attribute) for place in places]
         pairs = zip(registered, self._parameters, strict=True)
@@ -77,7 +77,10 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             original.data = view
 
     def add_gradient(self, reduced: ReducedGrad) -> None:
-        """Add each parameter's part to its gradient; nothing for what no rank used or what it has no part of."""
+        """Add each parameter's part to its gradient.
+
+        Parameters that no rank used, or of which this rank does not have a part, are skipped.
+        """
         parts = self.bucket.split_shard(reduced.gradient)
         for original, view, grad, used in zip(self._parameters, self._views, parts, reduced.used, strict=True):
             if not used or grad.numel() == 0:
@@ -87,11 +90,11 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             add_gradient_to(original, grad)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return this rank's shard of each parameter's gradient; the full one if it is not yet reduced."""
+        """Return the shards of the parameters' gradients; full ones if not yet reduced."""
         return [original.grad for original in self._parameters]
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
-        """Set each parameter's gradient; of those that this rank has no part of there is none."""
+        """Set the gradients of the parameters of which this rank has a part."""
         for original, part in zip(self._parameters, parts, strict=True):
             copy_gradient(original, part if part is not None and part.numel() else None)
 
@@ -111,7 +114,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         return [self._register_full(index, grads=gradients is not None) for index in range(len(values))]
 
     def _register_full(self, index: int, *, grads: bool) -> nn.Parameter:
-        """Register a full parameter: as a DTensor if it was one."""
+        """Register a full parameter, as a DTensor if the user's parameter was one."""
         original = self._parameters[index]
         value = self.bucket.wrap_unsharded(index, original.data)
         if not isinstance(value, DTensor):
@@ -125,7 +128,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         return full
 
     def unregister_summoned(self) -> None:
-        """Make the user's parameters views of the shard again, with their earlier gradients."""
+        """Make the parameters views of the shard again; restore their gradients."""
         grads_before, self._grads_before = self._grads_before, None
         for index, (original, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if grads_before is not None:
@@ -135,7 +138,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             if before is not None:
                 restore_gradient(original, before)
             elif original.grad is not None and original.grad.shape != view.shape and not self.has_unsharded_grads:
-                original.grad = None  # made inside, by a backward of the full parameters
+                original.grad = None  # a gradient of a backward with the full parameters
         self._register(self._parameters)
         self._refuse_forward()
 

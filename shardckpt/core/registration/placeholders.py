@@ -23,16 +23,16 @@ WAYS_OUT = "Call the unit itself, or gather it: register_fsdp_forward_method, su
 _READABLE = frozenset({"__get__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "element_size"})
 
 _OF_VALUES = (torch.Tensor.data.__get__, torch.Tensor.data.__set__, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-"""Read and set as attributes; setting one on a placeholder would be lost."""
+"""Attributes of a parameter that cannot be set on a placeholder: the value would be lost."""
 
 
 class ShardedPlaceholder(nn.Parameter):
-    """A placeholder for a full parameter while its unit is sharded: with shape and dtype, without values.
+    """Placeholder for a full parameter of a sharded unit: shape and dtype, no values.
 
     Args:
-        like: The full parameter.
-        unit: Name of the unit, for the message.
-        fqn: Name of the parameter.
+        like: Full parameter.
+        unit: Name of the unit, for messages.
+        fqn: FQN of the parameter.
     """
 
     unit: Name
@@ -40,7 +40,7 @@ class ShardedPlaceholder(nn.Parameter):
     true_device: torch.device
 
     def __new__(cls, like: torch.Tensor, unit: Name, fqn: str) -> ShardedPlaceholder:
-        """Make a placeholder; no memory is allocated."""
+        """Create a placeholder without allocating memory."""
         empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
         placeholder: ShardedPlaceholder = torch.Tensor._make_subclass(cls, empty, like.requires_grad)
         placeholder.unit = unit
@@ -57,7 +57,7 @@ class ShardedPlaceholder(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return what needs no values; refuse the rest by name."""
+        """Run functions that do not read values; refuse all others."""
         name = getattr(func, "__name__", "")
         if func == torch.Tensor.device.__get__:
             return args[0].true_device

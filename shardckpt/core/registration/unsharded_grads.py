@@ -1,4 +1,4 @@
-"""Gradients that are not reduced yet (no_sync), stored in the registered parameters."""
+"""Unreduced gradients (no_sync), stored in the registered parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from shardckpt.core.registration.base import ParamRegistration
 
 
 class UnshardedGradRegistration(ParamRegistration):
-    """Store not yet reduced gradients (no_sync) in the registered parameters, so that `zero_grad` drops them."""
+    """Registration that stores unreduced gradients (no_sync) in registered parameters.
+
+    `zero_grad` then drops them.
+    """
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         super().__init__(bucket, unit)
@@ -23,7 +26,7 @@ class UnshardedGradRegistration(ParamRegistration):
         self._unsharded_grads: list[tuple[nn.Parameter, torch.Tensor, int]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
-        """Return the registration of a copy; gradients that are not yet reduced stay with this one."""
+        """Return the registration for a copy, without unreduced gradients."""
         aside = self._reduced_grads, self._unsharded_grads
         self._reduced_grads, self._unsharded_grads = [], []
         try:
@@ -33,7 +36,7 @@ class UnshardedGradRegistration(ParamRegistration):
 
     @property
     def has_unsharded_grads(self) -> bool:
-        """Return True if the registered parameters have unsharded, not yet reduced gradients (no_sync)."""
+        """Return True if registered parameters have unreduced gradients (no_sync)."""
         return bool(self._unsharded_grads)
 
     @abstractmethod
@@ -55,13 +58,13 @@ class UnshardedGradRegistration(ParamRegistration):
         for parameter, grad in self._collect_unsharded_grads():
             self._reduced_grads.append(parameter.grad)
             parameter.grad = None
-            parameter.data = grad  # a gradient has to have its parameter's shape when it is set
+            parameter.data = grad  # torch requires a gradient to have its parameter's shape
             parameter.grad = grad
             self._unsharded_grads.append((parameter, grad, grad._version))
         self._reset_data()
 
     def restore_unsharded_grads(self) -> None:
-        """Move the unsharded gradients back to the leaves, or drop those that a user has dropped."""
+        """Move unsharded gradients back to the leaves, except those that a user dropped."""
         shown, self._unsharded_grads = self._unsharded_grads, []
         parked, self._reduced_grads = self._reduced_grads, []
         for (parameter, grad, version), before in zip(shown, parked, strict=True):

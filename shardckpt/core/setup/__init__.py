@@ -1,1 +1,1 @@
-"""Before sharding: materialization, ignored and shared parameters."""
+"""Preparation for sharding: materialization, ignored and shared parameters."""

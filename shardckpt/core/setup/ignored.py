@@ -15,11 +15,11 @@ from shardckpt.core.modules.fqn_and_params import parameters_below
 
 @dataclass(frozen=True)
 class Ignored:
-    """What is left alone.
+    """Modules and parameters that are neither sharded nor moved.
 
     Attributes:
-        modules: Modules, with everything below them.
-        parameters: Parameters, those of the modules among them.
+        modules: Ignored modules, with all their submodules.
+        parameters: Ignored parameters, including those of the modules.
     """
 
     modules: set[nn.Module]
@@ -33,17 +33,18 @@ class Ignored:
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
         sharded: type[nn.Module],
     ) -> Ignored:
-        """Read two arguments of the constructor, of which one may be given.
+        """Build it from the arguments of the wrapper, of which at most one is given.
 
         Args:
-            root: The module that is wrapped.
-            ignored_modules: Modules.
-            ignored_states: Modules, or parameters.
-            sharded: The class of modules that cannot be ignored.
+            root: Module to wrap.
+            ignored_modules: Modules to ignore.
+            ignored_states: Either modules or parameters to ignore.
+            sharded: Class of modules that cannot be ignored.
 
         Raises:
-            ArgumentError: Both are given, or a state is neither, or some are modules and some parameters.
-            ArgumentTypeError: An entry is not a module.
+            ArgumentError: Both arguments are given, or `ignored_states` mixes modules and parameters or contains an
+                object that is neither.
+            ArgumentTypeError: An entry of `ignored_modules` is not a module.
         """
         if ignored_modules is not None and ignored_states is not None:
             raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time")

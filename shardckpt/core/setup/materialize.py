@@ -1,4 +1,4 @@
-"""What happens to parameters and buffers before they are sharded: given memory and values, moved, made equal."""
+"""Parameters and buffers before sharding: materialize, move and broadcast them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from shardckpt.core.modules.fqn_and_params import Stop, clean
 from shardckpt.core.runtime import traversal
 
 BUCKET_BYTES = 250 * 2**20
-"""So many bytes are broadcast at once by `sync_module_states`; a larger tensor travels alone."""
+"""Bytes per broadcast of `sync_module_states`; a larger tensor has a broadcast of its own."""
 
 _EARLY: WeakSet[nn.Module] = WeakSet()
 
 
 class MeshDeviceError(ArgumentError):
-    """A DTensor has a mesh of another device type than the mesh to shard on."""
+    """The mesh of a DTensor has another device type than the mesh to shard on."""
 
 
 @dataclass(frozen=True)
 class ModuleScope:
-    """The modules that one unit looks after, before it is sharded.
+    """Modules whose parameters and buffers one unit prepares before sharding.
 
     Attributes:
-        modules: Each once, breadth first, with its clean name from the unit's module.
-        exempt: Parameters that are not the unit's, though its modules have them.
+        modules: Distinct modules, breadth first, with their FQNs from the unit's module.
+        exempt: Parameters of these modules that do not belong to the unit.
     """
 
     modules: Mapping[nn.Module, str]
@@ -46,12 +46,12 @@ class ModuleScope:
 
     @classmethod
     def collect(cls, module: nn.Module, stop: Stop, exempt: Set[nn.Parameter]) -> ModuleScope:
-        """Collect a module and those below it.
+        """Collect a module and its submodules.
 
         Args:
-            module: Where to begin.
-            stop: Names modules that are left out, with everything below them.
-            exempt: Parameters that are not the unit's.
+            module: The unit's module.
+            stop: Returns True for modules to exclude, with all their submodules.
+            exempt: Parameters that do not belong to the unit.
         """
         found, waiting = {module: ""}, deque([module])
         while waiting:
@@ -63,7 +63,7 @@ class ModuleScope:
         return cls({each: clean(name) for each, name in found.items()}, exempt)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters, each once."""
+        """Yield names and parameters, each parameter once."""
         seen: set[nn.Parameter] = set(self.exempt)
         for module, prefix in self.modules.items():
             for name, parameter in module._parameters.items():
@@ -79,12 +79,12 @@ class ModuleScope:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield both."""
+        """Yield names and parameters, then names and buffers."""
         yield from self.parameters()
         yield from self.buffers()
 
     def on_meta(self) -> list[str]:
-        """Return the names of what has no memory."""
+        """Return the names of parameters and buffers on the meta device."""
         return [name for name, tensor in self.states() if tensor.is_meta]
 
 
@@ -93,12 +93,12 @@ class ModuleScope:
 
 @dataclass(frozen=True)
 class Initializer:
-    """How modules without memory get some.
+    """Materializes modules on the meta device: allocates and initializes their states.
 
     Attributes:
-        function: The user's, called with each module; None for `to_empty` and `reset_parameters`.
-        device: Where the memory is.
-        values_matter: Whether what is left unset stays: it does unless another rank sends its values.
+        function: The user's function, called with each module; None for `to_empty` and `reset_parameters`.
+        device: Device of the new memory.
+        values_matter: Whether this rank's values are used; False if another rank broadcasts its values.
     """
 
     function: Callable[[nn.Module], None] | None
@@ -110,13 +110,13 @@ class Initializer:
             raise ArgumentError(f"Expected {self.function} to be callable but got {type(self.function)}")
 
     def run(self, scope: ModuleScope) -> None:
-        """Give memory and values to modules that lack them; their ties stay.
+        """Materialize the modules on the meta device; shared parameters stay shared.
 
         Args:
-            scope: The modules.
+            scope: Modules of the unit.
 
         Raises:
-            StateError: Something has no memory after that, or a buffer that no checkpoint holds has no value.
+            StateError: A state is still on the meta device, or a non-persistent buffer was not initialized.
         """
         if _deferred(scope) and self.function is None:
             _run_deferred(scope)
@@ -132,10 +132,10 @@ class Initializer:
             )
 
     def run_early(self, scope: ModuleScope) -> None:
-        """Do that for modules that share parameters, before units below could part them.
+        """Materialize modules that share parameters before nested units separate them.
 
         Args:
-            scope: All modules.
+            scope: All modules below the outermost unit.
         """
         shared = {module for places in _shared(scope) for module, _ in places}
         if shared:
@@ -185,7 +185,7 @@ def _has_meta(module: nn.Module) -> bool:
 
 
 def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of parameters without memory that have more than one."""
+    """Return the locations of each shared parameter on the meta device."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in scope.modules:
         for name, parameter in module._parameters.items():
@@ -195,8 +195,11 @@ def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _deferred(scope: ModuleScope) -> bool:
-    """Return True if torchdistX defers the construction of parameters: they have no memory, but are not meta."""
-    if "torchdistx" not in sys.modules:  # without it nobody can have made any
+    """Return True if torchdistX deferred the construction of parameters.
+
+    Such parameters do not have memory, but their device is not meta.
+    """
+    if "torchdistx" not in sys.modules:  # never imported, so it did not defer anything
         return False
     is_fake = import_module("torchdistx.fake").is_fake
     return not scope.on_meta() and any(is_fake(parameter) for _, parameter in scope.parameters())
@@ -208,15 +211,15 @@ def _run_deferred(scope: ModuleScope) -> None:
 
 
 def refuse_meta(scope: ModuleScope, unit: str, below: str = "") -> None:
-    """Refuse to compute with what has no memory.
+    """Refuse to compute with parameters or buffers on the meta device.
 
     Args:
-        scope: The unit's modules.
-        unit: What the message calls the unit.
-        below: The unit's name below the root, empty for the root.
+        scope: Modules of the unit.
+        unit: Name of the unit in the message.
+        below: FQN of the unit below the root; empty for the root.
 
     Raises:
-        StateError: There is something.
+        StateError: A parameter or buffer is on the meta device.
     """
     parameters, buffers = (
         [f"{below}.{name}" if below else name for name, tensor in states if tensor.is_meta]
@@ -236,12 +239,12 @@ def refuse_meta(scope: ModuleScope, unit: str, below: str = "") -> None:
 
 
 def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
-    """Return the device that a user named.
+    """Return the device of the argument `device_id`.
 
     Args:
-        device_id: A device, or the index of one of the accelerator, the CPU without an accelerator; None for
-            none named.
-        rank: This rank, for the message.
+        device_id: A device, or an index of the accelerator (the CPU if the machine does not have an accelerator);
+            None if the user did not select a device.
+        rank: Index of this rank, for the message.
     """
     if device_id is None:
         return None
@@ -260,12 +263,12 @@ def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.dev
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of parameters if the user named none: the accelerator's current device, or the CPU.
+    """Return the default device of parameters: the current accelerator, or the CPU.
 
-    It is the CPU without an accelerator, and if the group has only gloo for it.
+    The default is the CPU if the machine does not have an accelerator or the group has only gloo backends.
 
     Args:
-        group: The ranks.
+        group: Process group of the ranks that shard the parameters.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or set(dist.get_backend_config(group).replace(",", ":").split(":")[1::2]) == {"gloo"}:
@@ -274,15 +277,15 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def move(scope: ModuleScope, device: torch.device | None) -> None:
-    """Bring the states of a unit of the wrapper to the device that it is to compute on.
+    """Move the parameters and buffers of a unit of the wrapper to its compute device.
 
     Args:
-        scope: The unit's modules.
-        device: The device; None to leave them where they are.
+        scope: Modules of the unit.
+        device: Device to compute on; None to leave the states on their devices.
 
     Raises:
         StateError: The parameters are on several devices.
-        ArgumentError: They are on another device than the one that was asked for.
+        ArgumentError: The parameters are on another accelerator than `device`.
     """
     where: dict[torch.device, str] = {}
     for name, parameter in scope.parameters():
@@ -311,14 +314,14 @@ def move(scope: ModuleScope, device: torch.device | None) -> None:
 
 
 def move_states(states: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Bring tensors to a device, each in its own object; what has no memory stays without.
+    """Move tensors to a device in place; tensors on the meta device stay there.
 
     Args:
         states: Parameters and buffers.
-        device: The device.
+        device: Device to move to.
 
     Raises:
-        MeshDeviceError: A DTensor has a mesh of devices of another type.
+        MeshDeviceError: The mesh of a DTensor has another device type.
     """
     for tensor in states:
         if tensor.device == device or tensor.is_meta:
@@ -349,15 +352,15 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def sync_module_states(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """Broadcast the parameters and buffers of a group's rank 0. Collective.
 
-    To be called before the module is sharded; buffers that are not persistent are sent too, tensors on any device. Of a
-    DTensor the local part is sent: over the group that was named, or else over the replicated dimensions of its mesh.
+    Call it before the module is sharded. Tensors may be on any device; non-persistent buffers are sent too. Of a
+    DTensor the local tensor is sent: over the given group, or by default over the replicated dimensions of its mesh.
 
     Args:
-        module: The module.
-        process_group: The ranks; None for all.
+        module: Module that is not sharded yet.
+        process_group: Ranks that receive the values; None for all ranks.
 
     Raises:
-        ArgumentError: The group's ranks hold different parts of a parameter.
+        ArgumentError: The ranks of the group hold different shards of a parameter.
     """
     _refuse_flat(module)
     group = process_group if process_group is not None else dist.group.WORLD
@@ -412,11 +415,11 @@ def _refuse_parts(name: str, tensor: DTensor, group: dist.ProcessGroup) -> None:
 
 
 def broadcast(states: Iterable[torch.Tensor], group: ShardGroup) -> None:
-    """Broadcast values of rank 0: over the replicas, then over the shard group. Collective.
+    """Broadcast rank 0's values to its replicas, then to the shard group. Collective.
 
     Args:
-        states: Tensors, of which those without memory are passed over; of a wrapper subclass the tensors inside.
-        group: The ranks.
+        states: Tensors; those on the meta device are skipped. Of a wrapper subclass the inner tensors are sent.
+        group: Shard group, with its replicas.
     """
     with torch.no_grad():
         for bucket in _buckets(_plain(each.detach()) for each in states if not each.is_meta):
@@ -439,7 +442,10 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _buckets(states: Iterable[list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors of one type and device, at most so many bytes of them at once, in an order that all ranks share."""
+    """Yield buckets of tensors of one dtype and device, in an order that ranks share.
+
+    A bucket has at most as many bytes as one broadcast, or a single larger tensor.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in (each for some in states for each in some):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,4 +1,4 @@
-"""Shared parameters: restore units that share them with modules outside, so that a unit above has them."""
+"""Shared parameters: restore nested units so that the outer unit can shard them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _Users = dict[Identity, set[tuple[int, str]]]
 
 
 def restore_shared_units(module: nn.Module, units: Sequence[FSDPUnit]) -> list[FSDPUnit]:
-    """Undo the sharding of units below a module that hold a parameter which others below it use too. Collective.
+    """Undo the sharding of nested units that share parameters with others. Collective.
 
     Args:
-        module: The module.
-        units: The units below it, outer ones first.
+        module: Module that contains all users of the shared parameters.
+        units: Units below the module, outer ones first.
 
     Returns:
-        Those units, inner ones first; each has to be made again.
+        The restored units, inner ones first; the caller has to rebuild them.
     """
     tied = _tied(units, _users(module, units))
     if not tied:
@@ -44,7 +44,7 @@ def restore_shared_units(module: nn.Module, units: Sequence[FSDPUnit]) -> list[F
 
 
 def _users(module: nn.Module, units: Sequence[FSDPUnit]) -> _Users:
-    """Return all places of the parameters that units hold: in the units, and registered outside them."""
+    """Return all locations of the units' parameters, inside and outside the units."""
     users: _Users = {}
     for unit in units:
         for member in unit.params.members:
@@ -57,13 +57,13 @@ def _users(module: nn.Module, units: Sequence[FSDPUnit]) -> _Users:
 
 
 def _tied(units: Sequence[FSDPUnit], users: Mapping[Identity, set[tuple[int, str]]]) -> set[Identity]:
-    """Return the parameters of which some unit has not all places."""
+    """Return the parameters that have a location outside a unit that shards them."""
     members = [member for unit in units for member in unit.params.members]
     return {m.identity for m in members if {(id(p.module), p.attribute) for p in m.places} != users[m.identity]}
 
 
 def _unify(member: ParamInfo, first: dict[Identity, nn.Parameter]) -> None:
-    """Register one object at all places of one identity again."""
+    """Register one parameter object at all locations of a shared parameter."""
     kept = first.setdefault(member.identity, member.parameter)
     for place in member.places:
         setattr(place.module, place.attribute, kept)

@@ -1,1 +1,1 @@
-"""Work on full parameters and gradients: summon, clip, scale."""
+"""Functions on full parameters and gradients: summon, clip, scale."""

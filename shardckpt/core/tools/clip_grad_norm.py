@@ -1,4 +1,4 @@
-"""Clipping of gradients by their norm over all ranks: every rank scales by the same bits."""
+"""Gradient clipping by the norm over all ranks, bitwise equal on every rank."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale the gradients of everything sharded in a module so that their norm over all ranks is at most `max_norm`.
+    """Scale sharded gradients so that their norm is at most `max_norm`. Collective.
 
-    The same for both front ends of the engine. Gradients of parameters that are not sharded are neither counted nor
-    scaled. Collective.
+    The norm is computed over all ranks; both front ends of the engine are supported. Gradients of parameters that are
+    not sharded are neither counted nor scaled.
 
     Args:
-        module: Where the sharded modules are, itself one or not.
-        max_norm: The norm that is allowed.
-        norm_type: Order of the norm, infinity for the largest absolute value.
-        error_if_nonfinite: Refuse a norm that is infinite or no number, rather than scale by it.
+        module: Sharded module, or a module that contains sharded modules.
+        max_norm: Largest norm after the call.
+        norm_type: Order of the norm; infinity for the largest absolute value.
+        error_if_nonfinite: Raise an error if the norm is infinite or NaN, instead of scaling by it.
 
     Returns:
-        The norm before: a plain tensor of the same bits on every rank.
+        The norm before scaling: a plain scalar tensor, bitwise equal on every rank.
 
     Raises:
-        ArgumentError: Nothing in the module is sharded, the order is not positive, or some DTensors are on a part of
-            the ranks of others.
-        StateError: The norm is not finite, and that was to be refused; gradients are as they were. Or they are held
-            back by `no_sync`.
+        ArgumentError: Nothing in the module is sharded, the order is not positive, or the mesh of a DTensor has fewer
+            ranks than that of another.
+        StateError: `error_if_nonfinite` is set and the norm is not finite (gradients are unchanged), or gradients
+            were not reduced because of `no_sync`.
     """
     units = traversal.units(module)
     buckets = traversal.buckets(module)
@@ -65,29 +65,28 @@ def clip_units(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale the sharded gradients of units so that their norm over all ranks is at most `max_norm`. Collective.
+    """Scale gradients of units so that their norm is at most `max_norm`. Collective.
 
-    What the ranks have is gathered and added up by each of them in the same order, in float64: so the norm, and with
-    it what gradients are multiplied with, has the same bits everywhere, whatever order a backend reduces in. Gradients
-    of parameters that no unit manages (ignored ones) differ between ranks, as nobody reduces them: they are neither
-    counted nor scaled. A flat unit over a part of the ranks has gradients that the other ranks do not have, as that of
-    an expert: they are counted for all.
+    Each rank gathers the partial norms of all ranks and adds them in the same order in float64. The norm and the
+    scaling factor are therefore bitwise equal on every rank, in whatever order a backend reduces. Gradients of ignored
+    parameters are not reduced and differ between ranks: they are neither counted nor scaled. A flat unit over a subset
+    of the ranks, such as an expert, has gradients that the other ranks do not have; all ranks count them.
 
     Args:
-        units: The units of one tree.
-        around: The ranks of its root.
-        device: Where collectives find their tensors.
-        max_norm: The norm that is allowed.
-        norm_type: Order of the norm, infinity for the largest absolute value.
-        error_if_nonfinite: Refuse a norm that is infinite or no number, rather than scale by it.
+        units: All units below one root.
+        around: Shard group of the root.
+        device: Device of the tensors in collectives.
+        max_norm: Largest norm after the call.
+        norm_type: Order of the norm; infinity for the largest absolute value.
+        error_if_nonfinite: Raise an error if the norm is infinite or NaN, instead of scaling by it.
 
     Returns:
-        The norm before, in the type that the gradients of this rank promote to; float32 where it has none.
+        The norm before scaling, in the promoted dtype of this rank's gradients; float32 if it has no gradients.
 
     Raises:
-        ArgumentError: The order is not positive, or some DTensors are on a part of the ranks of others.
-        StateError: The norm is not finite, and that was to be refused; gradients are as they were. Or they are held
-            back by `no_sync`.
+        ArgumentError: The order is not positive, or the mesh of a DTensor has fewer ranks than that of another.
+        StateError: `error_if_nonfinite` is set and the norm is not finite (gradients are unchanged), or gradients
+            were not reduced because of `no_sync`.
     """
     order = float(norm_type)
     if not order > 0:
@@ -125,12 +124,12 @@ def clip_units(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that share or replicate a parameter.
+    """Ranks that shard or replicate a parameter.
 
     Attributes:
-        groups: One for each dimension that they are arranged in, to be gathered over one after the other.
-        count: Their number.
-        copies: How many of them hold the same part of the parameter.
+        groups: Process groups, one per mesh dimension, to gather over in this order.
+        count: Number of ranks.
+        copies: Number of ranks with the same shard of the parameter.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -150,18 +149,18 @@ class _Ranks:
         return cls(groups, group.world, group.replicas)
 
     def over(self, mesh: DeviceMesh) -> _Ranks:
-        """Return these ranks and those of the tensor parallelism below them."""
+        """Return these ranks combined with those of tensor parallelism."""
         groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
         return _Ranks((*self.groups, *groups), self.count * mesh.size(), self.copies)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank holds of one gradient, as a plain tensor that can be changed in place.
+    """This rank's shard of one gradient.
 
     Attributes:
-        grad: The tensor.
-        copies: How many ranks hold the same.
+        grad: Plain tensor that aliases the gradient; changes are made in place.
+        copies: Number of ranks with the same values.
     """
 
     grad: torch.Tensor
@@ -173,7 +172,7 @@ class _Part:
         return cls(local.detach(), copies)
 
     def norm(self, order: float) -> torch.Tensor:
-        """Return its norm, computed in float32 at least: half precision overflows at the first square."""
+        """Return the norm, in float32 at least: squares overflow in half precision."""
         if self.grad.numel() == 0:
             return torch.zeros((), device=self.grad.device)
         dtype = None if self.grad.is_complex() else torch.promote_types(self.grad.dtype, torch.float32)
@@ -182,7 +181,7 @@ class _Part:
 
 
 def _optimizer_params(registration: ParamRegistration) -> list[tuple[nn.Parameter, _Ranks]]:
-    """Return the parameters that an optimizer gets, with their ranks."""
+    """Return the parameters that an optimizer updates, with their ranks."""
     parameters = registration.parameters
     if parameters and isinstance(parameters[0].data, DTensor):
         return [(each, _Ranks.from_dtensor(cast("DTensor", each.data))) for each in parameters]
@@ -191,14 +190,17 @@ def _optimizer_params(registration: ParamRegistration) -> list[tuple[nn.Paramete
 
 
 def _parts_over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[_Part]:
-    """Return a flat unit's gradient of each parameter, as tensor parallelism shards some of them."""
+    """Return a flat unit's gradients by parameter: their numbers of copies differ.
+
+    Tensor parallelism shards some parameters and replicates others.
+    """
     replicas = registration.bucket.group.replicas
     rows = zip(registration.gradients(), count_tp_replicas(registration.bucket, mesh), strict=True)
     return [_Part.from_grad(grad, replicas * copies) for grad, copies in rows if grad is not None]
 
 
 def _reduce_locally(parts: Sequence[_Part], order: float, device: torch.device) -> torch.Tensor:
-    """Return what this rank adds to the sum of powers over all ranks, or takes the maximum with."""
+    """Return this rank's sum of powers, or its maximum if the order is infinite."""
     norms: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
     for part in parts:
         norm = part.norm(order)
@@ -212,7 +214,7 @@ def _reduce_locally(parts: Sequence[_Part], order: float, device: torch.device) 
 
 
 def _refuse_unsynced(parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse gradients that nobody has reduced: their norm over ranks says nothing."""
+    """Refuse gradients that were not reduced: their norm over ranks is meaningless."""
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.numel() != parameter.numel():
             raise StateError(
@@ -225,7 +227,7 @@ def _refuse_unsynced(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _refuse_submesh(ranked: Sequence[tuple[nn.Parameter, _Ranks]], widest: _Ranks) -> None:
-    """Refuse DTensors on a mesh that is smaller than that of others: outside it there may be copies, or anything."""
+    """Refuse DTensors on a smaller mesh than others: how many copies exist is unknown."""
     for parameter, ranks in ranked:
         if isinstance(parameter.data, DTensor) and ranks.count < widest.count:
             raise ArgumentError(
@@ -243,7 +245,7 @@ def _combine_parts(parts: Sequence[torch.Tensor], order: float, device: torch.de
 
 
 def _reduce_over_ranks(local: torch.Tensor, ranks: _Ranks, order: float) -> torch.Tensor:
-    """Return what all ranks have together."""
+    """Return the combined contributions of all ranks, a scalar."""
     for each in ranks.groups:
         group = ShardGroup(each)
         everyone = local.new_empty(group.size)

@@ -13,13 +13,13 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 @contextmanager
 def register_flat_params(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str) -> Generator[None, None, None]:
-    """Register flat parameters over the shards of units inside, in place of the original ones.
+    """Register flat parameters instead of the original ones inside the context.
 
-    What is written to a flat parameter is written to the shard, so that the original ones have it afterwards.
+    A flat parameter aliases the shard, so the original parameters have its changes afterwards.
 
     Args:
-        units: Each unit with the module to register its flat parameters on.
-        name: Name of a flat parameter; further ones of a unit get numbers.
+        units: Units, each with the module on which to register its flat parameters.
+        name: Name of the first flat parameter of a unit; further ones get numbers.
     """
     homes = {home: unit.registrations for home, unit in units}
     places = [p for _, unit in units for member in unit.params.members for p in member.places]

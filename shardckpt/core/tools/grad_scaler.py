@@ -15,19 +15,19 @@ from shardckpt.core.modules.pytree import mapped, tensors
 
 
 class ShardedGradScaler(GradScaler):
-    """A `torch.amp.GradScaler` whose ranks agree on whether a gradient overflowed; each sees a shard alone.
+    """A `torch.amp.GradScaler` for sharded gradients: ranks agree on overflows.
 
-    Gradients may be plain or DTensors, of half precision too, on an accelerator or offloaded to the CPU. A rank that
-    owns no gradient takes part as well.
+    Gradients may be plain tensors or DTensors, also in half precision, on an accelerator or offloaded to the CPU. A
+    rank without gradients participates too.
 
     Args:
-        device: Type of device that computes; scaling is off where it is "cuda" and there is none.
-        init_scale: The first scale.
-        backoff_factor: What the scale is multiplied with after an overflow.
-        growth_factor: And after `growth_interval` steps in a row without one.
-        growth_interval: Number of those steps.
-        enabled: Otherwise everything passes through unchanged.
-        process_group: The ranks that agree, all where None.
+        device: Device type of computation; scaling is disabled for "cuda" if CUDA is not available.
+        init_scale: Initial scale.
+        backoff_factor: Factor of the scale after an overflow.
+        growth_factor: Factor of the scale after `growth_interval` consecutive steps without an overflow.
+        growth_interval: Number of these steps.
+        enabled: Whether to scale; if not, values are returned unchanged.
+        process_group: Ranks that agree on overflows; None for all ranks.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class ShardedGradScaler(GradScaler):
             outputs: A tensor, or tensors in tuples, lists, dicts, dataclasses or an iterator.
 
         Returns:
-            The same with scaled tensors.
+            The same structure with scaled tensors.
 
         Raises:
-            ArgumentTypeError: It does not contain a tensor.
+            ArgumentTypeError: `outputs` is not empty and does not contain a tensor.
         """
         if not self.is_enabled():
             return outputs
@@ -76,23 +76,30 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,  # noqa: ARG002  (the signature of torch's scaler; this one accepts fp16)
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale this rank's gradients; return for each device if any rank had an overflow. Collective.
+        """Unscale this rank's gradients and return the overflow flags. Collective.
 
-        What torch's class calls both to unscale and, for optimizers that unscale themselves, to look only.
+        The flags are nonzero if any rank had an overflow. torch's class also calls this with a scale of 1 to find
+        overflows only, for optimizers that unscale gradients themselves.
+
+        Returns:
+            One flag per device.
         """
         flags = {found_inf.device: found_inf}
         for (device, _), grads in _gradients(optimizer).items():
             flag = flags.setdefault(device, found_inf.to(device))
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
         total = torch.stack([flag.to(found_inf.device) for flag in flags.values()]).sum(0)
-        met = total.to(self._device) if total.device.type == "cpu" else total  # where the group finds its tensors
+        met = total.to(self._device) if total.device.type == "cpu" else total  # device of the group's backend
         dist.all_reduce(met, group=self.process_group)
         return {device: flag.copy_(met) for device, flag in flags.items()}
 
 
 @torch.no_grad()
 def _gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Return what this rank holds of an optimizer's gradients, to be changed in place, by device and dtype."""
+    """Return this rank's shards of an optimizer's gradients by device and dtype.
+
+    The tensors alias the gradients; changes are made in place.
+    """
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -100,7 +107,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, tor
             if grad is None:
                 continue
             if grad.is_sparse:
-                if grad.dtype is torch.float16:  # duplicates may overflow when they are added up
+                if grad.dtype is torch.float16:  # the sum of duplicate indices may overflow
                     grad = parameter.grad = grad.coalesce()
                 grad = grad._values()
             elif isinstance(grad, DTensor):

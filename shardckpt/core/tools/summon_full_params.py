@@ -1,4 +1,4 @@
-"""Full parameters outside of forward and backward: all at once in a context, or one unit at a time."""
+"""Full parameters outside of forward and backward, of all units or one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardckpt.errors import ShardckptError
 
 
 class SummonShapeError(ShardckptError, RuntimeError):
-    """A full parameter was replaced by one of another shape."""
+    """A full parameter was replaced by a parameter of another shape."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class SummonOptions:
     """Options of `summon_full_params`.
 
     Attributes:
-        writeback: Changes are kept.
-        rank0_only: Only rank 0 of a unit's shard group sees its full parameters.
-        offload_to_cpu: They are in the memory of the CPU.
-        with_grads: With full gradients.
+        writeback: Whether changes are kept.
+        rank0_only: Whether only rank 0 of a unit's shard group gets full parameters.
+        offload_to_cpu: Whether the full parameters are in CPU memory.
+        with_grads: Whether full gradients are gathered too.
     """
 
     writeback: bool = True
@@ -47,22 +47,22 @@ class SummonOptions:
 def summon_full_params(
     module: nn.Module, options: SummonOptions, *, recurse: bool = True
 ) -> Generator[None, None, None]:
-    """Register full parameters, of the stored types, on the modules inside. Collective.
+    """Register full parameters of the stored dtypes inside the context. Collective.
 
-    They are ordinary parameters: of flat parameters with shapes and names of their own, of the others the user's own
-    objects or new ones in place of DTensors. A unit computes inside as a plain module would; gradients of such a
-    computation are this rank's own. Changes are kept on any exit, an exception's included, where `writeback` says so,
-    those to parameters that were put in place of ours too; without it they are lost, unless nothing is sharded.
-    Without `with_grads` gradients stay as they are, sharded.
+    Full parameters are plain parameters: a flat parameter is replaced by parameters with their own shapes and names, a
+    DTensor by a new parameter; otherwise the user's objects are used. Inside the context a unit computes like a plain
+    module, and its gradients are not reduced over ranks. With `writeback` changes are kept on any exit, also after an
+    exception, and also of parameters that a user registered inside. Without it changes are lost, unless nothing is
+    sharded. Without `with_grads` gradients stay sharded and unchanged.
 
     Args:
-        module: The module, sharded itself or with sharded ones below.
-        options: What they are wanted for.
-        recurse: Of the units below as well; all are gathered at once.
+        module: Sharded module, or a module that contains sharded modules.
+        options: Options of the context.
+        recurse: Also gather the parameters of nested units; all are in memory at the same time.
 
     Raises:
-        BusyError: A unit computes at the moment, or its parameters are there already.
-        SummonShapeError: On exit: a parameter was replaced by one of another shape.
+        BusyError: A unit is in a forward or a backward, or its parameters are summoned already.
+        SummonShapeError: On exit: a parameter was replaced by a parameter of another shape.
     """
     units = _units(module, recurse=recurse)
     if options.offload_to_cpu and not options.rank0_only:
@@ -114,7 +114,7 @@ def _summon_unit(unit: FSDPUnit, options: SummonOptions) -> Iterator[None]:
 
 
 def _restore_param_order(unit: FSDPUnit) -> None:
-    """Restore the order of parameters in their modules to that before they were sorted to buckets."""
+    """Restore the order of parameters in their modules from before bucketing."""
     places = [(member.order, place) for member in unit.params.members for place in member.places]
     for _, place in sorted(places, key=lambda each: each[0]):
         registered = place.module._parameters
@@ -123,12 +123,12 @@ def _restore_param_order(unit: FSDPUnit) -> None:
 
 
 class _SummonedBucket:
-    """The full parameters of one bucket.
+    """Full parameters of one bucket.
 
     Args:
-        registration: The bucket as it is registered on the modules.
-        options: What they are wanted for.
-        persists: Nothing of the unit is sharded: what is changed is what is stored, and stays changed.
+        registration: Registration of the bucket.
+        options: Options of the context.
+        persists: Whether changes always persist: the unit is not sharded, so full parameters alias the stored ones.
     """
 
     def __init__(self, registration: ParamRegistration, options: SummonOptions, *, persists: bool) -> None:
@@ -141,7 +141,7 @@ class _SummonedBucket:
         self._parameters: list[nn.Parameter] = []
 
     def open(self) -> None:
-        """Gather and register. Collective."""
+        """Gather and register the full parameters. Collective."""
         options, bucket = self._options, self._bucket
         bucket.unsharded.reshard()
         full = gather_full(bucket, bucket.shard.data)
@@ -150,7 +150,7 @@ class _SummonedBucket:
             return
         self._given = [self._own(value) for value in full.values]
         if self._given[0] is full.values[0]:
-            self._full = full  # counted as long as it is here
+            self._full = full  # memory accounting counts it while this reference exists
         shown = None if gradients is None else [None if grad is None else self._own(grad) for grad in gradients]
         self._parameters = self._registration.register_summoned(self._given, shown)
         for parameter in self._parameters:
@@ -158,7 +158,7 @@ class _SummonedBucket:
                 parameter.register_hook(self._refuse_late_backward)  # type: ignore[no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a full value where it is wanted; a copy of what is stored itself if changes are not to be kept."""
+        """Return a full value on the requested device; a copy if changes must not persist."""
         moved = tensor.cpu() if self._options.offload_to_cpu else tensor
         stored = self._bucket.keeps_full and moved is tensor
         return moved.clone() if stored and not (self._persists or self._options.writeback) else moved
@@ -172,7 +172,7 @@ class _SummonedBucket:
             )
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """Return full gradients; those not yet reduced (no_sync) as they are on this rank. Collective."""
+        """Return full gradients; unreduced ones (no_sync) have local values. Collective."""
         registration = self._registration
         own = registration.gradients()
         if not registration.has_unsharded_grads:
@@ -181,10 +181,12 @@ class _SummonedBucket:
         return [None if grad is None else grad.clone() for grad in own]
 
     def close(self) -> None:
-        """Register what is registered while sharded, and keep what is to be kept. Collective where rank 0 writes back.
+        """Register the sharded parameters again, after writing back changes.
+
+        Collective if only rank 0 has full parameters and writes them back.
 
         Raises:
-            SummonShapeError: A parameter was replaced by one of another shape; the others are kept.
+            SummonShapeError: A parameter was replaced by a parameter of another shape; changes of the others are kept.
         """
         options, bucket, shown = self._options, self._bucket, bool(self._parameters)
         values, wrong = self._values() if shown else ([], None)
@@ -203,12 +205,15 @@ class _SummonedBucket:
             raise wrong
 
     def _registered(self) -> list[torch.Tensor]:
-        """Return what is registered for each parameter: ours, or what somebody put in its place."""
+        """Return the registered parameters: the summoned ones or a user's replacements."""
         pairs = zip(self._bucket.members, self._parameters, strict=True)
         return [next(_replaced_params(member, ours), ours) for member, ours in pairs]
 
     def _values(self) -> tuple[list[torch.Tensor], SummonShapeError | None]:
-        """Return the values to keep; where one has another shape than it had, ours, and an error for the end."""
+        """Return the values to write back, and an error if a shape has changed.
+
+        A value of another shape is replaced by the summoned one.
+        """
         wrong = None
         values = [_local(each) for each in self._registered()]
         rows = zip(self._bucket.members, self._bucket.packing.layout.specs, strict=True)
@@ -243,7 +248,7 @@ class _SummonedBucket:
 
 
 def _replaced_params(member: ParamInfo, ours: nn.Parameter) -> Iterator[nn.Parameter]:
-    """Yield what is registered for a parameter and is not ours."""
+    """Yield the parameters that a user registered instead of the summoned one."""
     for place in member.places:
         found = place.module._parameters.get(place.attribute)
         if found is not None and found is not ours:
@@ -262,26 +267,27 @@ def _or_zeros(tensor: torch.Tensor | None, shape: Sequence[int], like: torch.Ten
 
 
 def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and full values of all parameters below a module. Collective: every rank goes through all of it.
+    """Yield names and full values of all parameters below a module. Collective.
 
-    One unit is gathered at a time, and freed before the next one, or when the loop is left. A shared parameter comes
-    once, under its first name; parameters that no unit has come first, and are not copied.
+    Every rank has to iterate to the end. One unit is gathered at a time, and freed before the next one or when the loop
+    is left. A shared parameter is yielded once, under its first name. Parameters that are not sharded come first, and
+    are not copied.
 
     Args:
-        module: The module, sharded itself or with sharded ones below, by either front end.
+        module: Sharded module, or a module that contains sharded modules, of either front end.
 
     Yields:
-        The name as in the module that was not wrapped, and the value in its stored type, on the device of computation.
+        The FQN in the unwrapped module, and the value in its stored dtype, on the compute device.
 
     Raises:
-        BusyError: A unit computes at the moment, or its parameters are there already.
-        StateError: The module is a part of a unit.
+        BusyError: A unit is in a forward or a backward, or its parameters are summoned already.
+        StateError: A unit above the module owns some of its parameters.
     """
     units = _units(module, recurse=True)
     for unit in units:
         _check_idle(unit)
         with unit.check_out_params():
-            pass  # what a user put in the places of its parameters is its own now
+            pass  # the unit takes over parameters that a user registered
     _refuse_parts(module, units)
     yield from _unmanaged_params(module, units)
     names = {each: clean(name) for name, each in module.named_modules()}
@@ -301,7 +307,7 @@ def _unmanaged_params(module: nn.Module, units: Sequence[FSDPUnit]) -> Iterator[
 
 
 def _refuse_parts(module: nn.Module, units: Sequence[FSDPUnit]) -> None:
-    """Refuse a module whose parameters a unit above it has."""
+    """Refuse a module whose parameters belong to a unit above it."""
     ours = {place.module for unit in units for member in unit.params.members for place in member.places}
     for name, each in module.named_modules():
         if each not in ours and any(map(_is_of_unit, (*each._parameters.values(), *each.__dict__.values()))):
@@ -325,7 +331,7 @@ def _gather_params(
     try:
         for index, member in enumerate(bucket.members):
             value = bucket.wrap_unsharded(index, full.values[index])
-            yield _name(member, names), _complete(value.clone())  # of its own, so that the unit's can go
+            yield _name(member, names), _complete(value.clone())  # a copy, so that the unit can free its memory
     finally:
         full.free()
 
