@@ -21,7 +21,8 @@ Unpack = Callable[[Any], torch.Tensor]
 def queue_backward_callback(function: Callable[[], None]) -> None:
     """Run `function` at the end of the current graph task.
 
-    Call it only inside a backward pass. Autograd does not have a public function for this; DistributedDataParallel uses the same private one.
+    Call it only inside a backward pass. Autograd does not have a public function for this; DistributedDataParallel uses
+    the same private one.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
