@@ -6,12 +6,14 @@ another stream or the host can wait. The CPU has no streams: for it the function
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
 __all__ = [
+    "CurrentStreams",
     "Event",
     "Stream",
     "TorchStreams",
@@ -131,6 +133,29 @@ def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
     """
     if has_streams(tensor.device):
         _streams.record(tensor, stream or get_current_stream(tensor.device))
+
+
+class CurrentStreams:
+    """The streams that a thread queues on, for threads that work for it: a new thread has other current streams.
+
+    Args:
+        devices: The devices; those without streams are ignored.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = {device: get_current_stream(device) for device in set(devices) if has_streams(device)}
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Queue on them, on any thread."""
+        with ExitStack() as stack:
+            for device, stream in self._streams.items():
+                stack.enter_context(use_stream(stream, device))
+            yield
+
+    def record_events(self) -> tuple[Event, ...]:
+        """Return an event behind what is queued now on each."""
+        return tuple(stream.record_event() for stream in self._streams.values())
 
 
 def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:

@@ -1,6 +1,6 @@
 // A device for the tests, "sim": host memory that only its own kernels may touch, filled with 0xFF when it is given and when it
-// is freed. It runs every operator on the CPU, counts copies between host and device, and finishes a non-blocking copy to pinned
-// memory only when somebody waits for it. Its process group moves its own tensors alone, as NCCL does.
+// is freed. It runs every operator on the CPU, counts copies between host and device, and finishes a non-blocking copy to or from
+// pinned memory only when somebody waits for it, or uses what it writes on the device. Its process group moves its own tensors alone, as NCCL does.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -118,11 +118,15 @@ struct Internal {  // copies of the CPU fallback are no copies of the program
 struct Unfinished {
   Tensor to, value;
   int64_t number;
+  bool is_upload;
 };
 std::vector<Unfinished> unfinished;
 int64_t launched = 0;
 
+void finish_uploads();
+
 Tensor host(const Tensor& tensor) {
+  finish_uploads();
   auto options = tensor.options().device(at::kCPU).requires_grad(false);
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
 }
@@ -138,10 +142,26 @@ void finish(int64_t until) {
 
 void finish_all() { finish(launched); }
 
+// The device does what is queued in order: before it touches its memory, it has what was copied there.
+void finish_uploads() {
+  Lock lock(mutex);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  std::vector<Unfinished> rest, uploads;
+  for (auto& each : unfinished) (each.is_upload ? uploads : rest).push_back(each);
+  unfinished = std::move(rest);
+  for (auto& each : uploads) each.to.copy_(each.value);
+}
+
+// What is in pinned memory is read when the copy is done: who changes it before changes what is copied.
+void launch_upload(const Tensor& from, const Tensor& to) {
+  Lock lock(mutex);
+  unfinished.push_back({to, from, ++launched, true});
+}
+
 void launch(const Tensor& from, const Tensor& to) {
   Lock lock(mutex);
   at::AutoDispatchBelowADInplaceOrView guard;
-  unfinished.push_back({to, from.to(to.scalar_type(), false, true), ++launched});
+  unfinished.push_back({to, from.to(to.scalar_type(), false, true), ++launched, false});
   if (to.is_contiguous()) std::memset(to.data_ptr(), 0xFF, to.nbytes());
 }
 
@@ -157,6 +177,10 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   ++(beside ? copies.pinned : non_blocking ? copies.pageable : copies.blocking);
   if (beside && to.is_cpu()) {
     launch(source.expand_as(target), to);
+    return to;
+  }
+  if (beside && source.sizes() == target.sizes()) {
+    launch_upload(source, target);
     return to;
   }
   if (!beside) finish_all();
@@ -230,6 +254,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    finish_uploads();
     auto* resized = storage.unsafeGetStorageImpl();
     c10::DataPtr memory = device_memory.allocate(bytes);
     if (bytes > 0 && resized->data_ptr().get() != nullptr)
@@ -410,6 +435,7 @@ PYBIND11_MODULE(SIM_MODULE, m) {
     return c10::make_intrusive<Ranks>(gloo);
   });
   m.def("synchronize", &finish_all);
+  m.def("unfinished", [] { return unfinished.size(); });
   m.def("counts", [] {
     pybind11::dict made;
     made["to_host"] = count(to_host);

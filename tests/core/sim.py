@@ -194,6 +194,11 @@ def counted() -> Iterator[Callable[[], Copies]]:
     yield _counts
 
 
+def unfinished() -> int:
+    """Return how many copies to and from pinned memory nobody has waited for."""
+    return _LOADED.unfinished()
+
+
 def _counts() -> Copies:
     found = _LOADED.counts()
     both = {kind: found["to_host"][kind] + found["to_device"][kind] for kind in ("blocking", "pageable", "pinned")}

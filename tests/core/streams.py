@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardckpt import devices
+from shardckpt.checkpoint.save import side_streams
 from shardckpt.core.comm import streams as engine_streams
 
 Clock = dict[int, int]
@@ -520,6 +521,7 @@ def _installed(checker: Checker) -> Iterator[None]:
         _put(stack, devices, "_streams", FakeStreams(checker))
         _put(stack, engine_streams, "_gather_streams", {})
         _put(stack, engine_streams, "_reduce_streams", {})
+        _put(stack, side_streams, "_side_streams", {})
         _put(stack, torch.UntypedStorage, "resize_", _noted_resize(checker))
         _put(stack, torch.Tensor, "tolist", _noted_tolist(checker))
         for name in _COLLECTIVES:

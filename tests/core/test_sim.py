@@ -50,6 +50,20 @@ def test_a_copy_to_pinned_memory_is_done_when_its_event_is():
     assert sim.ranks(1, body) == [(True, [1.0] * 4)]
 
 
+def test_a_copy_from_pinned_memory_reads_it_when_it_is_waited_for():
+    def body(rank, world):
+        host, on_device = torch.ones(4).pin_memory(), torch.zeros(4, device="sim")
+        on_device.copy_(host, non_blocking=True)
+        host.fill_(2)  # too early
+        early = on_device.tolist()
+        on_device.copy_(host, non_blocking=True)
+        torch.sim.synchronize()
+        host.fill_(3)
+        return early, on_device.tolist(), sim.unfinished()
+
+    assert sim.ranks(1, body) == [([2.0] * 4, [2.0] * 4, 0)]
+
+
 def test_the_group_moves_tensors_of_the_device_and_none_of_the_cpu():
     def body(rank, world):
         value = torch.full((3,), float(rank), device="sim")

@@ -1,4 +1,4 @@
-"""Each wait and each `record_stream` of the engine is needed: without it the checker of streams finds something."""
+"""Each wait and `record_stream` of engine and saves is needed: without it the checker of streams finds something."""
 
 from __future__ import annotations
 import __future__
@@ -42,6 +42,7 @@ def sites() -> dict[str, tuple[str, str, int]]:
     """Every such call: module, function and which of its calls; named by module, function and the name called."""
     package = ROOT / "shardckpt"
     files = [*(package / "core").rglob("*.py"), package / "state" / "adapters" / "engine_bucket.py"]
+    files.append(package / "checkpoint" / "save" / "side_streams.py")
     named: dict[str, tuple[str, str, int]] = {}
     for path in sorted(files):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -124,6 +125,8 @@ EQUIVALENT = {
 """Calls that may be taken away, and why."""
 
 FOUND: dict[str, tuple[Scenario, Style]] = {
+    "checkpoint.save.side_streams:SideStreams.copying:wait_stream": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.side_streams:SideStreams.copying:wait_event": (scenarios.copies_for_a_background_save, EACH),
     "core.comm.collectives:Pending.wait:wait": (scenarios.trains, FLAT),
     "core.comm.streams:wait_for_gather:wait_event": (
         scenarios.trains_without_shards_in_low_precision,

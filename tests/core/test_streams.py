@@ -26,9 +26,13 @@ from under_test import LOW, TORCH, Strategy, Style, core, grid, no_sync, sharder
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
 if not TORCH:
     from shardckpt import devices, state
+    from shardckpt.boxes import full_box
+    from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
     from shardckpt.core import comm_hooks
     from shardckpt.core.comm.collectives import ShardGroup
     from shardckpt.core.params.gradient_reduction import GradientReducer
+    from shardckpt.format.native.payload import PayloadChunk, plan_payloads
+    from shardckpt.state.local.local_shards import get_tensor_shards
 
 CPU = torch.device("cpu")
 FULL, GRAD_OP, NONE, HYBRID = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD, Strategy.HYBRID_SHARD
@@ -412,6 +416,20 @@ def keeps_slices(style: Style) -> None:
     train(*made(style, reshard_after_forward=2))
 
 
+def copies_for_a_background_save(style: Style) -> None:
+    """What a state on a device goes through in `async_save`, then steps that change it: twice, in the same buffers."""
+    tensors = {"flat": torch.zeros(50_000), "turned": torch.zeros(300, 200).t()}
+    arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
+    chunks = [PayloadChunk(path, each.shape, "float32", full_box(each.shape)) for path, each in arrays.items()]
+    payloads, pool = plan_payloads("s", 0, chunks), BufferPool(make_buffer)
+    for _ in range(2):
+        for tensor in tensors.values():
+            tensor.add_(1)
+        StagingArea(pool, None).fill(payloads, arrays)
+        for tensor in tensors.values():
+            tensor.add_(1)
+
+
 Scenario = Callable[[Style], None]
 EVERYWHERE: tuple[Scenario, ...] = (
     *(trains, trains_in_low_precision, trains_and_keeps_parameters, trains_without_shards, accumulates_and_clips),
@@ -425,6 +443,7 @@ WRAPPED: tuple[Scenario, ...] = (summons, reduces_by_a_hook, averages_by_a_hook)
 IN_PLACE: tuple[Scenario, ...] = (
     *(changes_gradients_on_a_stream, steps_on_a_stream, changes_kept_parameters),
     *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
+    copies_for_a_background_save,
 )
 FOUR_RANKS: tuple[Scenario, ...] = (*(trains_with_replicas, accumulates_over_replicas, keeps_slices),)
 

@@ -1,4 +1,4 @@
-"""`async_save`: the loop waits for one copy in memory; a thread writes and publishes it."""
+"""`async_save`: the loop waits for a copy in memory, not for those from devices; a thread writes and publishes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import torch.distributed as dist
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle, require_on_event
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, GetBase, SaveArguments, saver_for
 from shardckpt.checkpoint.save.session import PlannedSave, SaveSession, StagedSave, WrittenSave, capture_error
-from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, buffer_size, make_buffer
+from shardckpt.checkpoint.save.staging import (
+    BufferPool,
+    StagingArea,
+    buffer_size,
+    default_budget,
+    is_unpinned,
+    make_buffer,
+)
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
@@ -21,7 +28,7 @@ from shardckpt.plan.layout.output_files import parse_size
 
 OnBusy = Literal["wait", "raise"]
 
-BUFFERS = BufferPool(make_buffer)
+BUFFERS = BufferPool(make_buffer, is_unpinned)
 """Of this process, for every save in the background."""
 
 os.register_at_fork(after_in_child=BUFFERS.forget)
@@ -46,8 +53,9 @@ def async_save(
 ) -> SaveHandle:
     """Save what a training run holds, in the background. Collective: every rank of the group calls it.
 
-    When this returns, all that is saved has been copied: the state may change at once. One save a process is under way
-    at a time. A process that ends waits for it.
+    When this returns, the state may change at once: what is in this machine's memory has been copied; what is on a
+    device is copied before the device runs anything that is queued later on the stream that is current in the call. One
+    save a process is under way at a time. A process that ends waits for it.
 
     What can be known before anything is copied (a target that exists, a value that cannot be saved) is raised here, on
     every rank. Whatever fails later is raised by `result()` on every rank, naming the one that failed; if nobody asks,
@@ -64,9 +72,10 @@ def async_save(
         store_digests: As for `save`.
         trainable_only: As for `save`.
         base_key_map: As for `save`.
-        max_staging_bytes: Bytes of memory that the copy on this rank may take, or a size such as `"8GB"`; 1 MiB at
-            least. None for as much as this rank writes. A state that does not fit is copied in rounds, each when the
-            one before has been written: the call returns when the last one is copied. The memory is kept for the next
+        max_staging_bytes: Bytes of memory that the copy on this rank may take, pinned if the process uses a GPU, or a
+            size such as `"8GB"`; 1 MiB at least. None for as much as this rank writes; on a GPU that is at most half of
+            the machine's memory, divided by its ranks. A state that does not fit is copied in rounds, each when the one
+            before has been written: the call returns when the last one is under way. The memory is kept for the next
             save.
         on_busy: What to do while another save is under way: wait for it, or raise. One rank's refusal is raised on all.
         on_event: Called with a `SaveEvent` when a phase has ended, on the thread that went through it.
@@ -107,7 +116,7 @@ def async_save(
 
 def _parse_max_staging_bytes(max_staging_bytes: int | str | None) -> int | None:
     """Return how many bytes the copy may take, None for no limit. Raises UsageError."""
-    most = None if max_staging_bytes is None else parse_size(max_staging_bytes)
+    most = default_budget() if max_staging_bytes is None else parse_size(max_staging_bytes)
     buffer_size(most)
     return most
 

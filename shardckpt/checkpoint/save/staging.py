@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Condition
 from typing import Generic, NamedTuple, TypeVar
@@ -10,6 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from shardckpt.boxes import contiguous_blocks, full_box
+from shardckpt.checkpoint.save.side_streams import SideStreams, wait_for_side_streams
 from shardckpt.checkpoint.stateful.tensor_bytes import (
     SMALL_BYTES,
     copy_bytes,
@@ -19,7 +23,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import (
     view_as_bytes,
     view_box,
 )
-from shardckpt.devices import get_current_stream, has_streams, is_gpu_used
+from shardckpt.devices import Event, is_gpu_used
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import PayloadFile
 from shardckpt.manifest import Path
@@ -33,15 +37,38 @@ LEAST_BUDGET_BYTES = 1 << 20
 _LEAST_BUFFERS = 4
 """Buffers in a small budget: some are filled while others are written."""
 
-_PAGE_BYTES = 4096
 _PART_BYTES = 1 << 20
 """Bytes of a tensor that is not contiguous that are copied at a time, besides the budget."""
+
+_LOG = logging.getLogger("shardckpt")
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 T = TypeVar("T")
 
 
+def default_budget() -> int | None:
+    """Return how many bytes the buffers of a rank may take where the caller gives no bound; None for no limit.
+
+    Buffers are pinned where this process uses a GPU: then half of this machine's memory, divided by its ranks.
+    """
+    if not is_gpu_used():
+        return None
+    setting = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(setting) if setting.isdigit() else torch.accelerator.device_count()
+    return max(memory_size() // 2 // max(ranks, 1), LEAST_BUDGET_BYTES)
+
+
+def memory_size() -> int:
+    """Return how many bytes of memory this machine has, or this container may use."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in _MEMORY_LIMITS:
+        with suppress(OSError, ValueError), open(name, encoding="ascii") as file:
+            size = min(size, int(file.read()))
+    return size
+
+
 def buffer_size(budget: int | None) -> int:
-    """Return how large the buffers under a budget are, in bytes.
+    """Return how large the buffers under a budget are, in bytes: a power of two, as pinned memory is allocated.
 
     Args:
         budget: Bytes that all of them may take; None for no limit.
@@ -55,7 +82,7 @@ def buffer_size(budget: int | None) -> int:
         raise UsageError(
             "`max_staging_bytes` is too small to stage a save", found=f"{budget} bytes", expected="1 MiB or more"
         )
-    return min(BUFFER_BYTES, budget // _LEAST_BUFFERS // _PAGE_BYTES * _PAGE_BYTES)
+    return min(BUFFER_BYTES, 1 << (budget // _LEAST_BUFFERS).bit_length() - 1)
 
 
 class BufferPool(Generic[T]):
@@ -65,13 +92,14 @@ class BufferPool(Generic[T]):
 
     Args:
         make: Returns a new buffer of so many bytes.
+        is_outdated: Returns True for a buffer that goes when the next save begins.
 
     Attributes:
         made: Buffers that were ever made.
     """
 
-    def __init__(self, make: Callable[[int], T]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[int], T], is_outdated: Callable[[T], bool] = lambda _: False) -> None:
+        self._make, self._is_outdated = make, is_outdated
         self.made = 0
         self.forget()
 
@@ -100,14 +128,20 @@ class BufferPool(Generic[T]):
         """
         size = buffer_size(budget)
         with self._changed:
-            if size != self._size:
-                self._all.clear()
+            self._all = [] if size != self._size else [each for each in self._all if not self._is_outdated(each)]
             self._size = size
             self._most = None if budget is None else budget // size
             if self._most is not None:
                 del self._all[self._most :]
             self._idle = self._all[::-1]
             self._is_closed = False
+
+    def count_missing(self, file_bytes: Iterable[int]) -> int:
+        """Return how many bytes of buffers are to be made for files of so many bytes, each in its own buffers."""
+        with self._changed:
+            needed = sum(-(-nbytes // self._size) for nbytes in file_bytes)
+            most = needed if self._most is None else min(needed, self._most)
+            return max(most - len(self._all), 0) * self._size
 
     def take(self, *, wait: bool) -> T | None:
         """Return an idle buffer, or a new one; None where there may be no more.
@@ -149,25 +183,34 @@ class StagingBuffer(NamedTuple):
     """A buffer.
 
     Attributes:
-        tensor: Its bytes, pinned where this process uses a GPU.
+        tensor: Its bytes.
         view: The same bytes.
+        is_pinned: Whether a GPU copies to it while the host does something else.
     """
 
     tensor: torch.Tensor
     view: memoryview
+    is_pinned: bool
 
 
 def make_buffer(nbytes: int) -> StagingBuffer:
-    """Return a buffer of so many bytes in this machine's memory."""
+    """Return a buffer of so many bytes in this machine's memory, pinned where this process uses a GPU."""
+    is_pinned = is_gpu_used()
     with torch.inference_mode(False):  # a buffer outlives the mode of whoever needed it first
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_gpu_used())
-    return StagingBuffer(tensor, memoryview(tensor.numpy()))  # type: ignore[arg-type]
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    return StagingBuffer(tensor, memoryview(tensor.numpy()), is_pinned)  # type: ignore[arg-type]
+
+
+def is_unpinned(buffer: StagingBuffer) -> bool:
+    """Return True if a buffer was made before this process used the GPU that it uses now."""
+    return not buffer.is_pinned and is_gpu_used()
 
 
 class _Filled(NamedTuple):
     block: StagingBuffer
     nbytes: int
     ends_file: bool
+    events: tuple[Event, ...]
 
 
 class _NobodyWritesError(Exception):
@@ -180,6 +223,9 @@ class StagingArea:
     All that fits into the budget is copied before the first byte is written, so that the two do not compete for memory;
     from then on as much is copied as was written.
 
+    Copies from a device are queued, and not waited for: the thread waits for each buffer before it writes it, and the
+    device for all of them before it runs what is queued later on the current stream.
+
     Args:
         pool: Where buffers come from; nobody else uses it until this save is over.
         budget: Bytes that they may take; None for no limit.
@@ -189,13 +235,14 @@ class StagingArea:
     """
 
     def __init__(self, pool: BufferPool[StagingBuffer], budget: int | None) -> None:
+        wait_for_side_streams()
         pool.open(budget)
         self._pool = pool
         self._queue: SimpleQueue[_Filled | Exception] = SimpleQueue()
         self._filled: list[_Filled] = []
         self._block: StagingBuffer | None = None
         self._used = 0
-        self._devices: set[torch.device] = set()
+        self._streams = SideStreams(())
         self.rounds = 0
 
     # The loop's side
@@ -203,27 +250,40 @@ class StagingArea:
     def fill(self, payloads: Sequence[PayloadFile], arrays: Mapping[Path, TensorShards]) -> None:
         """Copy what is to be written; once this returns, the arrays may change.
 
+        Those on a device may be changed by what is queued on the current stream from then on.
+
         Args:
             payloads: The layouts of the files.
             arrays: The arrays of this rank.
         """
+        self._log_pinning([payload.nbytes for payload in payloads])
+        self._streams = SideStreams({shard.tensor.device for array in arrays.values() for shard in array.shards})
         try:
-            for payload in payloads:
-                self._put_bytes(memoryview(payload.header))
-                for chunk in payload.chunks:
-                    self._put(view_box(arrays[chunk.path], chunk.box))
-                self._end_block(ends_file=True)
-            self._hand_over()
+            with self._streams.copying():
+                for payload in payloads:
+                    self._put_bytes(memoryview(payload.header))
+                    for chunk in payload.chunks:
+                        self._put(view_box(arrays[chunk.path], chunk.box))
+                    self._end_block(ends_file=True)
+                self._hand_over()
         except _NobodyWritesError:
             return
+
+    def _log_pinning(self, file_bytes: Sequence[int]) -> None:
+        missing = self._pool.count_missing(file_bytes) if is_gpu_used() else 0
+        if missing:
+            _LOG.info(
+                "async_save pins %.1f MB more of this machine's memory on this rank, %.1f MB in all, and keeps it for"
+                " the next save; `max_staging_bytes` bounds it",
+                missing / 1e6,
+                (self._pool.nbytes + missing) / 1e6,
+            )
 
     def fail(self, error: Exception) -> None:
         """Send the writing thread the reason why no more data will come."""
         self._queue.put(error)
 
     def _put(self, tensor: torch.Tensor) -> None:
-        if has_streams(tensor.device):
-            self._devices.add(tensor.device)
         if not tensor.numel():
             return
         if tensor.nbytes <= SMALL_BYTES and is_flat_on_cpu(tensor):
@@ -237,7 +297,7 @@ class StagingArea:
 
     def _put_flat(self, data: torch.Tensor) -> None:
         for start, stop, block, at in self._spans(data.numel()):
-            # From a GPU this waits for nothing; `_hand_over` does.
+            # From a GPU this waits for nothing; `blocks` does.
             block.tensor[at : at + stop - start].copy_(data[start:stop], non_blocking=True)
 
     def _put_bytes(self, data: memoryview) -> None:
@@ -269,13 +329,10 @@ class StagingArea:
 
     def _end_block(self, *, ends_file: bool) -> None:
         if self._block is not None:
-            self._filled.append(_Filled(self._block, self._used, ends_file))
+            self._filled.append(_Filled(self._block, self._used, ends_file, self._streams.record_events()))
         self._block, self._used = None, 0
 
     def _hand_over(self) -> None:
-        for device in self._devices:
-            get_current_stream(device).synchronize()
-        self._devices.clear()
         self.rounds += 1
         for block in self._filled:
             self._queue.put(block)
@@ -297,6 +354,8 @@ class StagingArea:
             got = self._queue.get()
             if isinstance(got, Exception):
                 raise got
+            for event in got.events:
+                event.synchronize()
             yield got.block.view[: got.nbytes]
             self._pool.give(got.block)
             if got.ends_file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.boxes import full_box
+from shardckpt.checkpoint.save import staging
 from shardckpt.checkpoint.save.payload_writer import iter_contents
-from shardckpt.checkpoint.save.staging import BUFFER_BYTES, BufferPool, StagingArea, buffer_size, make_buffer
+from shardckpt.checkpoint.save.staging import (
+    BUFFER_BYTES,
+    BufferPool,
+    StagingArea,
+    buffer_size,
+    default_budget,
+    make_buffer,
+    memory_size,
+)
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import PayloadChunk, PayloadFile, plan_payloads
@@ -26,6 +36,11 @@ class TestPool:
     def test_a_budget_has_room_for_four_buffers_of_whole_pages_or_more(self, budget: int) -> None:
         size = buffer_size(budget)
         assert 0 < size <= BUFFER_BYTES and size % 4096 == 0 and 4 * size <= budget
+
+    @given(st.integers(MIB, 1 << 40))
+    def test_buffers_have_sizes_that_pinned_memory_is_given_in(self, budget: int) -> None:
+        size = buffer_size(budget)
+        assert size & (size - 1) == 0 and (size == BUFFER_BYTES or 8 * size > budget)
 
     def test_a_budget_too_small_for_anything_is_refused(self) -> None:
         with pytest.raises(UsageError, match="1 MiB"):
@@ -59,6 +74,26 @@ class TestPool:
         pool.open(MIB)
         assert pool.nbytes == 0
 
+    def test_buffers_that_are_outdated_go_when_a_save_begins(self) -> None:
+        outdated: list[object] = []
+        pool = BufferPool(object_of_size, lambda each: each in outdated)
+        pool.open(None)
+        first, second = pool.take(wait=False), pool.take(wait=False)
+        outdated.append(first)
+        assert pool.nbytes == 2 * BUFFER_BYTES
+        pool.open(None)
+        assert pool.nbytes == BUFFER_BYTES and pool.take(wait=False) is second
+
+    @pytest.mark.parametrize("budget", [None, 4 * BUFFER_BYTES, MIB])
+    def test_what_files_still_need_is_known_before_it_is_made(self, budget: int | None) -> None:
+        pool = BufferPool(object_of_size)
+        pool.open(budget)
+        pool.take(wait=False)
+        size = buffer_size(budget)
+        files = [size + 1, 1, size * 2]  # in 5 buffers
+        most = 5 if budget is None else min(5, budget // size)
+        assert pool.count_missing(files) == (most - 1) * size
+
     def test_who_waits_gets_what_another_thread_gives_back(self) -> None:
         pool = BufferPool(bytearray)
         pool.open(MIB)
@@ -77,6 +112,28 @@ class TestPool:
         closer.start()
         assert pool.take(wait=True) is None
         closer.join()
+
+
+class TestDefault:
+    def test_without_a_gpu_buffers_take_what_a_rank_writes(self) -> None:
+        assert default_budget() is None
+
+    @pytest.mark.parametrize(("ranks", "accelerators", "share"), [("4", 8, 8), ("", 8, 16), ("", 0, 2), ("0", 8, 2)])
+    def test_with_one_the_ranks_share_half_of_the_memory(
+        self, monkeypatch: pytest.MonkeyPatch, ranks: str, accelerators: int, share: int
+    ) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setattr(staging, "is_gpu_used", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: accelerators)
+        assert default_budget() == memory_size() // share
+
+    @pytest.mark.parametrize(("limit", "is_less"), [("max\n", False), ("1000000\n", True), ("9" * 30, False)])
+    def test_a_container_has_what_it_may_use(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, is_less: bool
+    ) -> None:
+        (tmp_path / "memory.max").write_text(limit)
+        monkeypatch.setattr(staging, "_MEMORY_LIMITS", ("/no/such/file", str(tmp_path / "memory.max")))
+        assert (memory_size() == 1_000_000) is is_less
 
 
 def object_of_size(nbytes: int) -> object:
