@@ -1,24 +1,67 @@
-"""The command line: registers the commands; imports neither torch nor shardckpt before one of them runs."""
+"""The command line: builds the command of one verb; imports neither torch nor shardckpt before it runs."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from shardckpt_cli import compare, consolidate, inspect, ls, merge, prune, rekey, repair, reshard, verify
+from shardckpt_cli.commands import Command, CommandWithTargets, CommandWithVerbs
 from shardckpt_cli.exits import run_main, wrap_command
-from shardckpt_cli.options import CommandWithTargets
 
-app = typer.Typer(
-    name="shardckpt",
-    help="Read, check and merge checkpoints of sharded PyTorch training.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+
+class _Verb(NamedTuple):
+    """One command.
+
+    Attributes:
+        function: What it runs; its docstring is the help.
+        command_class: Its class.
+        help: The help, if it is not the docstring.
+    """
+
+    function: Callable[..., None]
+    command_class: type[Command] = Command
+    help: str | None = None
+
+
+_VERBS = {
+    "consolidate": _Verb(consolidate.consolidate, CommandWithTargets),
+    "convert": _Verb(consolidate.consolidate, CommandWithTargets, consolidate.CONVERT_HELP),
+    "rekey": _Verb(rekey.rekey),
+    "reshard": _Verb(reshard.reshard, CommandWithTargets),
+    "merge-adapter": _Verb(merge.merge_adapter, CommandWithTargets),
+    "inspect": _Verb(inspect.inspect),
+    "repair": _Verb(repair.repair),
+    "verify": _Verb(verify.verify),
+    "diff": _Verb(compare.diff),
+    "ls": _Verb(ls.ls),
+    "prune": _Verb(prune.prune),
+}
+
+
+def build_command(first_word: str = "") -> Any:
+    """Return the command with the one verb that runs, because to build all of them takes longer than to run most.
+
+    Args:
+        first_word: Of the command line. All verbs are built if it is none of them: for the help, and to suggest one.
+    """
+    app = typer.Typer(
+        name="shardckpt",
+        help="Read, check and merge checkpoints of sharded PyTorch training.",
+        cls=CommandWithVerbs,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_take_options)
+    for name in [first_word] if first_word in _VERBS else _VERBS:
+        verb = _VERBS[name]
+        app.command(name, cls=verb.command_class, help=verb.help)(wrap_command(verb.function))
+    return typer.main.get_command(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -29,7 +72,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _take_options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
@@ -38,22 +80,9 @@ def _take_options(
     """Take what stands before the command."""
 
 
-_consolidate = wrap_command(consolidate.consolidate)
-app.command("consolidate", cls=CommandWithTargets)(_consolidate)
-app.command("convert", cls=CommandWithTargets, help=consolidate.CONVERT_HELP)(_consolidate)
-app.command("rekey")(wrap_command(rekey.rekey))
-app.command("reshard", cls=CommandWithTargets)(wrap_command(reshard.reshard))
-app.command("merge-adapter", cls=CommandWithTargets)(wrap_command(merge.merge_adapter))
-app.command("inspect")(wrap_command(inspect.inspect))
-app.command("repair")(wrap_command(repair.repair))
-app.command("verify")(wrap_command(verify.verify))
-app.command("diff")(wrap_command(compare.diff))
-app.command("ls")(wrap_command(ls.ls))
-app.command("prune")(wrap_command(prune.prune))
-
-
 def main() -> None:
     """Run the command; exit codes: 0 done, 1 the checkpoint, 2 the call, 3 the storage, 130 and 143 on signals."""
     # a manifest is a hundred thousand small values that live to the end: looking for cycles among them only costs
     gc.set_threshold(200_000, 50, 100)
-    run_main(lambda: app(sys.argv[1:] or ["--help"], standalone_mode=False))
+    words = sys.argv[1:] or ["--help"]
+    run_main(lambda: build_command(words[0])(words, standalone_mode=False))

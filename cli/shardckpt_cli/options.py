@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")]
 Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt or .bin file.")]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL.")]
-
-
-class CommandWithTargets(TyperCommand):
-    """A command whose help lists the formats that can be written; they are looked up only for the help."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
-        import shardckpt
-
-        targets, rank_targets = (
-            ", ".join(shardckpt.list_targets(for_ranks=ranks, imports_plugins=False)) for ranks in (False, True)
-        )
-        for parameter in self.params:
-            text = getattr(parameter, "help", None)
-            if text:
-                parameter.help = text.format(targets=targets, rank_targets=rank_targets)  # type: ignore[attr-defined]
-        super().format_help(ctx, formatter)
-
 
 # what is read
 To = Annotated[

@@ -12,11 +12,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-from shardckpt_cli.app import app
+from shardckpt_cli.app import build_command
 from shardckpt_cli.exits import run_main
 
-_COMMAND = typer.main.get_command(app)
+_COMMAND = build_command()
 _ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "cli")])}
 
