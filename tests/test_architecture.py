@@ -98,15 +98,28 @@ LIBRARIES: dict[str, set[str]] = {
 
 # Function-level imports; besides these the command imports the package and rich inside its functions: `is_late_in_cli`.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
+    ("shardckpt.format.chunk_reader", "numpy"): "0.07 s; pieces that are read as they are need none",
+    ("shardckpt.format.registry", "shardckpt.format.native.commit"): "only the format of a checkpoint is imported",
+    (
+        "shardckpt.format.registry",
+        "shardckpt.format.native.run_directory",
+    ): "only the format of a checkpoint is imported",
     (
         "shardckpt.offline.consolidate",
         "shardckpt.offline.write.parallel",
     ): "ranks speak through torch; one process needs none",
+    ("shardckpt.offline.select.selection", "numpy"): "0.07 s; most optimizers have no such values",
+    ("shardckpt.offline.select.selection", "shardckpt.format.remap"): "most conversions have no rules",
+    ("shardckpt.offline.write.numpy_casts", "ml_dtypes"): "numpy knows most types",
+    ("shardckpt.offline.write.numpy_casts", "numpy"): "0.07 s; what casts nothing needs none",
     ("shardckpt.open_checkpoint", "shardckpt.checkpoint.load.lazy"): "arrays need no torch",
     ("shardckpt.open_checkpoint", "shardckpt.offline.open_arrays"): "tensors need no arrays",
     ("shardckpt.plugins", "importlib.metadata"): "0.03 s, which most commands can do without",
     ("shardckpt.storage.resolve_url", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
 }
+
+# Modules with a table of modules of which they import the one that is asked for.
+TABLES = frozenset({"shardckpt.format.registry", "shardckpt.offline.targets.target_registry"})
 
 TORCH_FREE = ("format", "plan", "storage", "offline")
 WITH_RANKS = "shardckpt.offline.write.parallel"
@@ -144,7 +157,14 @@ def imports(sources: Mapping[str, str]) -> list[Import]:
         for node, late, for_types in _import_nodes_of(text):
             for target in _targets(node, name, name in packages, sources):
                 found.append(Import(name, target, node.lineno, late, for_types))
+        found += [Import(name, *named, late=False, for_types=False) for named in _named_in_table(name, text, sources)]
     return found
+
+
+def _named_in_table(by: str, text: str, sources: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Return the modules that a table names, with their lines; no other import says that they are used."""
+    constants = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)) if by in TABLES else ()
+    return [(node.value, node.lineno) for node in constants if isinstance(node.value, str) and node.value in sources]
 
 
 @cache
@@ -372,6 +392,11 @@ class TestTheChecksCanFail:
     )
     def test_an_import_up_the_layers_of_a_package_is_found(self, by: str, text: str) -> None:
         assert len(upward_imports(imports({**SOURCES, by: text}))) == 1
+
+    def test_an_import_by_a_table_is_found(self) -> None:
+        for by in TABLES:
+            found = imports({**SOURCES, by: "BUILT_IN = {'one': 'shardckpt.checkpoint.manager'}"})
+            assert len(forbidden_arrows(found)) == 1
 
     def test_groups_are_for_parallel_conversion_alone(self) -> None:
         assert (

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.boxes import (
     Box,
@@ -29,6 +27,9 @@ from shardckpt.plan.layout.copy_plan import as_bytes
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.storage.store import Read, Store
 
+if TYPE_CHECKING:
+    import numpy as np
+
 _NEAR_BYTES = 4096
 """Maximum bytes of a range that is always read in full, even if few of them are needed: one block of a disk."""
 
@@ -41,7 +42,7 @@ _MOST_STAGED_BYTES = 1 << 21
 _MOST_STAGED = 4096
 """Maximum staged ranges of strided views in one batch; a full batch is read and scattered before the next."""
 
-_BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_BY_WIDTH = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 """NumPy dtypes by width in bytes, used to copy elements of any dtype without interpreting their bits."""
 
 
@@ -190,9 +191,16 @@ def _span_ranges(
         return
     if width % 8:
         raise UnsupportedError(f"a box starts inside a byte of {want.dtype}", where=piece.file, found=str(inner))
-    staged = np.empty(size // 8, np.uint8)
+    staged = _allocate(size // 8)
     parts.append(_StagedRead(want, in_want, staged, strides(inner.size)))
     yield memoryview(staged), span.offset + first // 8  # type: ignore[arg-type]
+
+
+def _allocate(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return bytes that are not initialized."""
+    import numpy as np  # noqa: PLC0415  (0.07 s; pieces that are read as they are need none)
+
+    return np.empty(size, np.uint8)
 
 
 def _rows(box: Box) -> Iterator[Box]:
@@ -217,7 +225,7 @@ def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -
         length = 1 + sum((n - 1) * s for n, s in zip(box.size, layout.strides, strict=True))
         needed = prod(n for n, s in zip(box.size, layout.strides, strict=True) if s)
         if length * width <= max(near, min(2 * needed * width, _MOST_STAGED_BYTES)):
-            staged = np.empty(length * width, np.uint8)
+            staged = _allocate(length * width)
             part = _StagedRead(want, shift(box, want.box.offset), staged, layout.strides)
             yield part, layout.offset + first * width
         else:
@@ -242,12 +250,14 @@ def _scatter(part: _StagedRead) -> None:
 
     Dimensions of size 1 are dropped: NumPy supports 64 dimensions, and a hostile file may have any number of size 1.
     """
+    import numpy as np  # noqa: PLC0415  (as in `_allocate`)
+
     width = bits(part.want.dtype) // 8
     kind = _BY_WIDTH[width]
     dims = [d for d, n in enumerate(part.want.box.size) if n != 1]
     size, steps = [part.box.size[d] for d in dims], [part.strides[d] * width for d in dims]
-    source = np.ndarray(size, kind, part.staged.data, 0, steps)
-    target = np.ndarray([part.want.box.size[d] for d in dims], kind, part.want.buffer)
+    source: np.ndarray[Any, Any] = np.ndarray(size, kind, part.staged.data, 0, steps)
+    target: np.ndarray[Any, Any] = np.ndarray([part.want.box.size[d] for d in dims], kind, part.want.buffer)
     target[tuple(slice(part.box.offset[d], part.box.offset[d] + part.box.size[d]) for d in dims)] = source
 
 

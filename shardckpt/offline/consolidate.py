@@ -15,7 +15,7 @@ from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported
-from shardckpt.offline.targets.target_registry import TARGETS, choose_target
+from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion, write_alone
 from shardckpt.offline.write.report import OnProgress, Report
 from shardckpt.plan.layout.output_files import parse_size
@@ -67,11 +67,12 @@ def consolidate(
 
 def _with_config_warning(report: Report, options: Options) -> Report:
     """Return a report that says so where transformers lacks the config of a folder that was merged into another."""
+    target = choose_target(options.to, report.target)
     is_model_folder = (
         options.part == "model"
         and not options.include
-        and choose_target(options.to, report.target) is TARGETS[0]
-        and not report.target.endswith(TARGETS[0].suffixes)
+        and target.name == DEFAULT
+        and not report.target.endswith(target.suffixes)
     )
     if not is_model_folder or _CONFIGS & {*report.carried} or kind(report.source) != "folder":
         return report

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Protocol, runtime_checkable
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.errors import MissingFileError, NoSpaceError, ShardckptError, StorageError, UnsafeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Listed(NamedTuple):

@@ -1,12 +1,33 @@
-"""The door of the script: interruptions that arrive before there is anything to undo."""
+"""The door of the script: interruptions before there is anything to undo, and what a verb imports."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from command import ENVIRONMENT
+
+HEAVY = (
+    "numpy",
+    "ml_dtypes",
+    "torch",
+    "fsspec",
+    "asyncio",
+    "rich",
+    "pydantic",
+    "importlib.metadata",
+    "multiprocessing",
+)
+CHECKPOINTS = {"dcp": "dcp_fsdp2_llama_w2", "safetensors": "hf_pretrained_llama"}
+READERS = {
+    "dcp": {"shardckpt.format.dcp.reader"},
+    "safetensors": {"shardckpt.format.huggingface.reader", "shardckpt.format.torchsave.reader"},
+}
+"""The modules of formats that a verb needs for a checkpoint of one."""
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -25,3 +46,35 @@ def test_a_signal_while_the_command_is_loaded_is_one_line_and_its_code(number: s
     assert done.returncode == code
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("shardckpt: ")
+
+
+def imported_by(*words: str) -> set[str]:
+    """Return the modules that a command has imported when it ends."""
+    program = (
+        "import json, sys\n"
+        "from shardckpt_cli.start import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "print(json.dumps([*sys.modules]))\n"
+    )
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("form", CHECKPOINTS)
+@pytest.mark.parametrize("verb", ["consolidate", "convert", "inspect", "verify"])
+def test_a_verb_imports_its_own_format_and_nothing_heavy(verb: str, form: str, fixtures: Path, tmp_path: Path) -> None:
+    words = [verb, str(fixtures / CHECKPOINTS[form] / "ckpt")]
+    found = imported_by(*words, *([str(tmp_path / "out")] if verb.startswith("con") else []))
+    assert found & set(HEAVY) == set()
+    readers = {name for name in found if name.startswith("shardckpt.format.") and name.endswith(".reader")}
+    assert readers - {"shardckpt.format.reader"} == READERS[form]
+    targets = {name for name in found if name.startswith("shardckpt.offline.targets.")}
+    assert len(targets) == (3 if verb.startswith("con") else 0), "the registry, the base and the one target"
+
+
+def test_a_cast_imports_numpy(fixtures: Path, tmp_path: Path) -> None:
+    source = fixtures / CHECKPOINTS["dcp"] / "ckpt"
+    found = imported_by("consolidate", str(source), str(tmp_path / "out"), "--dtype", "bf16")
+    assert found & set(HEAVY) == {"numpy", "ml_dtypes"}

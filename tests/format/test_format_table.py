@@ -19,12 +19,13 @@ from torch import nn
 import shardckpt
 from shardckpt.errors import ShardckptError
 from shardckpt.format.reader import Format
-from shardckpt.format.registry import FORMATS, detect, open_checkpoint, open_source
+from shardckpt.format.registry import detect, load_formats, open_checkpoint, open_source
 from shardckpt.offline.targets import target_registry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
-TARGETS = [target.name for target in target_registry.TARGETS]
-RESHARD_TARGETS = [target.name for target in target_registry.TARGETS if target.plan_ranks]
+FORMATS = load_formats()
+TARGETS = [*target_registry.BUILT_IN]
+RESHARD_TARGETS = [target.name for target in target_registry.load_targets() if target.plan_ranks]
 START, END = "<!-- tables: tests/format/test_format_table.py -->\n", "<!-- end of tables -->\n"
 CHECKSUMS = {"crc32": "CRC-32", "xxh3-64": "XXH3-64"}
 NO = "no"

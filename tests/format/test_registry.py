@@ -16,7 +16,7 @@ from samples import MODEL, SAMPLES
 from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError, UnknownFormatError, UsageError
 from shardckpt.format import registry as detect_module
 from shardckpt.format.reader import Evidence, Source
-from shardckpt.format.registry import FORMATS, checkpoint_in, detect, open_checkpoint, open_source
+from shardckpt.format.registry import BUILT_IN, checkpoint_in, detect, load_formats, open_checkpoint, open_source
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed
 
@@ -62,10 +62,10 @@ def test_looking_at_anything_tells_how_sure_each_format_is(
     for name, (head, rest) in files.items():
         (folder / name).write_bytes(head + rest)
     for source in (Source(LocalStore(str(folder))), *(Source(LocalStore(str(folder)), name) for name in files)):
-        for form in FORMATS:
-            evidence = form.recognize(source)
+        for built_in in BUILT_IN:
+            evidence = built_in.load().recognize(source)
             assert isinstance(evidence, Evidence)
-            assert form.may_recognize(source) or evidence is Evidence.NONE, "names must not exclude a format"
+            assert built_in.may_recognize(source) or evidence is Evidence.NONE, "names must not exclude a format"
         try:
             detect(source).open(source)
         except (CheckpointError, UsageError) as error:
@@ -123,7 +123,7 @@ def test_what_nobody_recognizes_says_what_was_found_and_what_was_looked_for(tmp_
     text = str(caught.value)
     assert text.isprintable()
     assert "notes\\n.txt" in text
-    assert all(form.looks_for in text for form in FORMATS)
+    assert all(form.looks_for in text for form in load_formats())
 
 
 def test_a_level_too_high_names_the_checkpoints_below_and_nothing_else(tmp_path: Path) -> None:
@@ -212,7 +212,9 @@ def test_nothing_there_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_formats_have_names_of_their_own() -> None:
-    assert len({form.name for form in FORMATS}) == len({form.title for form in FORMATS}) == len(FORMATS)
+    formats = load_formats()
+    assert [form.name for form in formats] == [built_in.name for built_in in BUILT_IN]
+    assert len({form.name for form in formats}) == len({form.title for form in formats}) == len(formats)
 
 
 def test_a_manifest_that_lies_alone_is_explained(tmp_path: Path) -> None:

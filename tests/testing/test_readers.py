@@ -8,7 +8,7 @@ import pytest
 from samples import SAMPLES
 
 from shardckpt.format.reader import Format
-from shardckpt.format.registry import FORMATS
+from shardckpt.format.registry import load_formats
 from shardckpt.testing import ReaderSuite
 
 
@@ -22,9 +22,9 @@ def build_suite(form: Format) -> type[ReaderSuite]:
     return type("Suite", (ReaderSuite,), {"form": form, "checkpoint": checkpoint})
 
 
-for each in FORMATS:
+for each in load_formats():
     globals()["Test" + each.name.title().replace("-", "")] = build_suite(each)
 
 
 def test_every_format_has_samples() -> None:
-    assert {form.name for form in FORMATS} == set(SAMPLES)
+    assert {form.name for form in load_formats()} == set(SAMPLES)

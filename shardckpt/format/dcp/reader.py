@@ -481,5 +481,4 @@ FORMAT = Format(
     looks_for="a .metadata file beside *.distcp files",
     recognize=recognize,
     open=open_source,
-    names=re.compile(r"(?s).*(\.metadata|\.distcp)"),
 )

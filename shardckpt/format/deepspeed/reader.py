@@ -7,7 +7,6 @@ are the master weights rounded to the module's dtype, as in every training step.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from shardckpt.boxes import Shape
@@ -256,5 +255,4 @@ FORMAT = Format(
     looks_for="*_model_states.pt and *_optim_states.pt, or a file `latest` that names their folder",
     recognize=recognize,
     open=open_source,
-    names=re.compile(r"(?s)latest|global_step.*|.*_states\.pt"),
 )

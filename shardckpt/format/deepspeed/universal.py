@@ -7,7 +7,6 @@ of the model files, which contain the order of names, the module's own dtypes an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -264,5 +263,4 @@ FORMAT = Format(
     looks_for="zero/<parameter>/fp32.pt, or a file `latest_universal` that names the folder of it",
     recognize=recognize,
     open=open_source,
-    names=re.compile(rf"{ZERO}|{LATEST}"),
 )

@@ -172,5 +172,4 @@ FORMAT = Format(
     looks_for="pytorch_model_fsdp* files or folders, or a model beside random_states_*.pkl",
     recognize=recognize,
     open=open_source,
-    names=re.compile(rf"(?s)pytorch_model_fsdp.*|{_RANDOM_STATES.pattern}"),
 )

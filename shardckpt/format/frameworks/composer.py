@@ -7,7 +7,6 @@ by other readers. Written from the documented layout; not tested with files that
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -101,5 +100,4 @@ FORMAT = Format(
     looks_for=f"{_METADATA} beside model or optim, or a *{_POINTER} file that names a checkpoint",
     recognize=recognize,
     open=open_source,
-    names=re.compile(re.escape(_METADATA)),
 )

@@ -6,8 +6,6 @@ full checkpoint of either is one file of `torch.save`, which this reader does no
 
 from __future__ import annotations
 
-import re
-
 from shardckpt.format.dcp import reader as dcp
 from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.format.reader import Evidence, Format, Reader, Source
@@ -43,5 +41,4 @@ FORMAT = Format(
     looks_for="meta.pt beside a .metadata file and *.distcp files",
     recognize=recognize,
     open=open_source,
-    names=re.compile(re.escape(META)),
 )

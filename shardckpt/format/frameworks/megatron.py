@@ -68,5 +68,4 @@ FORMAT = Format(
     looks_for="metadata.json that names a sharded_backend, beside .metadata",
     recognize=recognize,
     open=open_source,
-    names=re.compile(re.escape(METADATA)),
 )

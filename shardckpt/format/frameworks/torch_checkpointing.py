@@ -167,5 +167,4 @@ FORMAT = Format(
     looks_for="metadata.pkl of torch_checkpointing beside <item>_<rank>.pt",
     recognize=recognize,
     open=open_source,
-    names=re.compile(re.escape(METADATA)),
 )

@@ -205,7 +205,6 @@ HF_FORMAT = Format(
     looks_for="pytorch_model.bin, or pytorch_model.bin.index.json with its shards",
     recognize=recognize_hf,
     open=open_hf,
-    names=re.compile(r"(?s).*\.bin(\.index\.json)?"),
 )
 LOOSE_FORMAT = Format(
     name="torch-folder",
@@ -213,7 +212,6 @@ LOOSE_FORMAT = Format(
     looks_for="files of torch.save named *.pt, *.pth, *.bin, *.ckpt",
     recognize=recognize_loose,
     open=open_loose,
-    names=re.compile(rf"(?s).*({'|'.join(map(re.escape, SUFFIXES))})"),
 )
 FILE_FORMAT = Format(
     name="torch",
@@ -221,5 +219,4 @@ FILE_FORMAT = Format(
     looks_for="a zip archive with */data.pkl, or a file named *.pt, *.pth, *.bin, *.ckpt",
     recognize=recognize_file,
     open=open_file,
-    names=re.compile(r"(?!)"),  # this format never matches a folder
 )

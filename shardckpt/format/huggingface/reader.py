@@ -5,7 +5,6 @@ Also reads the optimizer that `consolidate` writes beside a model: `optimizer*.s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -247,5 +246,4 @@ FORMAT = Format(
     looks_for="*.safetensors files, or model.safetensors.index.json",
     recognize=recognize,
     open=open_source,
-    names=re.compile(rf"(?s){_SHARDED_FOLDER}|.*({re.escape(SUFFIX)}|{re.escape(INDEX_SUFFIX)})"),
 )

@@ -264,5 +264,4 @@ FORMAT = Format(
     looks_for=f"a step of shardckpt ({COMMIT})",
     recognize=recognize,
     open=open_source,
-    names=re.compile(rf"{COMMIT}|{_PAYLOAD.pattern}"),
 )

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.dtypes import FLOATS
 from shardckpt.errors import (
@@ -18,7 +16,6 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format import remap
 from shardckpt.format.chunk_reader import read_blocks, same_bits
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.reader import Reader
@@ -36,9 +33,11 @@ from shardckpt.plan.naming import sections, weights
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.optim.match_ids import BY_ORDER
-from shardckpt.plan.rules.rules import Rule
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.storage.store import read_bytes
+
+if TYPE_CHECKING:
+    from shardckpt.plan.rules.rules import Rule
 
 SMALL_ELEMENTS = 64
 """Elements of an array among hyper-parameters that is read as numbers."""
@@ -91,7 +90,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     if not model.tensors and options.part != "optim":
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
     _check_shapes(model.tensors, options.shapes_from)
-    rules = remap.read_rules(options.rules, options.rename, config) if options.rules or options.rename else ()
+    rules = _read_rules(options, config)
     opened = _OpenModel(reader, manifest, found, model, options, config)
     chosen = _choose_remapped(opened, rules) if rules else _choose_stored(opened)
     names.require_matches(options.keep_fp32, chosen.names)
@@ -119,6 +118,14 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
             *_unneeded_faults(manifest, chosen.used or wanted),
         ),
     )
+
+
+def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, ...]:
+    if not options.rules and not options.rename:
+        return ()
+    from shardckpt.format.remap import read_rules  # noqa: PLC0415  (a quarter of the modules; most checkpoints need no rules)
+
+    return read_rules(options.rules, options.rename, config)
 
 
 def _list_unwritten(manifest: Manifest, found: sections.Sections, options: Options) -> Iterator[Path]:
@@ -207,6 +214,8 @@ def _choose_stored(opened: _OpenModel) -> _ChosenTensors:
 
 def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensors:
     """Return what rules make; globs are about the names that they give."""
+    from shardckpt.format import remap  # noqa: PLC0415  (as in `_read_rules`)
+
     reader, manifest, model, options = opened.reader, opened.manifest, opened.model, opened.options
     ties_before, warnings = opened.find_ties(list(model.tensors))
     state = opened.read_optimizer()
@@ -339,6 +348,8 @@ def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, ob
         if path[: n + 1] == (*root, "param_groups") and prod(tensor.shape) <= SMALL_ELEMENTS:
             [located] = locate(reader, manifest, [tensor])
             data = b"".join(read_blocks(reader, located))
+            import numpy as np  # noqa: PLC0415  (0.07 s; most optimizers keep such values as numbers)
+
             values[path] = np.frombuffer(data, numpy_dtype(tensor.stored)).reshape(tensor.shape).tolist()
     return values
 

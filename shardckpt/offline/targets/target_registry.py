@@ -1,13 +1,13 @@
-"""Every format that can be written. Adding one is a module beside this one and a line in `TARGETS`."""
+"""Every format that can be written. Adding one is a module beside this one and a line in `BUILT_IN`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from shardckpt.errors import UsageError
-from shardckpt.offline.targets import dcp, deepspeed_universal, native, safetensors_files, torchsave
 from shardckpt.offline.targets.base import PlannedRanks, Target
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
@@ -17,14 +17,27 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _PLAN, _WRITE, _HOLD = "plan its files", "write its files", "say what it can hold"
 
-TARGETS: tuple[Target, ...] = (
-    safetensors_files.TARGET,
-    torchsave.TARGET,
-    dcp.TARGET,
-    native.TARGET,
-    deepspeed_universal.TARGET,
-)
-"""The built-in targets; the first one is written if nothing else is asked for."""
+BUILT_IN = {
+    "safetensors": "shardckpt.offline.targets.safetensors_files",
+    "torch": "shardckpt.offline.targets.torchsave",
+    "dcp": "shardckpt.offline.targets.dcp",
+    "native": "shardckpt.offline.targets.native",
+    "deepspeed-universal": "shardckpt.offline.targets.deepspeed_universal",
+}
+"""The module of each built-in target, imported if it is asked for. The first one is written by default."""
+
+DEFAULT = next(iter(BUILT_IN))
+
+
+def load_target(name: str) -> Target:
+    """Return a built-in target."""
+    target: Target = import_module(BUILT_IN[name]).TARGET
+    return target
+
+
+def load_targets() -> tuple[Target, ...]:
+    """Return all built-in targets."""
+    return tuple(map(load_target, BUILT_IN))
 
 
 def list_targets(*, for_ranks: bool = False, imports_plugins: bool = True) -> tuple[str, ...]:
@@ -38,7 +51,7 @@ def list_targets(*, for_ranks: bool = False, imports_plugins: bool = True) -> tu
         >>> shardckpt.list_targets()
         ('safetensors', 'torch', 'dcp', 'native', 'deepspeed-universal')
     """
-    built_in = (target.name for target in TARGETS if target.plan_ranks or not for_ranks)
+    built_in = [target.name for target in load_targets() if target.plan_ranks] if for_ranks else [*BUILT_IN]
     if for_ranks and imports_plugins:
         return (*built_in, *(target.name for target in _load_plugins() if target.plan_ranks))
     return (*built_in, *(plugin.name for plugin in _find_plugins()))
@@ -54,9 +67,8 @@ def find_target(name: str, where: str = "") -> Target:
     Raises:
         UsageError: There is none of this name, or its plugin is broken.
     """
-    for target in TARGETS:
-        if target.name == name:
-            return target
+    if name in BUILT_IN:
+        return load_target(name)
     for plugin in _find_plugins():
         if plugin.name == name:
             return _Guard(plugin, where).target(load_plugin(plugin, Target))
@@ -64,7 +76,7 @@ def find_target(name: str, where: str = "") -> Target:
 
 
 def _find_plugins() -> tuple[Plugin, ...]:
-    return find_plugins(("shardckpt.targets",), tuple(target.name for target in TARGETS))
+    return find_plugins(("shardckpt.targets",), tuple(BUILT_IN))
 
 
 def _load_plugins(on_error: Callable[[str], None] = lambda _: None) -> Iterator[Target]:
@@ -148,9 +160,10 @@ def choose_target(name: str, path: str) -> Target:
     Raises:
         UsageError: The target is unknown, or does not write such a file.
     """
-    by_suffix = next((target for target in TARGETS if path.endswith(target.suffixes)), None)
+    targets = load_targets() if _has_suffix(path) else ()
+    by_suffix = next((target for target in targets if path.endswith(target.suffixes)), None)
     if not name:
-        return by_suffix or _find_plugin_by_suffix(path) or TARGETS[0]
+        return by_suffix or _find_plugin_by_suffix(path) or load_target(DEFAULT)
     target = find_target(name, path)
     if by_suffix is None or path.endswith(target.suffixes):
         return target
@@ -161,8 +174,12 @@ def choose_target(name: str, path: str) -> Target:
     )
 
 
+def _has_suffix(path: str) -> bool:
+    return "." in path.rpartition("/")[2]
+
+
 def _find_plugin_by_suffix(path: str) -> Target | None:
-    if "." not in path.rpartition("/")[2]:
+    if not _has_suffix(path):
         return None
     target = next((each for each in _load_plugins(warn_of_plugin) if path.endswith(each.suffixes)), None)
     return target and find_target(target.name, path)

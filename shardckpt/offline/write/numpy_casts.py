@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import ml_dtypes
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.dtypes import FLOATS, bits
 from shardckpt.errors import PrecisionError
 
-_NUMPY: dict[str, Any] = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
-}
+if TYPE_CHECKING:
+    import numpy as np
+
+_OF_ML_DTYPES = frozenset(
+    ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -26,10 +21,18 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         TypeError: Numpy has none, or none that every release has (types narrower than a byte, complex32).
     """
+    import numpy as np  # noqa: PLC0415  (0.07 s, and what casts nothing needs none)
+
     if name == "complex32" or bits(name) % 8:
         raise TypeError(f"numpy has no type for {name}")
-    kind: np.dtype[Any] = np.dtype(_NUMPY.get(name, name))
+    kind: np.dtype[Any] = np.dtype(_find_type(name) if name in _OF_ML_DTYPES else name)
     return kind
+
+
+def _find_type(name: str) -> Any:
+    import ml_dtypes  # noqa: PLC0415  (as numpy in `numpy_dtype`)
+
+    return getattr(ml_dtypes, name)
 
 
 def cast_into(
@@ -48,6 +51,8 @@ def cast_into(
     Raises:
         PrecisionError: A finite value is beyond the range of the type, or an imaginary part would be dropped.
     """
+    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
+
     source = np.frombuffer(data, numpy_dtype(stored))
     target = np.frombuffer(out, numpy_dtype(dtype))
     if source.dtype.kind == "c" and target.dtype.kind != "c":
@@ -70,6 +75,8 @@ def cast_into(
 
 def _count_beyond(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], dtype: str) -> int:
     """Count finite values that are not finite after a cast; types without infinity have NaN there."""
+    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
+
     if dtype in FLOATS:  # counting infinities is twice as fast
         return int(np.count_nonzero(np.isinf(target)) - np.count_nonzero(np.isinf(source)))
     return int(np.count_nonzero(np.isfinite(source)) - np.count_nonzero(np.isfinite(target)))
