@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.manifest_json import ManifestContents
 from shardckpt.format.native.payload import encode_canonical
-from shardckpt.format.native.records import ArrayRecord
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
@@ -190,7 +188,7 @@ def build_contents(
     states = {root: _at(tree, root) for root in flattened.slots}
     for root, names in flattened.slots.items():
         states[root].update({name: {} for name in names})
-    for path in (*plan.order, *plan.ties):
+    for path in (*plan.order, *plan.ties) if states else ():
         if path[:-2] in states:
             states[path[:-2]][path[-2]][path[-1]] = TensorRef(path)
     for path, value in _merge_optional_values(reports).items():
@@ -201,15 +199,13 @@ def build_contents(
     for rank, report in enumerate(reports):
         for path, item in report.per_rank_values.items():
             _at(tree, path)[rank] = item.decode()
-    numbers = {path: at for at, path in enumerate(plan.order)}
-    ties = {path: numbers[first] for path, first in plan.ties.items()}
-    index = {**numbers, **ties}
+    numbers = plan.numbers
     return ManifestContents(
         save,
         (),
-        tuple(ArrayRecord(path, "", (), array("q")) for path in plan.order),
-        encoded(tree, lambda item: index[item.path]),
-        ties,
+        plan.records,
+        encoded(tree, lambda item: numbers[item.path]),
+        {path: numbers[path] for path in plan.ties},
         {"world_size": len(reports)},
         {**ABOUT, **custom_metadata},
         variants=dict(flattened.variants),

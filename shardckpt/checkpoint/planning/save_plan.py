@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import PayloadChunk
+from shardckpt.format.native.payload import FileLayout, PayloadChunk, arrange_files
+from shardckpt.format.native.records import ArrayRecord
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows, pack_message, unpack_message
 from shardckpt.plan.layout.write_plan import LocalTensor, TensorSpec, plan_save
@@ -33,6 +36,10 @@ class LocalSavePlan:
     buffers: frozenset[Path]
     ties: Mapping[Path, Path]
     frozen: frozenset[Path] = frozenset()
+
+    def equals(self, other: LocalSavePlan) -> bool:
+        """Return True if a plan for this one is a plan for another, ties in the same order."""
+        return self == other and list(self.ties) == list(other.ties)
 
     def encode(self) -> bytes:
         """Return it as bytes."""
@@ -65,8 +72,10 @@ def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False
         trainable_only: Frozen parameters are not written.
     """
     arrays = tuple(
-        LocalTensor(path, array.shape, dtype_name(array.dtype), tuple(shard.box for shard in array.shards))
-        for path, array in flattened.arrays.items()
+        [
+            LocalTensor(path, shape, dtype_name(dtype), tuple([shard.box for shard in shards]))
+            for path, (shape, dtype, shards) in flattened.arrays.items()
+        ]
     )
     frozen = frozenset(flattened.frozen) if trainable_only else frozenset()
     return LocalSavePlan(arrays, frozenset(flattened.buffers), dict(flattened.ties), frozen)
@@ -90,6 +99,19 @@ class RankSavePlan:
     chunks: tuple[PayloadChunk, ...]
     replica_groups: Mapping[int, Sequence[tuple[int, int]]]
     frozen: tuple[PayloadChunk, ...] = ()
+    _files: dict[Path | None, tuple[FileLayout, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def arrange_files(self, model: Path | None) -> tuple[FileLayout, ...]:
+        """Return the files of all chunks; they are arranged once.
+
+        Args:
+            model: Where the model is, if the result is a Hugging Face folder as well.
+        """
+        if model not in self._files:
+            self._files[model] = arrange_files(self.chunks, model=model)
+        return self._files[model]
 
     def encode(self) -> bytes:
         """Return it as bytes."""
@@ -125,6 +147,17 @@ class GlobalSavePlan:
     replica_groups: Sequence[ReplicaGroup]
     nbytes: int
     frozen: tuple[TensorSpec, ...] = ()
+
+    @cached_property
+    def numbers(self) -> Mapping[Path, int]:
+        """Position in the order of each array and tie."""
+        numbers = {path: at for at, path in enumerate(self.order)}
+        return {**numbers, **{path: numbers[first] for path, first in self.ties.items()}}
+
+    @cached_property
+    def records(self) -> tuple[ArrayRecord, ...]:
+        """Records of the arrays, in order, without types, shapes and rows."""
+        return tuple(ArrayRecord(path, "", (), array("q")) for path in self.order)
 
 
 def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
@@ -187,25 +220,25 @@ def _build_rank_plan(
     )
 
 
-def create_single_rank_plan(flattened: FlattenedState, *, trainable_only: bool = False) -> GlobalSavePlan:
+def create_single_rank_plan(local_plan: LocalSavePlan) -> GlobalSavePlan:
     """Return the plan of a world of one: everything, as it is in memory.
 
     Args:
-        flattened: The state.
-        trainable_only: Frozen parameters are not written.
+        local_plan: Of the one rank.
 
     Raises:
         IncompleteError: Elements that this rank does not hold.
     """
     chunks = []
-    for path, array in flattened.arrays.items():
-        if len(array.shards) != 1 or array.shards[0].box.size != array.shape:
-            return create_global_plan([create_local_plan(flattened, trainable_only=trainable_only)])
-        chunks.append(PayloadChunk(path, array.shape, dtype_name(array.dtype), array.shards[0].box))
-    rank_plan = _build_rank_plan(chunks, {}, flattened.frozen if trainable_only else set())
+    for path, shape, dtype, boxes, _ in local_plan.arrays:
+        if len(boxes) != 1 or boxes[0].size != shape:
+            return create_global_plan([local_plan])
+        chunks.append(PayloadChunk(path, shape, dtype, boxes[0]))
+    rank_plan = _build_rank_plan(chunks, {}, local_plan.frozen)
+    order = tuple(chunk.path for chunk in chunks)
     specs = tuple(TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in rank_plan.frozen)
     written = sum(chunk.nbytes for chunk in rank_plan.chunks)
-    return GlobalSavePlan((rank_plan,), tuple(flattened.arrays), flattened.ties, (), written, specs)
+    return GlobalSavePlan((rank_plan,), order, local_plan.ties, (), written, specs)
 
 
 def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:
@@ -226,10 +259,10 @@ def _find_replica_groups(
     buffers: frozenset[Path] = frozenset().union(*(local_plan.buffers for local_plan in local_plans))
     shared = _held_twice(local_plans)
     for rank, local_plan in enumerate(local_plans) if shared else ():
-        for at, array in enumerate(local_plan.arrays):
-            for which, box in enumerate(array.boxes) if array.path in shared else ():
+        for at, tensor in enumerate(local_plan.arrays):
+            for which, box in enumerate(tensor.boxes) if tensor.path in shared else ():
                 if box.volume:
-                    owners.setdefault((array.path, box), {})[rank] = (at, which)
+                    owners.setdefault((tensor.path, box), {})[rank] = (at, which)
     numbers: dict[ReplicaGroup, int] = {}
     positions: list[dict[int, list[tuple[int, int]]]] = [{} for _ in local_plans]
     for (path, _), ranks in owners.items():
@@ -245,7 +278,7 @@ def _held_twice(local_plans: Sequence[LocalSavePlan]) -> set[Path]:
     held: dict[Path, int] = {}
     shapes: dict[Path, Shape] = {}
     for local_plan in local_plans:
-        for array in local_plan.arrays:
-            held[array.path] = held.get(array.path, 0) + sum([prod(size) for _, size in array.boxes])
-            shapes[array.path] = array.shape
+        for tensor in local_plan.arrays:
+            held[tensor.path] = held.get(tensor.path, 0) + sum([prod(size) for _, size in tensor.boxes])
+            shapes[tensor.path] = tensor.shape
     return {path for path, elements in held.items() if elements > prod(shapes[path])}

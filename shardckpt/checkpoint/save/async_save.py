@@ -111,6 +111,7 @@ def async_save(
             PENDING_SAVE.begin(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
         copy.stage(planned, flattened)
+        del flattened  # before the collector looks through it
     return SaveHandle(task)
 
 
@@ -172,7 +173,7 @@ class _Copy:
             with self._task.phase("staging"):
                 staged = self._session.stage(planned, flattened)
                 self._staged.put(staged)
-                self._staging.fill(staged.payloads, flattened.arrays)
+                self._staging.fill(staged.files, flattened.arrays)
             self._is_complete = True
         except Exception as error:
             self._fail(error)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
-from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, tensor_bytes, view_box
+from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, join_small, tensor_bytes, view_box
 from shardckpt.format.native.partial_manifest import WrittenPayload
 from shardckpt.format.native.payload import FileHasher, PayloadFile
 from shardckpt.manifest import Path
@@ -21,7 +21,7 @@ _GATHERED_BYTES = 1 << 20
 
 
 Source = Callable[[PayloadFile], Iterable[memoryview]]
-"""Gives the contents of a file from its first byte on; each part is valid until the next one is asked for."""
+"""Gives the contents of a file behind its header; each part is valid until the next one is asked for."""
 
 
 def write_payloads(
@@ -45,6 +45,7 @@ def write_payloads(
             hasher = FileHasher(payload, blocks=checksums, chunks=digests)
             with publication.create(payload.name) as writer:
                 stream = _Stream(writer, hasher if checksums or digests else None, hashing)
+                stream.add(memoryview(payload.header))
                 for part in source(payload):
                     stream.add(part)
                 stream.finish()
@@ -53,15 +54,17 @@ def write_payloads(
 
 
 def iter_contents(payload: PayloadFile, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
-    """Yield the bytes of a file from memory.
+    """Yield the bytes of a file behind its header from memory.
 
     Args:
         payload: The layout of the file.
         arrays: The arrays of this rank.
     """
-    yield memoryview(payload.header)
-    for chunk in payload.chunks:
-        yield from tensor_bytes(view_box(arrays[chunk.path], chunk.box))
+    for part in join_small(view_box(arrays[chunk.path], chunk.box) for chunk in payload.chunks):
+        if isinstance(part, bytes):
+            yield memoryview(part)
+        else:
+            yield from tensor_bytes(part)
 
 
 class _Hashing:

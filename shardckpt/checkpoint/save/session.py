@@ -47,7 +47,15 @@ from shardckpt.format.native.partial_manifest import (
     encode_partial,
     merge_partials,
 )
-from shardckpt.format.native.payload import HF_INDEX, PayloadFile, hf_index, new_save_id, plan_payloads
+from shardckpt.format.native.payload import (
+    HF_INDEX,
+    FileLayout,
+    PayloadFile,
+    arrange_files,
+    build_payloads,
+    hf_index,
+    new_save_id,
+)
 from shardckpt.format.native.records import FileRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.manifest import Path, dotted
@@ -207,14 +215,14 @@ class PlannedSave:
     Attributes:
         response: Rank 0's answer to this rank.
         rank_plan: The chunks that this rank writes.
-        local_plan: The arrays that this rank holds; None in a world of one, whose plan is not cached.
+        local_plan: The arrays that this rank holds.
         model: Where the model is, if the result is a Hugging Face folder as well.
         frozen_params: Digests of frozen parameters in the base; None if no base is needed.
     """
 
     response: PlanResponse
     rank_plan: RankSavePlan
-    local_plan: LocalSavePlan | None
+    local_plan: LocalSavePlan
     model: Path | None
     frozen_params: FrozenParamCache | None
 
@@ -224,12 +232,12 @@ class StagedSave:
     """The files that a rank writes, and digests of its replicated data.
 
     Attributes:
-        payloads: Its files.
+        files: Its files, without headers.
         replicas: The boxes of each replica group, by its number.
         unchanged: Positions of the chunks of its plan that the base has.
     """
 
-    payloads: tuple[PayloadFile, ...]
+    files: tuple[FileLayout, ...]
     replicas: Mapping[int, Sequence[Replica]]
     unchanged: tuple[int, ...]
 
@@ -347,20 +355,19 @@ class SaveSession:
         """
         if self._publication is None:
             self._publication = JoinedPublication(planned.response.place)
-        carry = self._begun.contents.carried() if self._begun is not None else None
         rank_plan = planned.rank_plan
         unchanged: tuple[int, ...] = ()
         if planned.frozen_params is not None:
             hints = planned.response.hints or BaseHints()
             planned.frozen_params.compare(rank_plan.frozen, hints, flattened, self._options.base_key_map)
             unchanged = hints.unchanged(rank_plan.chunks, flattened.arrays)
-        kept = set(unchanged)
-        chunks = [chunk for at, chunk in enumerate(rank_plan.chunks) if at not in kept]
-        payloads = plan_payloads(
-            planned.response.save, self._coordinator.rank, chunks, model=planned.model, carry=carry
-        )
+        files = rank_plan.arrange_files(planned.model)
+        if unchanged:
+            kept = set(unchanged)
+            chunks = tuple(chunk for at, chunk in enumerate(rank_plan.chunks) if at not in kept)
+            files = arrange_files(chunks, model=planned.model)
         replicas = _hash_replicas(rank_plan, flattened) if self._options.checksums else {}
-        return StagedSave(payloads, replicas, unchanged)
+        return StagedSave(files, replicas, unchanged)
 
     def write(self, planned: PlannedSave, staged: StagedSave, source: Source) -> WrittenSave:
         """Write the files of this rank.
@@ -372,13 +379,15 @@ class SaveSession:
         """
         assert self._publication is not None
         options = self._options
+        carry = self._begun.contents.carried() if self._begun is not None else None
+        planned_files = build_payloads(planned.response.save, self._coordinator.rank, staged.files, carry)
         payloads = write_payloads(
-            self._publication, staged.payloads, source, checksums=options.checksums, digests=options.store_digests
+            self._publication, planned_files, source, checksums=options.checksums, digests=options.store_digests
         )
         files: tuple[FileRecord, ...] = ()
         # An old index has to stay as long as its files.
         if planned.model is not None and not self._publication.unique_suffix:
-            index = hf_index(staged.payloads, planned.model)
+            index = hf_index(planned_files, planned.model)
             self._write_file(HF_INDEX, index)
             files = (make_record(HF_INDEX, index, checksums=options.checksums),)
         hints = planned.response.hints
@@ -425,12 +434,15 @@ class SaveSession:
         part = encode_partial(written.payloads) if self._coordinator.rank else b""
         return self._last.coordinate(what, pack_message(written.outcome(), part), decide)
 
-    def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[FlattenedState, None, PlanResponse]:
+    def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[FlattenedState, LocalSavePlan, PlanResponse]:
         _raise(refusal)
         flattened = flatten_state(state, 0, 1)
-        plan = create_single_rank_plan(flattened, trainable_only=self._options.trainable_only)
-        (response,) = self._begin(PlanCache("", (), plan), flattened, [build_report(flattened)])
-        return flattened, None, response
+        local_plan = create_local_plan(flattened, trainable_only=self._options.trainable_only)
+        planned = self._saver.plan_cache
+        if planned is None or not planned.local_plans[0].equals(local_plan):
+            planned = PlanCache("", (local_plan,), create_single_rank_plan(local_plan))
+        (response,) = self._begin(planned, flattened, [build_report(flattened)])
+        return flattened, local_plan, response
 
     def _exchange_plan(
         self, state: Any, refusal: Exception | None
@@ -466,7 +478,7 @@ class SaveSession:
         """Return the first message of this rank, with its local plan unless that is the cached one."""
         report = replace(build_report(flattened), values=digest_values(flattened), path=self._options.path)
         cache = self._saver.rank_plan_cache
-        if cache is not None and cache.local_plan == local_plan:
+        if cache is not None and cache.local_plan.equals(local_plan):
             return replace(report, cached=cache.save)
         return replace(report, local_plan=local_plan.encode())
 
@@ -560,8 +572,8 @@ class SaveSession:
         if planned.frozen_params is not None:
             self._saver.frozen_params = planned.frozen_params
         rank_plan = planned.response.rank_plan
-        if planned.local_plan is None or rank_plan is None:
-            return  # a world of one, or a plan that is cached already
+        if rank_plan is None:
+            return  # a plan that is cached already
         self._saver.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
         if self._begun is not None:
             self._saver.plan_cache = self._begun.cache

@@ -15,17 +15,15 @@ import torch
 from shardckpt.boxes import contiguous_blocks, full_box
 from shardckpt.checkpoint.save.side_streams import SideStreams, wait_for_side_streams
 from shardckpt.checkpoint.stateful.tensor_bytes import (
-    SMALL_BYTES,
-    copy_bytes,
     is_flat,
-    is_flat_on_cpu,
+    join_small,
     narrow_to_box,
     view_as_bytes,
     view_box,
 )
 from shardckpt.devices import Event, is_gpu_used
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import PayloadFile
+from shardckpt.format.native.payload import FileLayout, PayloadFile
 from shardckpt.manifest import Path
 from shardckpt.state.local.local_shards import TensorShards
 
@@ -247,23 +245,25 @@ class StagingArea:
 
     # The loop's side
 
-    def fill(self, payloads: Sequence[PayloadFile], arrays: Mapping[Path, TensorShards]) -> None:
+    def fill(self, files: Sequence[FileLayout], arrays: Mapping[Path, TensorShards]) -> None:
         """Copy what is to be written; once this returns, the arrays may change.
 
         Those on a device may be changed by what is queued on the current stream from then on.
 
         Args:
-            payloads: The layouts of the files.
+            files: The layouts of the files.
             arrays: The arrays of this rank.
         """
-        self._log_pinning([payload.nbytes for payload in payloads])
+        self._log_pinning([file.nbytes for file in files])
         self._streams = SideStreams({shard.tensor.device for array in arrays.values() for shard in array.shards})
         try:
             with self._streams.copying():
-                for payload in payloads:
-                    self._put_bytes(memoryview(payload.header))
-                    for chunk in payload.chunks:
-                        self._put(view_box(arrays[chunk.path], chunk.box))
+                for file in files:
+                    for part in join_small(view_box(arrays[chunk.path], chunk.box) for chunk in file.chunks):
+                        if isinstance(part, bytes):
+                            self._put_bytes(memoryview(part))
+                        else:
+                            self._put(part)
                     self._end_block(ends_file=True)
                 self._hand_over()
         except _NobodyWritesError:
@@ -285,9 +285,6 @@ class StagingArea:
 
     def _put(self, tensor: torch.Tensor) -> None:
         if not tensor.numel():
-            return
-        if tensor.nbytes <= SMALL_BYTES and is_flat_on_cpu(tensor):
-            self._put_bytes(copy_bytes(tensor))
             return
         if is_flat(tensor):
             self._put_flat(view_as_bytes(tensor))
@@ -341,7 +338,7 @@ class StagingArea:
     # The saver's side
 
     def blocks(self, payload: PayloadFile) -> Iterator[memoryview]:
-        """Yield the contents of the next file; each part is valid until the next one is asked for.
+        """Yield the contents of the next file behind its header; each part is valid until the next one is asked for.
 
         Args:
             payload: The file; they come in the order in which they are copied.
@@ -349,7 +346,8 @@ class StagingArea:
         Raises:
             Exception: The error that `fail` was called with.
         """
-        del payload
+        if not payload.has_data:
+            return
         while True:
             got = self._queue.get()
             if isinstance(got, Exception):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.stateful.stateful import (
+    PLAIN_TENSORS,
     PerRank,
     check_tensor,
     get_state_dict,
@@ -24,7 +25,7 @@ from shardckpt.checkpoint.stateful.stateful import (
 from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.encodings import tagged_json
-from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue, path_key
+from shardckpt.format.encodings.tagged_json import NamedValue, encode_array_ref, path_key
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.adapters import torch_fsdp1
@@ -87,7 +88,8 @@ class LocalModels:
             self._add_models(value.module, path)
         elif isinstance(value, (Mapping, list, tuple)) and len(path) < tagged_json.MAX_DEPTH:
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-                self._add_models(item, (*path, path_key(key)))
+                if type(item) not in PLAIN_TENSORS:
+                    self._add_models(item, (*path, path_key(key)))
 
     def __iter__(self) -> Iterator[LocalModel]:
         """Yield this rank's part of each model, in the order of the state."""
@@ -191,6 +193,9 @@ def flatten_state(state: Any, rank: int, world: int) -> FlattenedState:
     return _StateFlattener(LocalModels(state), rank, world).run(state)
 
 
+_PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
 class _StateFlattener:
     def __init__(self, models: LocalModels, rank: int, world: int) -> None:
         self._models, self._rank, self._world = models, rank, world
@@ -209,14 +214,20 @@ class _StateFlattener:
         return self._made
 
     def _visit(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind in _PLAIN_VALUES:
+            return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        kind = type(value)
         if kind is dict or kind is OrderedDict:
             self._check_depth(path)
             if not self._is_per_rank and has_peers() and get_metadata(value).get("kind"):
                 require_not_local(value, dotted(path))
-            return kind((key, self._visit(item, (*path, path_key(key)))) for key, item in value.items())
+            visited = kind()
+            for key, item in value.items():
+                place = (*path, path_key(key))
+                visited[key] = self._tensor(item, place) if type(item) in PLAIN_TENSORS else self._visit(item, place)
+            return visited
         if kind is list or kind is tuple:
             self._check_depth(path)
             return kind(self._visit(item, (*path, at)) for at, item in enumerate(value))
@@ -245,18 +256,18 @@ class _StateFlattener:
             raise UnsupportedError("nested too deep, or holds itself", where=dotted(path[:8]))
 
     def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> TensorRef:
-        is_plain = type(value) in (torch.Tensor, nn.Parameter)
+        is_plain = type(value) in PLAIN_TENSORS
         if not is_plain and is_sharded_tensor(value):
             return self._sharded_tensor(value, path)
         check_tensor(value, path)
-        if not self._is_per_rank:
+        if not self._is_per_rank and value.dim() == 1:
             require_no_flat_shard(value, path, self._shards)
         try:
             array = get_tensor_shards(value)
         except UnsupportedError as error:
             raise UnsupportedError(error.what, where=dotted(path), found=error.found, fix=error.fix) from error
         self._kept.append(value)
-        is_full = not isinstance(value, DTensor) and value.numel()
+        is_full = (is_plain or not isinstance(value, DTensor)) and 0 not in array.shape
         self._add(path, array, _memory(array) if is_full else ("object", id(value)))
         return TensorRef(path, kind)
 
@@ -350,7 +361,7 @@ class _StateFlattener:
 
 def _memory(array: TensorShards) -> Hashable:
     own = array.shards[0].tensor
-    return (str(own.device), own.data_ptr(), tuple(own.shape), own.stride(), own.dtype)
+    return (own.device, own.data_ptr(), array.shape, own.stride(), own.dtype, own.is_conj(), own.is_neg())
 
 
 def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> object:
@@ -365,8 +376,11 @@ def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> o
         UnsupportedError: A value that the format has no form for; the message names its dotted path.
     """
 
-    def leaf(value: object, at: Path) -> ArrayRef | NamedValue | None:
+    def leaf(value: object, at: Path) -> NamedValue | None:
         del at
-        return ArrayRef(number(value), value.kind) if isinstance(value, TensorRef) else to_named_value(value)
+        return to_named_value(value)
 
-    return tagged_json.encode(tree, path, leaf)
+    def encode_ref(ref: TensorRef) -> object:
+        return encode_array_ref(number(ref), ref.kind)
+
+    return tagged_json.encode(tree, path, leaf, {TensorRef: encode_ref})

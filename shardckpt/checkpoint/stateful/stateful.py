@@ -16,6 +16,9 @@ from shardckpt.format.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
 
+PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+"""Classes of tensors that are nothing but their elements, if these are dense."""
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -156,6 +159,8 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
     Raises:
         UnsupportedError: It is sparse, quantised, nested, without data, or of a class that keeps more than elements.
     """
+    if type(value) in PLAIN_TENSORS and value.is_cpu and _is_dense(value):
+        return
     kind = ""
     if value.layout is not torch.strided or value.is_nested:
         kind = "a sparse or nested tensor"
@@ -172,6 +177,16 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
             expected="a dense tensor",
             fix="Leave it out, or save it dense.",
         )
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Return True if the elements of a plain tensor in this machine's memory are all there and of a known type."""
+    return value.layout is torch.strided and not value.is_nested and _is_known(value.dtype)
+
+
+@cache
+def _is_known(dtype: torch.dtype) -> bool:
+    return dtypes.is_known(dtype_name(dtype))
 
 
 def check_array(value: np.ndarray[Any, Any], path: Path) -> None:

@@ -82,6 +82,8 @@ class NamedValue(NamedTuple):
 
 
 Leaf = Callable[[object, Path], "ArrayRef | NamedValue | None"]
+EncodeRef = Callable[[Any], object]
+"""Returns the tagged JSON of a reference."""
 DecodeRef = Callable[["ArrayRef | NamedValue"], object]
 
 
@@ -93,13 +95,17 @@ def _as_it_is(value: ArrayRef | NamedValue) -> object:
     return value
 
 
-def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
+_NO_REFS: Mapping[type, EncodeRef] = {}
+
+
+def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf, refs: Mapping[type, EncodeRef] = _NO_REFS) -> object:
     """Return a saved state as JSON values.
 
     Args:
         value: Containers and values.
         path: Path of the value, for messages.
         leaf: Returns the reference of a value that JSON cannot represent; None to reject it.
+        refs: Encoders of references by their exact type, for very many of them: `leaf` is not called.
 
     Raises:
         UnsupportedError: A value has another type, is too long, or is nested too deeply; the message names its dotted
@@ -108,28 +114,38 @@ def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
     if len(path) > MAX_DEPTH:
         raise _refusal(path, "nested too deep", f"more than {MAX_DEPTH} containers inside one another")
     kind = type(value)
+    if kind in refs:
+        return refs[kind](value)
     if value is None or kind is bool:
         return value
     plain = _ENCODERS.get(kind)
     if plain is not None:
         return plain(value, path)
     if kind is dict or kind is OrderedDict:
-        return _encode_dict(value, path, leaf)
+        return _encode_dict(value, path, leaf, refs)
     if kind in _SEQUENCES:
-        within = leaf if kind in (list, tuple) else _no_leaf
-        inner = [encode(v, (*path, i), within) for i, v in enumerate(value)]
+        within = (leaf, refs) if kind in (list, tuple) else (_no_leaf, _NO_REFS)
+        inner = [encode(v, (*path, i), *within) for i, v in enumerate(value)]
         return inner if kind is list else {_SEQUENCES[kind]: inner}
     found = leaf(value, path)
     if isinstance(found, ArrayRef):
-        return {"$array": found.number} if found.kind == "tensor" else {"$array": [found.number, found.kind]}
+        return encode_array_ref(*found)
     if isinstance(found, NamedValue):
         text = found.value.split(" ") if found.kind == "numpy" and isinstance(found.value, str) else found.value
         return {f"${found.kind}": text if isinstance(text, str) else list(text)}
     raise _refusal(path, f"a value of type {_name(kind)} cannot be saved", _shorten(value))
 
 
-def _encode_dict(value: dict[object, object], path: Path, leaf: Leaf) -> object:
-    inner = [(key, encode(v, (*path, path_key(key)), leaf)) for key, v in value.items()]
+def encode_array_ref(number: int, kind: str) -> object:
+    """Return a reference to an array as JSON: the fields of `ArrayRef`."""
+    return {"$array": number} if kind == "tensor" else {"$array": [number, kind]}
+
+
+def _encode_dict(value: dict[object, object], path: Path, leaf: Leaf, refs: Mapping[type, EncodeRef]) -> object:
+    inner = [
+        (key, refs[type(v)](v) if type(v) in refs else encode(v, (*path, path_key(key)), leaf, refs))
+        for key, v in value.items()
+    ]
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return dict(inner)
     if len({path_key(key) for key in value}) != len(value):

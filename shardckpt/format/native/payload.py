@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import xxhash
@@ -85,6 +86,11 @@ class PayloadFile:
         """Size of the file in bytes."""
         return self.offsets[-1] + self.chunks[-1].nbytes if self.chunks else len(self.header)
 
+    @property
+    def has_data(self) -> bool:
+        """Whether anything follows the header."""
+        return self.nbytes > len(self.header)
+
 
 def new_save_id() -> str:
     """Return a new id of a save: digits and lower-case letters, unique and sortable by start time."""
@@ -119,45 +125,72 @@ def plan_payloads(
     Raises:
         UnsupportedError: The format has no name for a dtype; the message names the array.
     """
-    for chunk in chunks:
-        if not is_known(chunk.dtype):
-            raise UnsupportedError(f"a tensor of type {chunk.dtype} cannot be saved", where=dotted(chunk.path))
-    files = _arrange(tuple(chunks), most_bytes, model)
-    if carry is not None and not files:
-        files = (_File((), (), "[]", ""),)
-    return tuple(_payload(save, writer, number, file, None if number else carry) for number, file in enumerate(files))
+    return build_payloads(save, writer, arrange_files(tuple(chunks), most_bytes, model), carry)
 
 
-class _File(NamedTuple):
+class FileLayout(NamedTuple):
     """The parts of a file that are equal in every save of a run.
 
     Attributes:
         chunks: Chunks in file order.
         keys: Tensor name of each chunk in the file.
+        ends: Byte behind each chunk, counted from the first chunk.
         listed: JSON of the chunks in the metadata.
         entries: JSON of the chunks in the header.
     """
 
     chunks: tuple[PayloadChunk, ...]
     keys: tuple[str, ...]
+    ends: tuple[int, ...]
     listed: str
     entries: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks."""
+        return self.ends[-1] if self.ends else 0
+
 
 @lru_cache(maxsize=4)  # a run saves the same arrays repeatedly, possibly with a few variants
-def _arrange(chunks: tuple[PayloadChunk, ...], most_bytes: int, model: Path | None) -> tuple[_File, ...]:
-    """Assign chunks to files and give them names."""
+def arrange_files(
+    chunks: tuple[PayloadChunk, ...], most_bytes: int = MOST_BYTES, model: Path | None = None
+) -> tuple[FileLayout, ...]:
+    """Assign chunks to files and give them names. Does no I/O; `plan_payloads` describes the arguments.
+
+    Raises:
+        UnsupportedError: The format has no name for a dtype; the message names the array.
+    """
+    for chunk in chunks:
+        if not is_known(chunk.dtype):
+            raise UnsupportedError(f"a tensor of type {chunk.dtype} cannot be saved", where=dotted(chunk.path))
     keys = _Keys(model)
     files = [*_files([c for c in chunks if not keys.is_model(c)], most_bytes)]
     files += _files([c for c in chunks if keys.is_model(c)], most_bytes)
     return tuple(_file(file, keys) for file in files)
 
 
-def _file(chunks: Sequence[PayloadChunk], keys: _Keys) -> _File:
+def build_payloads(
+    save: str, writer: int, files: Sequence[FileLayout], carry: Mapping[str, object] | None = None
+) -> tuple[PayloadFile, ...]:
+    """Return the files of a writer, with their headers. Does no I/O; `plan_payloads` describes the arguments.
+
+    Args:
+        save: The save's id.
+        writer: Which writer, from 0.
+        files: What `arrange_files` returned.
+        carry: JSON for the header of the first file.
+    """
+    if carry is not None and not files:
+        files = (FileLayout((), (), (), "[]", ""),)
+    return tuple(_payload(save, writer, number, file, None if number else carry) for number, file in enumerate(files))
+
+
+def _file(chunks: Sequence[PayloadChunk], keys: _Keys) -> FileLayout:
     names = tuple(keys.next(chunk) for chunk in chunks)
     listed = [[list(c.path), c.dtype, list(c.shape), list(c.box.offset), list(c.box.size)] for c in chunks]
     entries = encode_entries([_header_tensor(n, c) for n, c in zip(names, chunks, strict=True)])
-    return _File(tuple(chunks), names, encode_canonical(listed).decode("ascii"), entries)
+    ends = tuple(accumulate(chunk.nbytes for chunk in chunks))
+    return FileLayout(tuple(chunks), names, ends, encode_canonical(listed).decode("ascii"), entries)
 
 
 def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[PayloadChunk]]:
@@ -208,16 +241,14 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _payload(save: str, writer: int, number: int, file: _File, carry: Mapping[str, object] | None) -> PayloadFile:
+def _payload(save: str, writer: int, number: int, file: FileLayout, carry: Mapping[str, object] | None) -> PayloadFile:
     first = encode_canonical({"version": list(VERSION), "save": save, "writer": writer}).decode("ascii")
     last = "" if carry is None else f',"carry":{encode_canonical(carry).decode("ascii")}'
     metadata = {"format": "pt", KEY: f'{first[:-1]},"chunks":{file.listed}{last}}}'}
     header = join_header(file.entries, metadata, align=DATA_ALIGNMENT)
-    offsets, at = [], len(header)
-    for chunk in file.chunks:
-        offsets.append(at)
-        at += chunk.nbytes
-    return PayloadFile(f"{save}-{writer:05d}-{number:02d}.safetensors", header, file.chunks, tuple(offsets), file.keys)
+    start = len(header)
+    offsets = tuple([start + end for end in (0, *file.ends[:-1])]) if file.chunks else ()
+    return PayloadFile(f"{save}-{writer:05d}-{number:02d}.safetensors", header, file.chunks, offsets, file.keys)
 
 
 def _header_tensor(name: str, chunk: PayloadChunk) -> HeaderTensor:

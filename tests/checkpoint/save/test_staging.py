@@ -25,7 +25,7 @@ from shardckpt.checkpoint.save.staging import (
 )
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import PayloadChunk, PayloadFile, plan_payloads
+from shardckpt.format.native.payload import FileLayout, PayloadChunk, PayloadFile, arrange_files, build_payloads
 from shardckpt.state.local.local_shards import TensorShards, get_tensor_shards
 
 MIB = 1 << 20
@@ -141,11 +141,14 @@ def object_of_size(nbytes: int) -> object:
     return object()
 
 
-def planned(tensors: dict[str, torch.Tensor]) -> tuple[tuple[PayloadFile, ...], dict[tuple[str], TensorShards]]:
-    """Return the files of some tensors, several of them, and what they are filled from."""
+def planned(
+    tensors: dict[str, torch.Tensor],
+) -> tuple[tuple[FileLayout, ...], tuple[PayloadFile, ...], dict[tuple[str], TensorShards]]:
+    """Return the files of some tensors, several of them, without and with headers, and what they are filled from."""
     arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
     chunks = [PayloadChunk(path, a.shape, dtype_name(a.dtype), full_box(a.shape)) for path, a in arrays.items()]
-    return plan_payloads("s", 0, chunks, most_bytes=2 * MIB), arrays
+    files = arrange_files(tuple(chunks), 2 * MIB)
+    return files, build_payloads("s", 0, files), arrays
 
 
 def drained(stage: StagingArea, payloads: tuple[PayloadFile, ...]) -> Iterator[bytes]:
@@ -168,22 +171,24 @@ class TestStage:
     @pytest.mark.parametrize("budget", [None, 64 * MIB])
     def test_what_fits_is_copied_at_once_and_is_what_lay_there(self, budget: int | None) -> None:
         tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
-        payloads, arrays = planned(tensors)
+        files, payloads, arrays = planned(tensors)
         expected = [b"".join(bytes(part) for part in iter_contents(payload, arrays)) for payload in payloads]
         stage = StagingArea(BufferPool(make_buffer), budget)
-        stage.fill(payloads, arrays)
+        stage.fill(files, arrays)
         for tensor in tensors.values():
             tensor.zero_()
         assert stage.rounds == 1
         assert list(drained(stage, payloads)) == expected
-        assert len(payloads) > 1 and list(map(len, expected)) == [payload.nbytes for payload in payloads]
+        assert len(payloads) > 1 and list(map(len, expected)) == [
+            payload.nbytes - len(payload.header) for payload in payloads
+        ]
 
     def test_what_does_not_fit_goes_in_rounds_within_the_budget(self) -> None:
-        payloads, arrays = planned(TENSORS)
+        files, payloads, arrays = planned(TENSORS)
         expected = [b"".join(bytes(part) for part in iter_contents(payload, arrays)) for payload in payloads]
         pool = BufferPool(make_buffer)
         stage = StagingArea(pool, MIB)
-        loop = threading.Thread(target=stage.fill, args=(payloads, arrays))
+        loop = threading.Thread(target=stage.fill, args=(files, arrays))
         loop.start()
         loop.join(0.1)
         assert loop.is_alive(), "the loop does not wait for the writer"
@@ -192,9 +197,9 @@ class TestStage:
         assert stage.rounds > 3 and pool.nbytes <= MIB
 
     def test_a_writer_that_gave_up_ends_the_copying(self) -> None:
-        payloads, arrays = planned(TENSORS)
+        files, payloads, arrays = planned(TENSORS)
         stage = StagingArea(BufferPool(make_buffer), MIB)
-        loop = threading.Thread(target=stage.fill, args=(payloads, arrays))
+        loop = threading.Thread(target=stage.fill, args=(files, arrays))
         loop.start()
         next(stage.blocks(payloads[0]))
         stage.close()
@@ -202,7 +207,7 @@ class TestStage:
         assert not loop.is_alive()
 
     def test_a_copy_that_fails_is_told_to_the_writer(self) -> None:
-        payloads, _ = planned(TENSORS)
+        _, payloads, _ = planned(TENSORS)
         stage = StagingArea(BufferPool(make_buffer), None)
         stage.fail(MemoryError("no more"))
         with pytest.raises(MemoryError, match="no more"):
@@ -211,8 +216,8 @@ class TestStage:
     def test_buffers_made_in_inference_mode_serve_outside_of_it(self) -> None:
         pool = BufferPool(make_buffer)
         for mode in (True, False):
-            payloads, arrays = planned({"t": torch.rand(200_000)})
+            files, _payloads, arrays = planned({"t": torch.rand(200_000)})
             stage = StagingArea(pool, None)
             with torch.inference_mode(mode):
-                stage.fill(payloads, arrays)
+                stage.fill(files, arrays)
         assert pool.made == 1

@@ -1,0 +1,328 @@
+"""A save reuses the plan of the one before only for a state that it fits: each saves what a new saver would."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import shardckpt
+from shardckpt.checkpoint.coordinator import ALONE
+from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.save.session import SaveOptions, Saver
+from shardckpt.errors import StorageError, UnsupportedError
+
+NUMBERS = itertools.count()
+
+
+def save(saver: Saver, state: Any, folder: Path) -> dict[str, bytes]:
+    """Save a state and return the contents of all files, which are the same for the same state."""
+    target = folder / f"save{next(NUMBERS)}"
+    with patch.object(session, "new_save_id", lambda: "0" * 15):
+        saver.save(state, SaveOptions(str(target), overwrite=False, checksums=True, custom_metadata={}))
+    return {path.name: path.read_bytes() for path in target.iterdir()}
+
+
+def assert_saves_as_new(saver: Saver, state: Any, folder: Path) -> None:
+    assert save(saver, state, folder) == save(Saver(ALONE), state, folder)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 2, bias=False)
+        self.norm = nn.BatchNorm1d(2)
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optim = torch.optim.Adam(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    return optim
+
+
+def build_state() -> dict[str, Any]:
+    model = Model()
+    return {
+        "model": model,
+        "optim": stepped(model),
+        "ema": {f"w{i}": torch.rand(4, 3) for i in range(3)},
+        "more": [torch.arange(6), {"deep": torch.rand(2)}, (torch.zeros(2, 2), 5)],
+        "step": 3,
+        "note": {"text": "a", "rate": 0.5, "set": {1, 2}, 7: None},
+    }
+
+
+def replace_tensor(state: dict[str, Any]) -> None:
+    state["ema"]["w1"] = torch.rand(4, 3)
+
+
+def change_shape(state: dict[str, Any]) -> None:
+    state["ema"]["w1"] = torch.rand(3, 4)
+
+
+def change_dtype(state: dict[str, Any]) -> None:
+    state["ema"]["w1"] = torch.rand(4, 3).to(torch.float64)
+
+
+def change_kind_of_elements(state: dict[str, Any]) -> None:
+    state["ema"]["w1"] = torch.randint(9, (4, 3), dtype=torch.int32)
+
+
+def transpose(state: dict[str, Any]) -> None:
+    state["ema"]["w1"] = torch.rand(3, 4).t()
+
+
+def write_in_place(state: dict[str, Any]) -> None:
+    with torch.no_grad():
+        state["model"].first.weight.add_(1)
+        state["ema"]["w0"].mul_(2)
+        state["optim"].state[state["model"].first.weight]["exp_avg"].add_(1)
+
+
+def set_data(state: dict[str, Any]) -> None:
+    state["model"].first.weight.data = torch.rand(5, 3)
+
+
+def set_data_of_another_shape(state: dict[str, Any]) -> None:
+    state["ema"]["w2"].data = torch.rand(7)
+
+
+def resize_storage(state: dict[str, Any]) -> None:
+    state["ema"]["w0"].resize_(2, 2)
+
+
+def move_storage(state: dict[str, Any]) -> None:
+    state["ema"]["w0"].untyped_storage().resize_(1 << 12)
+
+
+def share(state: dict[str, Any]) -> None:
+    state["ema"]["w0"] = state["ema"]["w2"]
+
+
+def share_storage(state: dict[str, Any]) -> None:
+    state["ema"]["w0"] = state["ema"]["w2"].view(4, 3)
+
+
+def share_a_part(state: dict[str, Any]) -> None:
+    both = torch.rand(8, 3)
+    state["ema"]["w0"], state["ema"]["w2"] = both[:4], both[2:6]
+
+
+def unshare(state: dict[str, Any]) -> None:
+    state["ema"]["w0"] = state["ema"]["w0"].clone()
+
+
+def tie_parameters(state: dict[str, Any]) -> None:
+    state["model"].tied = state["model"].second
+
+
+def replace_parameter(state: dict[str, Any]) -> None:
+    state["model"].second.weight = nn.Parameter(torch.rand(2, 5))
+    state["optim"] = stepped(state["model"])
+
+
+def freeze(state: dict[str, Any]) -> None:
+    state["model"].first.weight.requires_grad_(False)
+
+
+def add_bias(state: dict[str, Any]) -> None:
+    state["model"].second.bias = nn.Parameter(torch.rand(2))
+
+
+def add_buffer(state: dict[str, Any]) -> None:
+    state["model"].register_buffer("extra", torch.rand(3))
+
+
+def hide_buffer(state: dict[str, Any]) -> None:
+    state["model"].norm._non_persistent_buffers_set.add("running_mean")
+
+
+def drop_slots(state: dict[str, Any]) -> None:
+    state["optim"].state.clear()
+
+
+def drop_one_slot(state: dict[str, Any]) -> None:
+    state["optim"].state[state["model"].first.weight].pop("exp_avg", None)
+
+
+def keep_a_number(state: dict[str, Any]) -> None:
+    state["optim"].state[state["model"].first.weight]["count"] = 7
+
+
+def change_slot(state: dict[str, Any]) -> None:
+    state["optim"].state[state["model"].first.weight]["exp_avg"] = torch.rand(5, 3, dtype=torch.float64)
+
+
+def change_rate(state: dict[str, Any]) -> None:
+    state["optim"].param_groups[0]["lr"] *= 0.5
+
+
+def split_groups(state: dict[str, Any]) -> None:
+    params = state["optim"].param_groups[0]["params"]
+    if len(params) > 1:
+        state["optim"].add_param_group({"params": [params.pop()], "lr": 0.1})
+
+
+def reverse_params(state: dict[str, Any]) -> None:
+    state["optim"].param_groups[0]["params"].reverse()
+
+
+def count_step(state: dict[str, Any]) -> None:
+    state["step"] += 1
+
+
+def change_values(state: dict[str, Any]) -> None:
+    state["note"]["text"] += "b"
+    state["note"]["set"].add(9)
+    state["note"]["rate"] = -0.0
+
+
+def change_type_of_value(state: dict[str, Any]) -> None:
+    state["step"] = float(state["step"])
+
+
+def make_value_equal_of_another_type(state: dict[str, Any]) -> None:
+    state["note"][7] = 1 if state["note"][7] is True else True
+
+
+def rename(state: dict[str, Any]) -> None:
+    state["ema"]["other"] = state["ema"].pop("w1", torch.rand(2))
+
+
+def reorder(state: dict[str, Any]) -> None:
+    state["ema"] = dict(reversed(state["ema"].items()))
+
+
+def reorder_values(state: dict[str, Any]) -> None:
+    state["note"] = dict(reversed(state["note"].items()))
+
+
+def append(state: dict[str, Any]) -> None:
+    state["more"].append(torch.rand(2))
+
+
+def make_tuple(state: dict[str, Any]) -> None:
+    state["more"] = tuple(state["more"]) if type(state["more"]) is list else list(state["more"])
+
+
+def swap(state: dict[str, Any]) -> None:
+    state["ema"], state["more"] = state["more"], state["ema"]
+
+
+def value_for_tensor(state: dict[str, Any]) -> None:
+    state["ema"] = {"w0": torch.rand(2), "w1": 5, "w2": [torch.rand(1)]}
+
+
+def tensor_for_value(state: dict[str, Any]) -> None:
+    state["step"] = torch.tensor(4)
+
+
+def numpy_for_tensor(state: dict[str, Any]) -> None:
+    state["ema"] = {"w0": torch.rand(4, 3).numpy(), "w1": torch.rand(4, 3), "w2": torch.rand(4, 3)}
+
+
+def module_for_dict(state: dict[str, Any]) -> None:
+    state["ema"] = nn.Linear(2, 2)
+
+
+def drop_optimizer(state: dict[str, Any]) -> None:
+    state.pop("optim", None)
+
+
+def add_conjugate(state: dict[str, Any]) -> None:
+    value = torch.rand(3, dtype=torch.complex64)
+    state["ema"] = {"w0": value, "w1": value.conj(), "w2": value.conj().imag}
+
+
+def remove_conjugate(state: dict[str, Any]) -> None:
+    state["ema"]["w1"] = state["ema"]["w0"].clone().conj()
+
+
+def cast_model(state: dict[str, Any]) -> None:
+    state["model"].double()
+
+
+def empty(state: dict[str, Any]) -> None:
+    state["ema"] = {"w0": torch.rand(0, 3), "w1": torch.rand(0, 3), "w2": torch.rand(4, 3)}
+
+
+CHANGES: list[Callable[[dict[str, Any]], None]] = [
+    value
+    for value in list(globals().values())
+    if callable(value) and getattr(value, "__annotations__", {}).keys() == {"state", "return"}
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_state_is_saved_as_by_a_new_saver(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    saver, state = Saver(ALONE), build_state()
+    save(saver, state, tmp_path)
+    assert_saves_as_new(saver, state, tmp_path)
+    change(state)
+    assert_saves_as_new(saver, state, tmp_path)
+    assert_saves_as_new(saver, state, tmp_path)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(CHANGES), min_size=2, max_size=6))
+def test_states_changed_again_and_again_are_saved_as_by_a_new_saver(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[Callable[[dict[str, Any]], None]]
+) -> None:
+    folder = tmp_path_factory.mktemp("saves")
+    saver, state = Saver(ALONE), build_state()
+    for change in changes:
+        try:
+            change(state)
+        except (KeyError, AttributeError, TypeError, RuntimeError, ValueError):
+            continue  # it does not apply to what another one left
+        assert_saves_as_new(saver, state, folder)
+    state["step"] = 100
+    assert_saves_as_new(saver, state, folder)
+
+
+def test_the_plan_of_a_save_that_failed_is_not_reused(tmp_path: Path) -> None:
+    saver, state = Saver(ALONE), build_state()
+    save(saver, state, tmp_path)
+    change_shape(state)
+    with patch.object(session, "write_payloads", side_effect=StorageError("full")), pytest.raises(StorageError):
+        save(saver, state, tmp_path)
+    assert_saves_as_new(saver, state, tmp_path)
+
+
+def test_a_second_save_of_one_state_plans_nothing(tmp_path: Path) -> None:
+    saver, state = Saver(ALONE), build_state()
+    save(saver, state, tmp_path)
+    with (
+        patch.object(session, "create_single_rank_plan", side_effect=AssertionError("planned again")),
+        patch("shardckpt.checkpoint.planning.save_plan.arrange_files", side_effect=AssertionError("arranged again")),
+    ):
+        state["step"] += 1
+        write_in_place(state)
+        save(saver, state, tmp_path)
+
+
+def test_a_value_that_cannot_be_saved_is_refused_by_a_later_save_too(tmp_path: Path) -> None:
+    saver, state = Saver(ALONE), build_state()
+    save(saver, state, tmp_path)
+    state["note"]["text"] = object()
+    with pytest.raises(UnsupportedError, match=r"note\.text"):
+        save(saver, state, tmp_path)
+
+
+def test_a_tensor_and_its_conjugate_are_saved_as_two(tmp_path: Path) -> None:
+    value = torch.rand(3, dtype=torch.complex64)
+    state = {"a": value, "b": value.conj(), "c": value.imag, "d": value.conj().imag}
+    shardckpt.save(state, str(tmp_path / "step"))
+    saved = shardckpt.open(str(tmp_path / "step"))
+    assert all(torch.equal(saved[name][...], state[name]) for name in state)
