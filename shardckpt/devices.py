@@ -1,4 +1,4 @@
-"""Streams, events and pinned memory of devices. No other module of the package uses torch's functions for them.
+"""Streams, events, pinned memory and errors of devices. No other module of the package uses torch's functions for them.
 
 The terms are torch's: a stream runs its queued operations in order; an event is a position in a stream, for which
 another stream or the host can wait. The CPU has no streams: for it the functions do nothing.
@@ -21,7 +21,9 @@ __all__ = [
     "get_current_stream",
     "has_pinned_memory",
     "has_streams",
+    "is_device_error",
     "is_gpu_used",
+    "is_out_of_memory",
     "make_stream",
     "pinned",
     "record_event",
@@ -37,7 +39,7 @@ class Event(Protocol):
         """Block the host until the stream reaches the event."""
 
     def query(self) -> bool:
-        """Return True if it has been reached."""
+        """Return True if the stream has reached the event."""
 
 
 class Stream(Protocol):
@@ -85,6 +87,22 @@ class TorchStreams:
 
 _streams = TorchStreams()
 _WITHOUT_PINNED_MEMORY = ("mps",)  # the device shares its memory with the CPU
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory")
+_DEVICE_ERROR_TEXTS = ("cuda error", "hip error")  # of torch before `AcceleratorError`, and of NCCL
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an error says that a device or the host has no memory left, also one of NCCL."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(text in str(error).lower() for text in _OUT_OF_MEMORY_TEXTS)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return True if an error is the device's own: an operation failed that was queued earlier, whatever it was."""
+    if isinstance(error, getattr(torch, "AcceleratorError", ())):
+        return True
+    return any(text in str(error).lower() for text in _DEVICE_ERROR_TEXTS)
 
 
 def has_streams(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError, ShardckptError
 
 _MESSAGE_BYTES = 512
@@ -211,6 +212,8 @@ class TorchGroup(Group):
         try:
             yield
         except RuntimeError as error:
+            if is_out_of_memory(error) or is_device_error(error):
+                raise
             raise RankError(
                 f"rank {self.rank} of {self.size} waited in vain in an {what}: {error}",
                 rank=self.rank,

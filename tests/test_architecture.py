@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "rendezvous": {"errors", "torch_features"},
     "deprecation": {"errors"},
     "plugins": {"errors"},
-    "groups": {"errors"},
+    "groups": {"devices", "errors"},
     "devices": set(),
     "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors", "torch_features"},
     "state": {"core", "plan", "groups", "deprecation", "torch_features"} | LEAVES,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardckpt.errors import ShardckptError
+import torch
+
+from shardckpt.errors import NoMemoryError, ShardckptError
 
 
 class ArgumentError(ShardckptError, ValueError):
@@ -19,6 +21,10 @@ class StateError(ShardckptError, RuntimeError):
 
 class SettingsDifferError(ShardckptError, AssertionError):
     """Instances in one tree have different settings where they have to agree."""
+
+
+class DeviceMemoryError(NoMemoryError, torch.OutOfMemoryError):
+    """This rank has too little memory for a collective."""
 
 
 class BusyError(ShardckptError, ValueError, AssertionError):

@@ -1,6 +1,7 @@
 // A device for the tests, "sim": host memory that only its own kernels may touch, filled with 0xFF when it is given and when it
 // is freed. It runs every operator on the CPU, counts copies between host and device, and finishes a non-blocking copy to or from
-// pinned memory only when somebody waits for it, or uses what it writes on the device. Its process group moves its own tensors alone, as NCCL does.
+// pinned memory only when somebody waits for it, or uses what it writes on the device. Its process group moves its own tensors
+// alone, as NCCL does. It has no memory left where a test asks for that.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -47,6 +48,15 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 std::unordered_map<void*, size_t> given;
 std::unordered_map<const char*, size_t> pinned;
 
+int64_t allocations = 0;
+int64_t refuse_from = 0, refuse_until = 0;  // allocations that find no memory left, by their number
+
+void refuse_if_asked(size_t bytes) {
+  ++allocations;
+  TORCH_CHECK_WITH(OutOfMemoryError, allocations < refuse_from || allocations >= refuse_until,
+                   "sim out of memory. Tried to allocate ", bytes, " bytes.");
+}
+
 void* take(size_t bytes) {
   void* memory = std::aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
   std::memset(memory, 0xFF, bytes);
@@ -65,6 +75,7 @@ struct DeviceMemory final : c10::Allocator {
     Device device(SIM, 0);
     if (bytes == 0) return {nullptr, nullptr, &release, device};
     Lock lock(mutex);
+    refuse_if_asked(bytes);
     void* memory = take(bytes);
     given[memory] = bytes;
     return {memory, memory, &release, device};
@@ -443,5 +454,7 @@ PYBIND11_MODULE(SIM_MODULE, m) {
     made["reads"] = reads;
     return made;
   });
+  m.def("refuse", [](int64_t from, int64_t until) { allocations = 0, refuse_from = from, refuse_until = until; });
+  m.def("allocations", [] { return allocations; });
   m.def("reset", [] { to_host = to_device = Copies(), reads = 0; });
 }

@@ -203,3 +203,28 @@ def _counts() -> Copies:
     found = _LOADED.counts()
     both = {kind: found["to_host"][kind] + found["to_device"][kind] for kind in ("blocking", "pageable", "pinned")}
     return Copies(**both, reads=found["reads"])
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+@contextlib.contextmanager
+def refused(first: int, count: int = 1) -> Iterator[None]:
+    """Refuse allocations on the device inside the context with `torch.OutOfMemoryError`.
+
+    Args:
+        first: The number of the first one, from 1.
+        count: How many.
+    """
+    _LOADED.refuse(first, first + count)
+    try:
+        yield
+    finally:
+        _LOADED.refuse(0, 0)
+
+
+def allocations(call: Callable[[], Any]) -> int:
+    """Return the number of allocations on the device that a call makes."""
+    _LOADED.refuse(0, 0)
+    call()
+    return _LOADED.allocations()

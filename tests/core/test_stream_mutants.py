@@ -201,6 +201,11 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         FLAT,
     ),
     "core.params.unsharded_params:UnshardedParams.wait_all_gather:record_stream": (scenarios.trains, FLAT),
+    "core.params.unsharded_params:UnshardedParams.reshard:wait": (scenarios.drops_parameters_that_are_gathered, FLAT),
+    "core.params.tensor_extension:ExtendedParams.reshard:wait": (
+        scenarios.drops_extended_parameters_that_are_gathered,
+        EACH,
+    ),
     "core.params.unsharded_params:UnshardedParams._launch_all_gather:make_gathers_wait": (scenarios.keeps_slices, EACH),
     "core.registration.base:ParamRegistration.restore:mark_shard_written": (
         scenarios.ties_across_units,

@@ -262,6 +262,28 @@ def unshards_by_hand_after_a_step(style: Style) -> None:
     train(model, optimizer, 1)
 
 
+def drops_parameters_that_are_gathered(style: Style) -> None:
+    """They are resharded without having been used."""
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    if style.wraps:
+        model._unshard(async_op=True)
+        with core.FullyShardedDataParallel.summon_full_params(model):
+            pass
+    else:
+        model.unshard(async_op=True)
+        model.reshard()
+    train(model, optimizer, 1)
+
+
+def drops_extended_parameters_that_are_gathered(style: Style) -> None:
+    model = core.fully_shard(extended())
+    train_extended(model)
+    model.unshard(async_op=True)
+    model.reshard()
+    train_extended(model)
+
+
 def runs_a_unit_below_the_root_after_a_step(style: Style) -> None:
     model, optimizer = made(style)
     train(model, optimizer, 1)
@@ -434,7 +456,12 @@ Scenario = Callable[[Style], None]
 EVERYWHERE: tuple[Scenario, ...] = (
     *(trains, trains_in_low_precision, trains_and_keeps_parameters, trains_without_shards, accumulates_and_clips),
     *(trains_without_shards_in_low_precision, averages_in_low_precision),
-    *(unshards_by_hand_after_a_step, runs_a_unit_below_the_root_after_a_step, ties_across_units),
+    *(
+        drops_parameters_that_are_gathered,
+        unshards_by_hand_after_a_step,
+        runs_a_unit_below_the_root_after_a_step,
+        ties_across_units,
+    ),
     *(is_dropped_while_it_is_unsharded, loads_between_the_passes),
     *(replaces_data_between_the_passes, replaces_types_between_the_passes),
     *(gives_its_full_state, fails_in_backward),
@@ -443,7 +470,7 @@ WRAPPED: tuple[Scenario, ...] = (summons, reduces_by_a_hook, averages_by_a_hook)
 IN_PLACE: tuple[Scenario, ...] = (
     *(changes_gradients_on_a_stream, steps_on_a_stream, changes_kept_parameters),
     *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
-    copies_for_a_background_save,
+    *(copies_for_a_background_save, drops_extended_parameters_that_are_gathered),
 )
 FOUR_RANKS: tuple[Scenario, ...] = (*(trains_with_replicas, accumulates_over_replicas, keeps_slices),)
 

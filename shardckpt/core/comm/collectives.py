@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardckpt.core.errors import DeviceMemoryError
+from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError
 
 # Names, looked up at each call, so that a function that replaces the one of torch.distributed is called.
@@ -55,6 +57,7 @@ class Pending:
 
         Raises:
             RankError: Another rank did not take part in time, or is gone.
+            DeviceMemoryError: This rank is out of memory.
         """
         work, self._work = self._work, None
         if work is None:
@@ -64,7 +67,11 @@ class Pending:
 
 
 class _Named:
-    """Names the unit that waited where a collective fails."""
+    """A context in which an error of a collective names the unit, and whose fault it is.
+
+    Args:
+        what: What the collective is for.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -73,10 +80,18 @@ class _Named:
         return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, RankError):
+        if not isinstance(error, RuntimeError) or isinstance(error, (RankError, DeviceMemoryError)):
+            return
+        rank = dist.get_rank()
+        if is_out_of_memory(error):
+            raise DeviceMemoryError(
+                f"rank {rank} ran out of memory to {self._what}: {error}",
+                fix="Use smaller units or batches; other ranks may wait for this one until the timeout of the group.",
+            ) from error
+        if not is_device_error(error):
             raise RankError(
-                f"rank {dist.get_rank()} waited in vain to {self._what}: {error}",
-                rank=dist.get_rank(),
+                f"rank {rank} waited in vain to {self._what}: {error}",
+                rank=rank,
                 fix="Another rank left, or ran other units; its own log says why.",
             ) from error
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.comm.collectives import ShardGroup
+from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError
 
 
@@ -33,6 +34,8 @@ def _gather_from_all(group: ShardGroup, mine: Any, place: str) -> list[Any]:
         try:
             dist.all_gather_object(parts, messages, group=ranks)
         except RuntimeError as error:
+            if is_out_of_memory(error) or is_device_error(error):
+                raise
             raise RankError(
                 f"rank {dist.get_rank()}, about to {place}, waited in vain for the others: {error}",
                 rank=dist.get_rank(),

@@ -242,6 +242,5 @@ class Bucket:
         """Wait for collectives after an error, drop gradients and free the full parameters."""
         try:
             self.reducer.reset_after_error()
-            self.unsharded.wait_all_gather()
         finally:
             self.unsharded.discard()

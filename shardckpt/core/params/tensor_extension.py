@@ -299,8 +299,14 @@ class ExtendedParams(UnshardedParams):
             pairs = zip(self._outputs.gathered, self._inputs, strict=True)
             what = f"gather {self._layout.name}"
             own = self.custom_all_gather
-            works = [self._layout.group.all_gather(out.tensor, part.reshape(-1), what, own) for out, part in pairs]
+            works: list[Pending] = []
             self._pending = _All(works, what)
+            try:
+                for out, part in pairs:
+                    works.append(self._layout.group.all_gather(out.tensor, part.reshape(-1), what, own))
+            except BaseException:
+                self.reshard()
+                raise
             self._gather_event = record_event(self.device)
         return True
 
@@ -365,10 +371,16 @@ class ExtendedParams(UnshardedParams):
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameter."""
         del keep_partial_shard
-        self.wait_all_gather()
-        if self._outputs is not None:
-            self._outputs.free()
-        self.is_unsharded = False
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                with use_gather_stream(self.device):  # to which its memory goes back
+                    pending.wait()
+        finally:
+            self._inputs, self._metadata = (), None
+            if self._outputs is not None:
+                self._outputs.free()
+            self.is_unsharded = False
 
 
 class _All(Pending):
@@ -376,7 +388,7 @@ class _All(Pending):
 
     def __init__(self, parts: Sequence[Pending], what: str) -> None:
         super().__init__(None, what)
-        self._parts = tuple(parts)
+        self._parts = parts
 
     def wait(self) -> None:
         """Return when all results can be read."""

@@ -233,7 +233,11 @@ class UnshardedParams:
         if full_precision and not self.is_full_precision:
             self._use_stored_dtype()
         with profile_range("all_gather", self._layout.name.text), use_gather_stream(self.device):
-            self._pending = self._launch_all_gather(self._current.buffer)
+            try:
+                self._pending = self._launch_all_gather(self._current.buffer)
+            except BaseException:  # out of memory: a buffer without values must not seem to be unsharded
+                self.reshard(keep_partial_shard=True)
+                raise
             self._gather_event = record_event(self.device)
         return True
 
@@ -295,24 +299,28 @@ class UnshardedParams:
             self._partial_shard_event = record_event(self.device)
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Free the full parameters, unless they are the shard.
+        """Free the full parameters, unless they are the shard. Nothing is allocated, whatever was gathered.
 
         Args:
             keep_partial_shard: Keep the shard that `wait_all_gather` kept.
         """
-        self.wait_all_gather(keep_partial_shard=keep_partial_shard)
+        pending, self._pending = self._pending, None
         if not keep_partial_shard:
             self._partial_shard = None
-        if self.is_aliased:
-            return
-        self._current.buffer.free()
-        self._leaves.buffer.free()
-        self._current = self._leaves
-        self.is_unsharded = False
+        try:
+            if pending is not None:
+                with use_gather_stream(self.device):  # to which its memory goes back
+                    pending.wait()
+        finally:
+            self._gather_output = None
+            if not self.is_aliased:
+                self._current.buffer.free()
+                self._leaves.buffer.free()
+                self._current = self._leaves
+                self.is_unsharded = False
 
     def discard(self) -> None:
         """Drop the full parameters, their gradients and a pending all-gather, after an error."""
-        self._pending = self._gather_output = None
         self.drop_gradients()
         self.reshard()
 

@@ -22,10 +22,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,18 @@ TRANSITIONS: frozenset[tuple[Phase, str, Phase]] = frozenset(
     }
 )
 """Phase before, hook, phase after."""
+
+
+def run_all(functions: Iterable[Callable[[], object]]) -> None:
+    """Call functions, each whatever the others raise; raise the first exception after the last call."""
+    first = None
+    for function in functions:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class UnitParams:
@@ -271,9 +284,9 @@ class UnitParams:
             event.synchronize()
 
     def forget_gradients(self) -> None:
-        """Wait for copies, and forget gradients that only other ranks had."""
-        self._wait_for_copies()
+        """Forget gradients that only other ranks had, and wait for copies."""
         self._partly_added = []
+        self._wait_for_copies()
 
 
 class RootHooks(Protocol):
@@ -600,18 +613,14 @@ class FSDPUnit:
 
     def reset_after_error(self) -> None:
         """Reset to the state before a failed iteration, without its gradients."""
-        self.params.forget_gradients()
         self.open_calls.clear()
         self.pending_forward_ids.clear()
         self.params.rearm_watches()
         self._running_calls = self._modules_run = 0
         self._has_unsynced_grads = False
-        try:
-            for each in self.params.active:
-                each.reset_after_error()
-        finally:
-            self.reshard(unconditionally=True)
-            self.phase = Phase.IDLE
+        self.phase = Phase.IDLE
+        resets = [each.reset_after_error for each in self.params.active]
+        run_all([self.params.forget_gradients, *resets, partial(self.reshard, unconditionally=True)])
 
 
 class ShardWrites:

@@ -20,7 +20,7 @@ from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
-from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, ShardWrites
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, ShardWrites, run_all
 from shardckpt.errors import RankError, ShardckptError
 
 
@@ -235,11 +235,12 @@ class RootState:
     def forward_failed(self, unit: FSDPUnit) -> None:
         """Reset after a forward that raised; in a recomputation that is how checkpointing stops early."""
         recomputes = autograd_hooks.in_backward()
-        unit.forward_failed(recomputes=recomputes)
+        with suppress(RankError):  # the exception that is under way says more
+            unit.forward_failed(recomputes=recomputes)
         if recomputes:
             return
-        if unit is self.root:
-            with suppress(RankError):  # the exception that is under way says more
+        with suppress(RankError):
+            if unit is self.root:
                 self.reset_after_error()
         self._end_forward()
 
@@ -358,8 +359,7 @@ class RootState:
             self._rank_checks.order.forget()
         self._prefetcher.forget()
         self._reducing_units, self._calls = [], []
-        for unit in self.units:
-            unit.reset_after_error()
+        run_all(unit.reset_after_error for unit in self.units)
 
 
 def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks.RankComparison:

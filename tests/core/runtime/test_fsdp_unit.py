@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ if not TORCH:
     from shardckpt.core import fully_shard
     from shardckpt.core.params.gradient_reduction import GradientReducer
     from shardckpt.core.runtime import fsdp_unit
-    from shardckpt.core.runtime.fsdp_unit import TRANSITIONS, FSDPUnit
+    from shardckpt.core.runtime.fsdp_unit import TRANSITIONS, FSDPUnit, Phase
 
 
 @contextmanager
@@ -231,3 +232,27 @@ def test_a_unit_is_reduced_once_behind_the_last_call_that_a_backward_may_reach(h
             return " ".join(found), " ".join(event for event in events if event != "wait")
 
     assert run(2, body) == [(first, then)] * 2
+
+
+def test_a_unit_that_cannot_be_reset_leaves_no_other_unsharded():
+    """The first error is raised after the last unit was reset."""
+
+    def body(rank, world):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer, reshard_after_forward=False)
+        fully_shard(model)
+        model(torch.ones(2, 4))
+        units = [layer._fsdp_state.unit for layer in model]
+        with pytest.MonkeyPatch.context() as patch:
+            for number in (0, 1):
+                registration = units[number].registrations[0]
+                patch.setattr(registration, "reset_after_error", partial(fail, number))
+            with pytest.raises(ValueError, match="unit 0"):
+                model._fsdp_state.root_state.reset_after_error()
+        return [unit.params.has_unsharded_storage for unit in units], [unit.phase for unit in units]
+
+    def fail(number):
+        raise ValueError(f"unit {number}")
+
+    assert run(2, body) == [([False] * 3, [Phase.IDLE] * 3)] * 2
