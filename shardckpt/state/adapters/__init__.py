@@ -1,1 +1,1 @@
-"""One adapter for each way to shard a parameter."""
+"""Adapters, one class per way to shard parameters."""

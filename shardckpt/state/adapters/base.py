@@ -1,11 +1,11 @@
-"""The adapter interface: get and set the state of tensors that are sharded together, whatever sharded the model.
+"""Interface of adapters, which get and set the state of sharded tensors.
 
-One adapter each: `engine_flat` and `engine_dtensor` for units of the engine (their common part is in `engine_bucket`),
-`dtensor` for DTensors of any other origin, torch's `fully_shard` among them, `replicated` for plain tensors.
-States of models under torch's own wrapper go through its public functions, in `torch_fsdp1`.
+The adapters are `engine_flat` and `engine_dtensor` for units of the engine (with a common base in `engine_bucket`),
+`dtensor` for all other DTensors, such as those of torch's `fully_shard`, and `replicated` for plain tensors.
+`torch_fsdp1` handles models under torch's own wrapper through torch's public functions.
 
-Tensors with the layout of the parameters (they themselves, a moment of the optimizer) pass through the same
-functions: *packed* is this rank's part of all of them together, a bucket's 1-D shard or a tensor's local part.
+Parameters and tensors of the same layout (such as an optimizer's moments) use the same functions. *Packed* values are
+this rank's shards of all entries in one tensor: the 1-D shard of a bucket, or the local part of a DTensor.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
-"""The mesh of a DTensor, and its placements over it."""
+"""Mesh and placements of a DTensor."""
 
 Tensors = Sequence[torch.Tensor | None]
-"""One tensor for each entry, or for each exposed parameter; None for those that are left alone."""
+"""One tensor per entry, or per exposed parameter; None for those to skip."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a model, as it is unsharded.
+    """Properties of one parameter of the unsharded model.
 
     Attributes:
-        name: Clean fully qualified name.
-        aliases: Its other names.
+        name: FQN without the segments of wrappers.
+        aliases: Other FQNs of a shared parameter.
         shape: Full shape, in elements.
-        dtype: Stored type.
-        trains: Whether it takes part in gradients.
+        dtype: Stored dtype.
+        trains: Whether the parameter requires gradients.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Entry:
 
 
 class ShardingAdapter(ABC):
-    """Gets and sets the state of tensors that are sharded together.
+    """Adapter that gets and sets the state of tensors that are sharded together.
 
     Args:
-        entries: The tensors, in order.
-        ranks: The ranks that the model is on.
+        entries: Properties of the tensors, in order.
+        ranks: All ranks of the model.
     """
 
     def __init__(self, entries: Sequence[Entry], ranks: Ranks) -> None:
@@ -68,54 +68,60 @@ class ShardingAdapter(ABC):
     @property
     @abstractmethod
     def exposed(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer holds: one for all entries, or one for each."""
+        """Parameters that an optimizer updates: one for all entries, or one per entry."""
 
     @property
     @abstractmethod
     def is_sharded(self) -> bool:
-        """Return True if ranks hold different parts."""
+        """Return True if ranks have different parts."""
 
     @property
     def is_everywhere(self) -> bool:
-        """Return True if each rank of the model has a part or a copy: not so of an expert that some ranks share."""
+        """Return True if every rank of the model has a part or a copy.
+
+        It is False for an expert that only some ranks have.
+        """
         return True
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if an optimizer keeps something of each parameter on every rank, if it does on one."""
+        """Return True if optimizers of all ranks have state of the same parameters."""
         return True
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have different parts; None where it is not one group of them."""
+        """Process group of the ranks with different parts; None if they are not one group."""
         return None
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where parts of it travel from and to."""
+        """Device of the tensors that ranks exchange."""
 
     @property
     def is_stored_as_sharded(self) -> bool:
-        """Return True if what an optimizer keeps is what `to_sharded` makes of it, so that nothing has to travel."""
+        """Return True if an optimizer's tensors are sharded as `to_sharded` returns them.
+
+        No communication is necessary then.
+        """
         return True
 
     @abstractmethod
     def placements(self) -> list[MeshPlacements | None]:
-        """Return how `to_sharded` shards each entry; None for unsharded ones."""
+        """Return mesh and placements of each entry after `to_sharded`; None if unsharded."""
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Return the length of each rank's part along the sharded dimension; None if there is not one such."""
+        """Return each rank's length of the sharded dimension; None if not exactly one is."""
         del position
         return None
 
     def is_reporting_rank(self, position: int) -> bool:
-        """Return True if this rank reports the optimizer state of a parameter to the others."""
+        """Return True if this rank reports a parameter's optimizer state to the others."""
         del position
         return self.ranks.is_first
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the layout as plain JSON values; nothing if every rank has all elements."""
+        """Return the layout as plain JSON values; empty if every rank has all elements."""
         return {}
 
     # --------------------------------------------------------------------------------------- tensors of this rank
@@ -123,71 +129,80 @@ class ShardingAdapter(ABC):
     @property
     @abstractmethod
     def packed(self) -> torch.Tensor:
-        """The parameters' own values, packed; call `mark_written` after a write into them."""
+        """Packed parameters, aliasing them; call `mark_written` after a write."""
 
     @abstractmethod
     def mark_written(self) -> None:
-        """Drop copies of the parameters that are stale after a write into `packed`."""
+        """Drop copies of the parameters, which are stale after a write into `packed`."""
 
     @abstractmethod
     def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's part of each entry, as views of `packed`: 1-D ones if parts are sharded flat."""
+        """Return this rank's part of each entry as a view of `packed`.
+
+        The views are 1-D if the layout is flat.
+        """
 
     @abstractmethod
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return `packed` as tensors of the exposed parameters' shapes, views if possible."""
+        """Return `packed` as tensors with the shapes of the exposed parameters.
+
+        They are views if possible.
+        """
 
     def local_parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return `parts` as this rank has them: the local part of a DTensor."""
+        """Return `parts`, with the local tensors of DTensors."""
         return self.parts(packed)
 
     @abstractmethod
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
-        """Pack tensors of the exposed parameters' shapes; zeros for those that are None.
+        """Pack tensors with the shapes of the exposed parameters; zeros for None.
 
         Args:
-            parts: The tensors; the result may share memory with a single one.
-            dtype: The type they are to have.
-            staging: That through which `to_full` gathers it then; None for new memory.
+            parts: Tensors to pack; the result may share the memory of a single tensor.
+            dtype: Dtype of the result.
+            staging: Buffers that the following `to_full` uses too; None to allocate memory.
         """
 
     @abstractmethod
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory for what an optimizer keeps of an exposed parameter: any content, zeros in its padding."""
+        """Return an uninitialized tensor for an optimizer slot, with zeros as padding."""
 
     # --------------------------------------------------------------------------------------------------- out of it
 
     @abstractmethod
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
-        """Return each entry unsharded. Collective.
+        """Return the full tensor of each entry. Collective.
 
         Args:
-            packed: What to gather.
-            staging: Memory that it passes through, in use until all entries were taken.
-            first_only: Only rank 0 gets them.
+            packed: Packed values to gather.
+            staging: Communication buffers, in use until the caller has iterated over all entries.
+            first_only: Only rank 0 gets the tensors.
 
         Returns:
-            Tensors of their own, but for what is not sharded and may be what is held; None on the ranks that get none.
+            New tensors, except that unsharded entries may share memory with `packed`; None on ranks that do not get
+            tensors.
         """
 
     @abstractmethod
     def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
-        """Return each entry as a DTensor, or plain where nothing is sharded. Collective for flat layouts.
+        """Return each entry as a DTensor, or as a plain tensor if it is not sharded.
+
+        Collective for flat layouts.
 
         Args:
-            packed: The values to shard; the result shares their memory if nothing is exchanged.
-            staging: Memory that it passes through.
+            packed: Packed values; the result shares their memory if ranks do not exchange data.
+            staging: Communication buffers.
         """
 
     def start_to_sharded(self, packed: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
-        """Start what `to_sharded` does, while other work goes on. Collective.
+        """Start an asynchronous `to_sharded`. Collective.
 
         Args:
             packed: As for `to_sharded`.
-            staging: Memory that it passes through, in use until the end.
+            staging: Communication buffers, in use until the returned function has run.
 
         Returns:
-            What ends it and returns the entries, on all ranks in the order of the beginnings.
+            Function that waits and returns the entries; all ranks call these functions in the order of the starts.
         """
         entries = self.to_sharded(packed, staging)
         return lambda: entries
@@ -196,12 +211,11 @@ class ShardingAdapter(ABC):
 
     @abstractmethod
     def from_full(self, values: Tensors, into: Tensors) -> None:
-        """Copy this rank's parts of full values that every rank has.
+        """Copy this rank's parts of full values, which every rank has.
 
         Args:
-            values: For each entry its value, of any type; None for those that are left alone.
-            into: Where they go: `part_views` of something packed, or tensors as those are. Of those that are left alone
-                they are not looked at.
+            values: Full value of each entry, of any dtype; None for entries to skip.
+            into: Destinations, such as `part_views` of packed values; those of skipped entries are ignored.
         """
 
     @abstractmethod
@@ -209,31 +223,31 @@ class ShardingAdapter(ABC):
         """Copy this rank's parts of full values on rank 0. Collective.
 
         Args:
-            values: As for `from_full` on rank 0; None elsewhere.
-            into: As for `from_full`; None, on all ranks, for what is left alone.
-            dtype: The type in which they travel: that of where they go.
-            staging: Memory that they pass through.
+            values: As for `from_full` on rank 0; None on other ranks.
+            into: As for `from_full`; None, on all ranks, for entries to skip.
+            dtype: Dtype of the destinations, which is the dtype of the communication.
+            staging: Communication buffers.
         """
 
     def from_sharded(self, values: Tensors, into: Tensors, staging: Staging) -> None:
-        """Copy this rank's parts of what `to_sharded` returned, on the same ranks. Collective for flat layouts.
+        """Copy values that are sharded as `to_sharded` returns them. Collective if flat.
 
         Args:
-            values: As for `from_full`; see `are_sharded_as`.
+            values: Tensors, one per entry, that pass `are_sharded_as`; None for entries to skip.
             into: As for `from_full`.
-            staging: Memory that they pass through.
+            staging: Communication buffers.
         """
-        del staging  # only flat layouts exchange something
+        del staging  # only flat layouts exchange data
         copy_parts([None if value is None else local(value) for value in values], into)
 
 
 class ParameterAdapter(ShardingAdapter):
-    """One parameter outside the engine.
+    """Adapter of one parameter that the engine does not manage.
 
     Args:
-        entry: The parameter, as it is unsharded.
-        parameter: The parameter.
-        ranks: The ranks that the model is on.
+        entry: Properties of the parameter.
+        parameter: Parameter of the model.
+        ranks: All ranks of the model.
     """
 
     def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
@@ -242,39 +256,42 @@ class ParameterAdapter(ShardingAdapter):
 
     @property
     def exposed(self) -> list[nn.Parameter]:
-        """The parameter."""
+        """The parameter alone."""
         return [self._parameter]
 
     def mark_written(self) -> None:
-        """Do nothing: nothing is copied from it."""
+        """Do nothing: the parameter does not have copies."""
 
     def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return it as it is."""
+        """Return `packed` itself."""
         return [packed]
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return it as it is."""
+        """Return `packed` itself."""
         return [packed]
 
     def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
-        """Return what an optimizer keeps: nothing travels, nothing is copied."""
+        """Return the parts themselves, without communication or copies."""
         return self.parts(packed)
 
     def broadcast_full(self, values: Tensors | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the full value that rank 0 has. Collective."""
+        """Broadcast the full value of rank 0. Collective."""
         value = None if values is None else values[0]
         return broadcast_from_rank0(self.ranks, self.entries[0].shape, dtype, self.device, value)
 
 
 def copy_parts(parts: Tensors, into: Tensors) -> None:
-    """Copy parts to their places; None on either side is left alone."""
+    """Copy parts to their destinations; pairs with a None are skipped."""
     for part, place in zip(parts, into, strict=True):
         if part is not None and place is not None:
             place.copy_(part)
 
 
 def are_sharded_as(adapter: ShardingAdapter, values: Tensors) -> bool:
-    """Return True if values are sharded as by `to_sharded` of an adapter, so that nothing has to be gathered."""
+    """Return True if values are sharded as `to_sharded` of an adapter returns them.
+
+    They can be loaded without an all-gather then.
+    """
     pairs = zip(values, adapter.placements(), strict=True)
     return all(value is None or get_mesh_placements(value) == placed for value, placed in pairs)
 
@@ -296,7 +313,7 @@ def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, a plain tensor as it is."""
+    """Return the local tensor of a DTensor; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():

@@ -1,4 +1,7 @@
-"""DTensors outside the engine, of any placement: torch's `fully_shard`, tensor parallelism, a user's own."""
+"""DTensors of any placements that do not come from the engine.
+
+For example those of torch's `fully_shard`, of tensor parallelism, or created by a user.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from shardckpt.torch_features import shard_replicated
 
 
 class DTensorAdapter(ParameterAdapter):
-    """One parameter that is a DTensor."""
+    """Adapter of one parameter that is a DTensor."""
 
     @property
     def _kept(self) -> DTensor:
@@ -30,37 +33,37 @@ class DTensorAdapter(ParameterAdapter):
 
     @property
     def is_everywhere(self) -> bool:
-        """Return True if its mesh has all ranks of the model."""
+        """Return True if the mesh contains all ranks of the model."""
         return self._kept.device_mesh.size() == self.ranks.size
 
     @property
     def is_sharded(self) -> bool:
-        """Return True if it is sharded."""
+        """Return True if a placement is not `Replicate`."""
         return not all(placement.is_replicate() for placement in self._kept.placements)
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if no rank is without rows; of a mesh of several dimensions, if that is certain."""
+        """Return True if every rank certainly has rows, also on a mesh of several dims."""
         dims = [placement.dim for placement in self._kept.placements if isinstance(placement, Shard)]
         return all(has_rows_everywhere(self._kept.shape[dim], self._kept.device_mesh.size()) for dim in dims)
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks of a mesh of one dimension."""
+        """Process group of a 1-D mesh; None for other meshes."""
         mesh = self._kept.device_mesh
         return mesh.get_group() if mesh.ndim == 1 else None
 
     @property
     def device(self) -> torch.device:
-        """Where the ranks of its mesh exchange parts."""
+        """Device on which the ranks of the mesh exchange data."""
         return dtensor_rows.get_mesh_device(self._kept)
 
     def placements(self) -> list[MeshPlacements | None]:
-        """As it is."""
+        """Return the parameter's own mesh and placements."""
         return [get_mesh_placements(self._kept)]
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Count rows, on a mesh of one dimension."""
+        """Return the number of rows of each rank; None unless a 1-D mesh shards one dim."""
         del position
         mesh, placement = self._kept.device_mesh, self._kept.placements[0]
         if mesh.ndim != 1 or type(placement) is not Shard:
@@ -68,7 +71,7 @@ class DTensorAdapter(ParameterAdapter):
         return chunks(self._kept.shape[placement.dim], mesh.size())
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the number of rows of each rank, if one mesh dimension shards one dimension."""
+        """Return the number of rows of each rank, if one mesh dimension shards rows."""
         mesh, entry = self._kept.device_mesh, self.entries[0]
         if mesh.get_coordinate() is None:
             return {}
@@ -83,15 +86,15 @@ class DTensorAdapter(ParameterAdapter):
 
     @property
     def packed(self) -> torch.Tensor:
-        """The local part."""
+        """Local tensor of the parameter."""
         return local(self._parameter.detach())
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return a DTensor as the parameter is."""
+        """Return a DTensor with the parameter's mesh and placements."""
         return [self._around(packed)]
 
     def local_parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the local part."""
+        """Return the local tensor."""
         return [packed]
 
     def _around(self, packed: torch.Tensor) -> DTensor:
@@ -99,7 +102,7 @@ class DTensorAdapter(ParameterAdapter):
         return wrap_local(packed, kept.device_mesh, kept.placements, kept.shape, kept.stride())
 
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:  # noqa: ARG002
-        """Return the local part."""
+        """Return the local tensor."""
         return self.packed.new_zeros(self.packed.shape, dtype=dtype) if parts[0] is None else local(parts[0]).to(dtype)
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
@@ -107,7 +110,7 @@ class DTensorAdapter(ParameterAdapter):
         return self._around(torch.empty_like(self.packed, dtype=dtype))
 
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:  # noqa: ARG002
-        """Gather to the ranks that get it, if one mesh dimension shards it; else to all."""
+        """Gather to the ranks that need it, if one mesh dim shards it; otherwise to all."""
         kept = self._kept
         at = dtensor_rows.direction(kept) if first_only else None
         own = packed.to(self.device)
@@ -115,7 +118,7 @@ class DTensorAdapter(ParameterAdapter):
         return None if full is None or (first_only and not self.ranks.is_first) else [full]
 
     def from_full(self, values: Tensors, into: Tensors) -> None:
-        """Copy this rank's part."""
+        """Copy this rank's shard of the full value."""
         (value,), (place,) = values, into
         if value is None or place is None:
             return
@@ -124,7 +127,7 @@ class DTensorAdapter(ParameterAdapter):
         place.copy_(sharded.to_local())
 
     def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
-        """Scatter the rows from rank 0; if it has no coordinate for that, broadcast and shard."""
+        """Scatter rows from rank 0; if the mesh does not allow it, broadcast and shard."""
         (place,), value = into, None if values is None else values[0]
         if place is None:
             return
@@ -135,6 +138,9 @@ class DTensorAdapter(ParameterAdapter):
         self.from_full([self.broadcast_full(values, dtype)], into)
 
     def _is_everywhere(self, mesh: DeviceMesh) -> bool:
-        """Return True if a mesh has all ranks of the model, and begins with their first; the same on all of them."""
+        """Return True if a mesh contains all ranks of the model and begins with rank 0.
+
+        The answer is the same on all ranks.
+        """
         ranks = mesh.mesh.flatten()
         return len(ranks) == self.ranks.size and int(ranks[0]) == int(ranks.min())

@@ -1,4 +1,4 @@
-"""The common part of the adapters of the engine's buckets."""
+"""Common base of the adapters of the engine's buckets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardckpt.torch_features import shard_replicated
 
 
 class EngineBucketAdapter(ShardingAdapter):
-    """A bucket of the engine; the ways in which its parameters are exposed are classes of their own.
+    """Adapter of an engine's bucket; subclasses know how its parameters are exposed.
 
     Args:
-        registration: The bucket as it is registered on the modules.
-        names: The names of each member in the model, the first before its aliases.
-        ranks: The ranks that the model is on.
+        registration: Registration of the bucket on the modules.
+        names: FQNs of each parameter in the model, the first one before its aliases.
+        ranks: All ranks of the model.
     """
 
     def __init__(self, registration: ParamRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
@@ -42,32 +42,32 @@ class EngineBucketAdapter(ShardingAdapter):
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket."""
+        """Bucket of the engine."""
         return self._registration.bucket
 
     @property
     def device(self) -> torch.device:
-        """Where the unit computes."""
+        """Compute device of the unit."""
         return self.bucket.compute_device
 
     @property
     def exposed(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer holds."""
+        """Parameters that an optimizer updates."""
         return self._registration.parameters
 
     @property
     def is_everywhere(self) -> bool:
-        """Return True if each rank of the model has a part or a copy."""
+        """Return True if every rank of the model has a part or a copy."""
         return self.bucket.group.world == self.ranks.size
 
     @property
     def is_sharded(self) -> bool:
-        """Return True if ranks hold different parts."""
+        """Return True if ranks have different parts."""
         return not self.bucket.keeps_full and self.bucket.group.size > 1
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the bucket."""
+        """Process group of the ranks that shard the bucket."""
         return self.bucket.group.shard
 
     @property
@@ -76,17 +76,17 @@ class EngineBucketAdapter(ShardingAdapter):
         return any(isinstance(leaf, DTensor) for leaf in self.bucket.unsharded.params)
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the layout, and which of its ranks this one is."""
+        """Return the layout, and the index of this rank in it."""
         return {"layout": self.bucket.layout.to_json(), "place": self.bucket.rank}
 
     @property
     def packed(self) -> torch.Tensor:
-        """The shard."""
+        """This rank's shard of the bucket."""
         self._registration.pull_user_changes()
         return self.bucket.shard.detach()
 
     def mark_written(self) -> None:
-        """Free unsharded parameters, which are stale, and make gathers wait for the write."""
+        """Free stale unsharded parameters; make the next all-gather wait for the write."""
         self.bucket.unsharded.reshard()
         self._registration.register_sharded()
         self.bucket.mark_shard_written()
@@ -100,23 +100,23 @@ class EngineBucketAdapter(ShardingAdapter):
         return self.bucket.split_shard(packed)
 
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
-        """Pack parts."""
+        """Pack parts into one 1-D tensor with the layout of the shard."""
         return concat_shards(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
 
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
-        """Gather the bucket; parameters of tensor parallelism are gathered once more, everywhere."""
+        """Gather the bucket; gather tensor-parallel parameters again over their mesh."""
         values: Iterable[torch.Tensor] | None = gather_copies(self.bucket, packed, staging, first_only=first_only)
         if values is not None and self.is_parallel:
             values = [self._to_full(index, value) for index, value in enumerate(values)]
         return values if not first_only or self.ranks.is_first else None
 
     def _to_full(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Return a parameter of which this is all that the bucket has."""
+        """Return the full parameter from its part in the bucket. Collective if parallel."""
         seen = self.bucket.wrap_unsharded(index, value)
         return seen.full_tensor() if isinstance(seen, DTensor) else value
 
     def _take_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Return the part of a full parameter that the bucket has."""
+        """Return the part of a full parameter that the bucket contains."""
         leaf = self.bucket.unsharded.params[index]
         if not isinstance(leaf, DTensor):
             return value
@@ -124,22 +124,22 @@ class EngineBucketAdapter(ShardingAdapter):
         return shard_replicated(value, leaf.device_mesh, leaf.placements).to_local()
 
     def from_full(self, values: Tensors, into: Tensors) -> None:
-        """Copy this rank's part."""
+        """Copy this rank's shards of full values."""
         own = [None if value is None else self._take_local(index, value) for index, value in enumerate(values)]
         self._take(own, into)
 
     def _take(self, values: Tensors, into: Tensors) -> None:
-        """Copy this rank's parts of all that the bucket has of some parameters."""
+        """Copy this rank's shards of the bucket's parts of parameters."""
         copy_parts(self._slice(values, self.bucket.rank), into)
 
     def _slice(self, values: Tensors, rank: int) -> list[torch.Tensor | None]:
-        """Return a rank's parts of all that the bucket has of some parameters, as views where they can be."""
+        """Return a rank's shards of the bucket's parts, as views if possible."""
         return list(values) if self.bucket.keeps_full else self.bucket.packing.shard_values(values, rank)
 
     def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
-        """Scatter the parts; if parts of a mesh have their own rank 0, broadcast to all."""
+        """Scatter the shards; if the group is not all ranks of the model, broadcast."""
         group = self.bucket.group
-        if self.is_parallel or group.world != self.ranks.size:  # the first that share it may not be the first of all
+        if self.is_parallel or group.world != self.ranks.size:  # rank 0 of the group may not be rank 0 of the model
             self.from_full(self._broadcast_full(values, into, dtype), into)
             return
         rows = None
@@ -149,7 +149,7 @@ class EngineBucketAdapter(ShardingAdapter):
         scatter_from_rank0(rows, into, group.shard, replicas, dtype=dtype, device=self.device, staging=staging)
 
     def _broadcast_full(self, values: Tensors | None, into: Tensors, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Return full values that rank 0 has. Collective."""
+        """Broadcast full values of rank 0. Collective."""
         given = [None] * len(self.entries) if values is None else values
         return [
             None if place is None else broadcast_from_rank0(self.ranks, entry.shape, dtype, self.device, value)

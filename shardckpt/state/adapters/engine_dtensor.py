@@ -1,4 +1,4 @@
-"""Units of `fully_shard`: each parameter is a DTensor that is sharded along one dimension."""
+"""Adapter of `fully_shard` units: DTensors that are sharded along one dimension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class EngineDTensorAdapter(EngineBucketAdapter):
-    """A bucket of `fully_shard`. Arguments are those of `EngineBucketAdapter`."""
+    """Adapter of a bucket of `fully_shard`; for arguments see `EngineBucketAdapter`."""
 
     def __init__(self, registration: DTensorRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
         super().__init__(registration, names, ranks)
@@ -23,7 +23,7 @@ class EngineDTensorAdapter(EngineBucketAdapter):
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if no rank is without rows of a parameter."""
+        """Return True if every rank has rows of every parameter."""
         rows = [
             spec.shape[placed.dim]
             for spec, placed in zip(self.bucket.layout.specs, self._placed, strict=True)
@@ -32,16 +32,16 @@ class EngineDTensorAdapter(EngineBucketAdapter):
         return all(has_rows_everywhere(count, self.bucket.group.size) for count in rows)
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Count rows."""
+        """Return the number of rows of each rank."""
         dim = self._placed[position].dim
         return None if dim is None else chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
 
     def placements(self) -> list[MeshPlacements | None]:
-        """As the parameters are."""
+        """Return the meshes and placements of the parameters."""
         return [get_mesh_placements(parameter) for parameter in self.exposed]
 
     def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
-        """Return DTensors around what is there: nothing travels, nothing is copied."""
+        """Return DTensors that alias `packed`, without communication or copies."""
         if packed.numel() and packed.data_ptr() == self.bucket.shard.data_ptr():
             return [parameter.detach() for parameter in self.exposed]
         return self.parts(packed)

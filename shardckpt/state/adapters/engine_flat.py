@@ -1,4 +1,4 @@
-"""Units of the wrapper: flat shards, as one flat parameter or as 1-D views of the shard."""
+"""Adapter of the wrapper's units: a flat parameter, or 1-D views of a flat shard."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class EngineFlatAdapter(EngineBucketAdapter):
-    """A bucket with a flat layout: one flat parameter, or original ones as 1-D views.
+    """Adapter of a bucket with a flat layout: a flat parameter or original ones.
 
     Args:
         registration: As for `EngineBucketAdapter`.
         names: As for `EngineBucketAdapter`.
         ranks: As for `EngineBucketAdapter`.
-        mesh: The ranks that share the bucket, with its shards along the last dimension; None where nothing is sharded.
-        flat_name: Name of the flat parameter in the model; None where the original parameters are registered.
+        mesh: Mesh of the bucket, which is sharded along the last dimension; None if it is not sharded.
+        flat_name: FQN of the flat parameter; None if the original parameters are registered.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def layout(self) -> FlatLayout:
-        """Where each entry is in every rank's shard."""
+        """Layout of the entries in the shards of all ranks."""
         layout = self.bucket.layout
         assert isinstance(layout, FlatLayout), "the wrapper lays out flat"
         return layout
 
     def show(self, values: Sequence[torch.Tensor], *, is_flat: bool) -> None:
-        """Register tensors for torch's own recursion to find; `hide` undoes it.
+        """Register tensors on the modules for torch's own recursion; `hide` undoes it.
 
         Args:
-            values: One for each entry, registered where it belongs; or one for the flat parameter.
-            is_flat: It is the flat parameter's.
+            values: Tensors, one per entry, or only the tensor of the flat parameter.
+            is_flat: Whether `values` is the flat parameter's tensor.
         """
         home = self._registration.home if isinstance(self._registration, FlatParamRegistration) else None
         if home is not None:
@@ -74,11 +74,11 @@ class EngineFlatAdapter(EngineBucketAdapter):
         if not is_flat:
             for member, value in zip(self.bucket.members, values, strict=True):
                 for place in member.places:
-                    place.module.__dict__.pop(place.attribute, None)  # what stands there while the unit is sharded
+                    place.module.__dict__.pop(place.attribute, None)  # a placeholder of the sharded unit
                     place.module._parameters[place.attribute] = value  # type: ignore[assignment]
 
     def registered(self, *, is_flat: bool) -> list[torch.Tensor]:
-        """Return what is registered in the places that `show` filled: what was shown, or what was put there since."""
+        """Return the registered tensors: those of `show`, or a user's replacements."""
         if is_flat:
             assert isinstance(self._registration, FlatParamRegistration), "only a flat parameter has a home"
             places = [self._registration.home]
@@ -88,7 +88,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return [tensor for tensor in tensors if tensor is not None]
 
     def hide(self) -> None:
-        """Register what is registered while the bucket is sharded."""
+        """Register the sharded parameters of the bucket again."""
         if isinstance(self._registration, FlatParamRegistration):
             self._registration.unregister_summoned()
         else:
@@ -96,21 +96,24 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def flat_name(self) -> str | None:
-        """Name of the flat parameter in the model; None where the original parameters are registered."""
+        """FQN of the flat parameter; None if the original parameters are registered."""
         return self._flat_name
 
     @property
     def unpadded_size(self) -> int:
-        """Elements of this rank's shard without the padding at its end."""
+        """Number of elements of this rank's shard, without the padding at its end."""
         return self.layout.get_unpadded_size(self.bucket.rank)
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if no rank is without a part of a parameter: of the flat one all have some."""
+        """Return True if every rank has a part of every exposed parameter.
+
+        It always has one of a flat parameter.
+        """
         return self._flat_name is not None or self.bucket.keeps_full
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Count elements: of the flat parameter with padding, as it is exposed."""
+        """Return the number of elements of each rank; with padding for a flat parameter."""
         if self.is_parallel:
             return None
         if self._flat_name is not None:
@@ -127,11 +130,11 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def is_stored_as_sharded(self) -> bool:
-        """Return False: rows have to be exchanged for it."""
+        """Return False: `to_sharded` exchanges rows between ranks."""
         return False
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the layout, which of its ranks this one is, and the name of the flat parameter."""
+        """Return the layout, the index of this rank in it, and the flat parameter's FQN."""
         return {**super().layout_metadata(), "flat": self._flat_name}
 
     def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
@@ -139,7 +142,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return self.start_to_sharded(packed, staging)()
 
     def start_to_sharded(self, packed: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
-        """Start the exchange: rows travel while the next unit's are packed."""
+        """Start the all-to-all, so that it overlaps with packing the next unit."""
         if self.bucket.keeps_full or self._mesh is None:
             parts = self.bucket.split_shard(packed)
             copies = [self.bucket.wrap_unsharded(index, part.clone()) for index, part in enumerate(parts)]
@@ -151,15 +154,15 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return lambda: [self._dtensor(part, index) for index, part in enumerate(rows())]
 
     def _parallel(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return DTensors of tensor parallelism, gathered over the ranks of data parallelism."""
+        """Return DTensors of tensor parallelism, gathered over data-parallel ranks."""
         values = gather_full(self.bucket, packed).values
         return [self.bucket.wrap_unsharded(index, value.clone()) for index, value in enumerate(values)]
 
     @cached_property
     def _both(self) -> list[MeshPlacements | None] | None:
-        """Placements over the meshes of data and tensor parallelism together; None if these are not of one mesh.
+        """Placements over the mesh of data and tensor parallelism; None if not one mesh.
 
-        A shard of tensor parallelism is split into rows again. Its other parameters are replicated over its ranks.
+        A tensor-parallel shard is split into rows again. Other parameters are replicated over tensor-parallel ranks.
         """
         inner = next(leaf.device_mesh for leaf in self.bucket.unsharded.params if isinstance(leaf, DTensor))
         both: list[MeshPlacements | None] = []
@@ -177,7 +180,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
     def _dtensor(self, part: torch.Tensor, index: int) -> torch.Tensor:
         assert self._mesh is not None
         spec = self.layout.specs[index]
-        if not spec.shape:  # a 0-dim tensor has no dimension to be split along
+        if not spec.shape:  # a 0-dim tensor cannot be split
             return self.bucket.wrap_unsharded(index, self._scalar(part)) if self.is_parallel else self._scalar(part)
         if self.is_parallel:
             both = self._both[index] if self._both is not None else None
@@ -192,7 +195,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return (*[Replicate()] * copies, Shard(row_dim(spec)))
 
     def placements(self) -> list[MeshPlacements | None]:
-        """Rows along the dimension that is slowest in memory, also of shards of tensor parallelism."""
+        """Return placements as rows along the dimension that is slowest in memory."""
         if self.is_parallel:
             if self._both is not None and not self.bucket.keeps_full:
                 return self._both
@@ -203,7 +206,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         ]
 
     def _scalar(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a 0-dim value on every rank; the first of those that share has it."""
+        """Broadcast a 0-dim value from rank 0 of the shard group. Collective."""
         value = part.clone() if part.dim() == 0 else part.new_zeros(())
         dist.broadcast(value.view(1).view(torch.uint8), group=self.bucket.group.shard, group_src=0)
         return value
@@ -222,11 +225,11 @@ class EngineFlatAdapter(EngineBucketAdapter):
         rows_to_flat(rows, into, self.layout, self.bucket.group.shard, staging, dtype=dtype, device=self.device)
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the flat tensor itself, or each original's part."""
+        """Return the flat tensor itself, or each original parameter's part."""
         return [packed] if self._flat_name is not None else super().parts(packed)
 
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
-        """Pack parts."""
+        """Pack parts into one 1-D tensor with the layout of the shard."""
         if self._flat_name is None:
             return super().pack(parts, dtype, staging)
         if parts[0] is None:
@@ -234,7 +237,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return local(parts[0]).to(dtype)
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat parameter's memory with zeros between its members and behind them, or a part's."""
+        """Return an uninitialized tensor; the padding of a flat parameter is zero."""
         empty = torch.empty_like(local(self.exposed[position].detach()), dtype=dtype)
         if self._flat_name is not None:
             at = 0

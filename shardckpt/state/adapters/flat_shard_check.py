@@ -1,8 +1,8 @@
-"""Recognize a rank's shard of a flat parameter: without the wrapper, nothing shows which elements it has.
+"""Recognize shards of flat parameters that are given without their wrapper.
 
-A flat parameter of `FullyShardedDataParallel` (torch's, or ours) has names and shapes only together with its wrapper.
-What is registered below the wrapper (`model.module`), what an optimizer holds, and what a state dict of an inner module
-has, is a 1-D part of it that looks like any other tensor.
+Only the wrapper of a flat parameter (`FullyShardedDataParallel` of torch or of this package) knows the names and shapes
+of its elements. Below the wrapper (`model.module`), in an optimizer, and in the state dict of an inner module, the
+shard looks like any other 1-D tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout
 
 _REMEMBERED = 100_000
-"""Tensors that are known to be full, so that the next save does not look for their flat parameter again."""
+"""Tensors that are known to be full, so that the next save does not search for flat parameters again."""
 
 
 class FlatShardError(UsageError):
@@ -41,13 +41,13 @@ class FlatShardError(UsageError):
 
 
 class FlatShards:
-    """The shards of flat parameters in this process. They are looked for once, when a tensor may be one."""
+    """Shards of flat parameters in this process, searched once, on the first query."""
 
     @cached_property
     def _storages(self) -> frozenset[int]:
-        """Find the memory of the sharded flat parameters of this process.
+        """Data pointers of the storages of all flat parameter shards in this process.
 
-        Torch keeps no list of its wrappers, so that the objects of the process are gone through.
+        torch does not keep a list of its wrappers, so the search goes through all objects of the process.
         """
         flat_param: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
         handle = getattr(flat_param, "FlatParamHandle", Bucket)
@@ -61,10 +61,10 @@ class FlatShards:
         return frozenset(storages - {0})
 
     def has_parameter(self, parameter: torch.Tensor) -> bool:
-        """Return True if a registered parameter is a rank's shard of a flat parameter, or the flat parameter.
+        """Return True if a registered parameter is a flat parameter or a shard of one.
 
         Args:
-            parameter: The parameter; one that is managed by its own wrapper must not be asked about.
+            parameter: Parameter of a model; not a parameter of a wrapper that is part of the model.
         """
         if isinstance(parameter, DTensor):
             return False
@@ -78,7 +78,7 @@ class FlatShards:
         return not parameter.numel() or _get_storage(parameter) in self._storages
 
     def has_tensor(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is in a rank's shard of a flat parameter: a parameter, or a detached one."""
+        """Return True if a tensor, also a detached one, is in a flat parameter's shard."""
         if isinstance(tensor, DTensor) or tensor.dim() != 1 or not tensor.is_floating_point():
             return False
         if self.has_parameter(tensor):
@@ -100,7 +100,7 @@ class FlatShards:
         """Refuse registered parameters that are shards of flat parameters.
 
         Raises:
-            FlatShardError: One is.
+            FlatShardError: A parameter is such a shard.
         """
         for name, parameter in named:
             if self.has_parameter(parameter):
@@ -111,14 +111,14 @@ _FULL: set[tuple[int, int]] = set()
 
 
 def has_peers() -> bool:
-    """Return True if there are several ranks."""
+    """Return True if there is more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _get_storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a class of its own, without memory of its own
+    except (NotImplementedError, RuntimeError):  # a tensor subclass without its own storage
         return 0
 
 
@@ -128,7 +128,7 @@ def _shard_of_bucket(bucket: Bucket) -> set[int]:
 
 
 def _shard_of_handle(handle: Any) -> set[int]:
-    """Return the memory of the shard of torch's wrapper; its names are private, so they may be missing."""
+    """Return the storage of a shard of torch's wrapper; private names may be missing."""
     flat = getattr(handle, "flat_param", None)
     shard = getattr(flat, "_local_shard", flat)  # before the first forward, the flat parameter itself
     is_sharded = getattr(handle, "uses_sharded_strategy", True)

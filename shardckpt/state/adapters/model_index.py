@@ -1,4 +1,4 @@
-"""Index a model by the names it has unsharded: adapters of its parameters, buffers, extra state."""
+"""Index a model by FQN: adapters of its parameters, buffers, extra state."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer of a model.
+    """Buffer of a model.
 
     Attributes:
-        name: Clean fully qualified name.
-        module: Whose it is.
-        attribute: Its name there.
-        persistent: Whether state dicts have it.
-        dtype: The type it had before the engine cast it.
+        name: FQN without the segments of wrappers.
+        module: Module that registers the buffer.
+        attribute: Attribute of the module.
+        persistent: Whether state dicts contain the buffer.
+        dtype: Dtype of the buffer before the engine cast it.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Buffer:
 
     @property
     def value(self) -> torch.Tensor:
-        """The buffer as it is now."""
+        """Current tensor of the buffer."""
         tensor = self.module._buffers[self.attribute]
         assert tensor is not None
         return tensor
@@ -62,18 +62,18 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ModelIndex:
-    """A model, by names.
+    """Parameters, buffers and extra state of a model by FQN.
 
     Attributes:
-        names: Every name that a state dict of the unsharded model has, in its order.
-        adapters: The adapters of the parameters.
-        buffers: The buffers, those that are not persistent too.
-        extra: Modules with state of their own making, by the name it has.
-        aliases: Names of parameters that are other names of one, with the first.
-        ranks: Who has it.
-        root: The model.
-        places: Where each name's parameter is an attribute: the module and its name there.
-        flats: Where flat parameters are.
+        names: All names in a state dict of the unsharded model, in its order.
+        adapters: Adapters of the parameters.
+        buffers: All buffers, including non-persistent ones.
+        extra: Modules with `get_extra_state`, by the name of that state.
+        aliases: Further names of shared parameters, each with the first name.
+        ranks: All ranks of the model.
+        root: The model itself.
+        places: Module and attribute of each parameter name.
+        flats: Modules and attributes of flat parameters.
     """
 
     names: tuple[str, ...]
@@ -88,12 +88,15 @@ class ModelIndex:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """The parameters by their first names."""
+        """Entries of all parameters by their first names."""
         return {entry.name: entry for adapter in self.adapters for entry in adapter.entries}
 
 
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with the clean names they have unsharded, depth first, shared ones under each name."""
+    """Yield modules with their FQNs in the unsharded model, depth first.
+
+    Shared modules are yielded under each of their names.
+    """
     yield prefix, model
     wrapped = below(model)
     for name, child in model._modules.items():
@@ -102,21 +105,21 @@ def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def below(model: nn.Module) -> set[str]:
-    """Return the names under which a wrapper has its module; nothing for other modules."""
+    """Return a wrapper's attributes for the wrapped module; empty for other modules."""
     is_parallel = isinstance(model, DistributedDataParallel)
     return {name for name in model._modules if not clean(name) or (is_parallel and name == "module")}
 
 
 def index_model(model: nn.Module) -> ModelIndex:
-    """Index a model: sharded by either front end, by torch's `fully_shard`, with DTensors, replicated or plain."""
+    """Index a model that is sharded by the engine or torch, replicated or plain."""
     return _Walk(model).build()
 
 
 def index_complete_model(model: nn.Module) -> ModelIndex:
-    """Index a model; refuse one whose wrapper, with flat parameters, is around it.
+    """Index a model; refuse a part of a wrapper with flat parameters.
 
     Raises:
-        FlatShardError: One is.
+        FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
     """
     index = index_model(model)
     plain = [adapter for adapter in index.adapters if isinstance(adapter, ReplicatedAdapter)]
@@ -131,12 +134,12 @@ def reshard_all(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, ShardedModule):
             reshard = getattr(module, "reshard", None)
-            if reshard is not None and is_incompatible(module):  # torch's fully_shard, which does so itself
+            if reshard is not None and is_incompatible(module):  # sharded by torch's fully_shard
                 reshard()
 
 
 class _Walk:
-    """One walk over a model, collecting names."""
+    """Traversal of a model that collects names for its index."""
 
     def __init__(self, model: nn.Module) -> None:
         self._root = model
@@ -180,7 +183,7 @@ class _Walk:
             if key is None:
                 if parameter is None:
                     continue
-                if id(parameter) in self._exposed:  # a flat parameter: its members are named
+                if id(parameter) in self._exposed:  # a flat parameter; its members have the names
                     self._flats[id(parameter)] = prefix + attribute
                     self._homes.append((module, attribute))
                     continue
@@ -245,7 +248,7 @@ class _Walk:
 
 
 def get_process_groups(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
-    """Return the process groups of a unit: its shards' and its replicas'."""
+    """Return the process groups of a unit's shards and of its replicas."""
     groups: list[dist.ProcessGroup | None] = []
     for registration in unit.registrations:
         groups += [registration.bucket.group.shard, registration.bucket.group.replicate]
@@ -261,17 +264,17 @@ _MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
 def get_bucket_mesh(bucket: Bucket) -> DeviceMesh | None:
-    """Return the mesh of a bucket, with shards along its last dimension; None if it is not sharded.
+    """Return the mesh of a bucket, sharded along its last dim; None if not sharded.
 
     Args:
-        bucket: One of the wrapper. The mesh is the one that a user gave; without one it has the shards alone.
+        bucket: Bucket of the wrapper. Without a user's mesh the result is a 1-D mesh of the shard group.
     """
     group = bucket.group
     return group.mesh if group.mesh is not None else get_mesh(group.shard, bucket.compute_device)
 
 
 def get_mesh(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh of one dimension of a process group; None without a group."""
+    """Return a 1-D mesh of a process group; None without a group."""
     if group is None:
         return None
     if group not in _MESHES:

@@ -1,4 +1,4 @@
-"""Plain tensors with all elements on every rank, replicated by `DistributedDataParallel` or not at all."""
+"""Adapter of plain tensors, with or without `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tens
 
 
 class ReplicatedAdapter(ParameterAdapter):
-    """One parameter."""
+    """Adapter of one parameter with all elements on every rank."""
 
     @property
     def is_sharded(self) -> bool:
-        """Every rank has all of it."""
+        """Return False: every rank has all elements."""
         return False
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the parameter."""
         return self._parameter.device
 
     def placements(self) -> list[MeshPlacements | None]:
-        """It is not sharded."""
+        """Return None for the parameter, which is not sharded."""
         return [None]
 
     @property
@@ -33,22 +33,22 @@ class ReplicatedAdapter(ParameterAdapter):
         return self._parameter.detach()
 
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:  # noqa: ARG002
-        """Return it as it is."""
+        """Return the only part."""
         return torch.zeros_like(self.packed, dtype=dtype) if parts[0] is None else parts[0].to(dtype)
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
-        """Return memory in the parameter's form."""
+        """Return an uninitialized tensor with the parameter's shape."""
         return torch.empty_like(self.packed, dtype=dtype)
 
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:  # noqa: ARG002
-        """Return it as it is: nothing travels."""
+        """Return `packed` itself, without communication."""
         return None if first_only and not self.ranks.is_first else [packed]
 
     def from_full(self, values: Tensors, into: Tensors) -> None:
-        """Copy it."""
+        """Copy the value."""
         copy_parts(values, into)
 
     def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:  # noqa: ARG002
-        """Broadcast it."""
+        """Broadcast the value from rank 0."""
         if into[0] is not None:
             into[0].copy_(self.broadcast_full(values, dtype))

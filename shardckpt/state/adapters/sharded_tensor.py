@@ -1,4 +1,4 @@
-"""ShardedTensors, which torch's wrapper gives where it has no mesh, taken as the DTensors or parts that they are."""
+"""Convert ShardedTensors to DTensors; torch's wrapper returns them without a mesh."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor
 
 MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
 Rows = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
-"""For each rank that has some, the offset and the size of its part."""
+"""Offsets and sizes of the boxes of the ranks with elements, by rank."""
 
 
 class ShardedTensorError(ShardckptError, ValueError):
-    """A ShardedTensor is sharded in a way that no DTensor is."""
+    """The sharding of a ShardedTensor is not possible for a DTensor."""
 
 
 def get_local_part(value: Any) -> torch.Tensor:
-    """Return what this rank has of a ShardedTensor; of none, elements of its type."""
+    """Return this rank's shard of a ShardedTensor; an empty tensor without a shard."""
     shards = value.local_shards()
     if shards:
         part = shards[0].tensor
@@ -38,11 +38,11 @@ def get_local_part(value: Any) -> torch.Tensor:
 
 
 def to_local_parts(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
-    """Return a LOCAL state with this rank's parts for ShardedTensors.
+    """Return a LOCAL state with this rank's shards instead of ShardedTensors.
 
     Args:
-        values: Names of the unsharded model, and flat parameters, to whatever was given.
-        index: The model. Where it has no flat parameters, the parts of the originals stand beside torch's.
+        values: Given values by names of the unsharded model and of flat parameters.
+        index: Index of the model. Without flat parameters, the shards of original parameters are next to torch's.
     """
     has_flat = any(
         isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None for adapter in index.adapters
@@ -55,10 +55,12 @@ def to_local_parts(values: Mapping[str, Any], index: ModelIndex) -> dict[str, An
 
 
 def to_dtensors(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
-    """Return values with DTensors for ShardedTensors, over the mesh of the model's own parameter if that fits.
+    """Return values with DTensors instead of ShardedTensors.
+
+    The DTensors use the mesh of the model's own parameter if it fits.
 
     Raises:
-        ShardedTensorError: One is not split into rows as a DTensor of these ranks would be.
+        ShardedTensorError: A ShardedTensor is not split into rows as a DTensor of these ranks is.
     """
     if not any(map(is_sharded_tensor, values.values())):
         return dict(values)
@@ -72,7 +74,7 @@ def to_dtensors(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
 
 
 def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], index: ModelIndex) -> dict[Any, Mapping[str, Any]]:
-    """Return what is kept of parameters with DTensors for ShardedTensors.
+    """Return an optimizer's state with DTensors instead of ShardedTensors.
 
     Arguments and errors are those of `to_dtensors`.
     """
@@ -99,10 +101,12 @@ def get_placements(index: ModelIndex) -> dict[str, MeshPlacements]:
 
 
 def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
-    """Return a ShardedTensor as a DTensor of rows: over a mesh that it fits, else over all ranks. Nothing travels.
+    """Return a ShardedTensor as a DTensor of rows, without communication.
+
+    The DTensor uses the given mesh if it fits, otherwise a mesh of all ranks.
 
     Raises:
-        ShardedTensorError: It is sharded in another way.
+        ShardedTensorError: The ShardedTensor is not split into rows.
     """
     rows: Rows = {
         shard.placement.rank(): (tuple(shard.shard_offsets), tuple(shard.shard_sizes))
@@ -124,7 +128,7 @@ def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
 
 
 def _rows(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Rows | None:
-    """Return the box of each rank of a DTensor; None if it is not split into rows."""
+    """Return the box of each rank of a DTensor; None if not split into rows."""
     coordinate = mesh.get_coordinate()
     is_by_rows = placements[-1] == Shard(0) and all(placement.is_replicate() for placement in placements[:-1])
     if coordinate is None or not is_by_rows or not shape:

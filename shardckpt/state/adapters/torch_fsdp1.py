@@ -1,4 +1,4 @@
-"""Models under torch's own FullyShardedDataParallel: their state, taken and put through its public functions."""
+"""State of models under torch's FullyShardedDataParallel, by its public functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class ForeignShardingError(ShardckptError, NotImplementedError):
-    """What is asked of a model that something else has sharded can be had of that alone."""
+    """Only the library that sharded a model can do this with it."""
 
 
 NEEDS_EVERY_RANK = "torch's own wrapper takes a state from every rank"
@@ -36,45 +36,46 @@ _HOME = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def find_torch_wrapper(kind: Any) -> Any:
-    """Return torch's own wrapper among the classes that a class is made of; None where it is not one of them.
+    """Return torch's own wrapper among the base classes of a class, or None.
 
-    It is known by where it was defined: another class, such as ours, may have been put in its place in torch's modules.
+    The class is recognized by its defining module, since torch's modules may have been patched with another class, such
+    as that of this package.
     """
     wrappers = (base for base in kind.__mro__ if (base.__module__, base.__name__) == (_HOME, _WRAPPER))
     return next(wrappers, None)
 
 
 def _find_wrappers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that are torch's wrappers."""
+    """Return the modules of a model that are instances of torch's wrapper."""
     if _HOME not in sys.modules:
         return []
     return [module for module in model.modules() if find_torch_wrapper(type(module)) is not None]
 
 
 def is_foreign(model: nn.Module) -> bool:
-    """Return True if torch's wrapper has sharded a part of a model."""
+    """Return True if torch's wrapper shards any part of a model."""
     return bool(_find_wrappers(model))
 
 
 def get_ranks(model: nn.Module) -> Ranks:
-    """Return the ranks of such a model."""
+    """Return the ranks of a model under torch's wrapper."""
     wrappers: list[Any] = _find_wrappers(model)
-    # The other group of a hybrid one is private to torch.
+    # The replicate group of a hybrid wrapper is private to torch.
     is_hybrid = any("HYBRID" in wrapper.sharding_strategy.name for wrapper in wrappers)
     return Ranks.from_groups([dist.group.WORLD] if is_hybrid else [wrapper.process_group for wrapper in wrappers])
 
 
 def shapes_at_first(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of a full state as tensors without memory; on rank 0. Collective: it is gathered there."""
+    """Return the entries of a full state on rank 0, as meta tensors. Collective."""
     state = full_state(model, offload=True, first_only=True)
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 def refuse_local(kind: StateKind) -> None:
-    """Refuse LOCAL: how torch's wrapper lays parameters out is private to it.
+    """Refuse kind LOCAL: the flat layout of torch's wrapper is private.
 
     Raises:
-        ForeignShardingError: It is that.
+        ForeignShardingError: The kind is LOCAL.
     """
     if kind is StateKind.LOCAL:
         raise ForeignShardingError(
@@ -89,12 +90,12 @@ def refuse_local(kind: StateKind) -> None:
 def _set_state_dict_type(
     model: nn.Module, kind: StateKind, *, offload: bool = False, first_only: bool = False
 ) -> Iterator[Any]:
-    """Set the kind of torch's state dicts inside the block; restore the settings on any exit."""
-    fsdp = sys.modules["torch.distributed.fsdp.api"]  # which defines the settings that torch's wrapper looks for
+    """Set the kind of torch's state dicts inside the context; restore it on exit."""
+    fsdp = sys.modules["torch.distributed.fsdp.api"]  # defines the settings of torch's wrapper
     wrapper = find_torch_wrapper(type(_find_wrappers(model)[0]))
     _require_wrappers(model, wrapper)
     is_there = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    config: dict[str, bool] = {"offload_to_cpu": offload and not is_there}  # or torch frees what it returns
+    config: dict[str, bool] = {"offload_to_cpu": offload and not is_there}  # otherwise torch frees the returned tensors
     if kind is StateKind.FULL:
         configs = fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig
         config["rank0_only"] = first_only
@@ -109,30 +110,30 @@ def _set_state_dict_type(
 
 
 def _require_wrappers(model: nn.Module, wrapper: Any) -> None:
-    """Refuse a model that has parameters of a wrapper around it: those inside alone would be gathered.
+    """Refuse a part of a wrapper: only wrappers inside the model would be gathered.
 
     Raises:
-        FlatShardError: It has some.
+        FlatShardError: A parameter belongs to a wrapper around the model.
     """
     inside = {id(p) for module in model.modules() if isinstance(module, wrapper) for p in module.parameters()}
     FlatShards().require_none((name, p) for name, p in model.named_parameters() if id(p) not in inside)
 
 
 def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
-    """Set the kind of state dict of torch's wrappers, without torch's warnings; return the kind before."""
+    """Set the type of torch's state dicts without warnings; return the old settings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return wrapper.set_state_dict_type(model, *settings)
 
 
 def full_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:
-    """Return the full state of a model by the names it has unsharded. Collective."""
+    """Return the full state of a model by FQN. Collective."""
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only):
         return {clean(name): value for name, value in model.state_dict().items()}
 
 
 def sharded_state(model: nn.Module, *, offload: bool) -> dict[str, Any]:
-    """Return the state of a model with a DTensor for everything sharded, by the names it has unsharded. Collective."""
+    """Return the state of a model by FQN, with DTensors for sharded ones. Collective."""
     with _set_state_dict_type(model, StateKind.SHARDED, offload=offload):
         return {clean(name): _to_dtensor(name, value) for name, value in model.state_dict().items()}
 
@@ -142,18 +143,21 @@ def _to_dtensor(name: str, value: Any) -> Any:
 
 
 def _to_full(name: str, value: Any) -> Any:
-    """Return a sharded value unsharded. Collective."""
+    """Return the full tensor of a sharded value. Collective."""
     tensor = _to_dtensor(name, value)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-    """Put a state that every rank has into a model, and return the missing and the unexpected names. Collective.
+    """Load a state that every rank has into a model. Collective.
 
     Args:
-        model: The model.
-        state: It is not changed.
-        strict: Names that differ are errors.
+        model: Model under torch's wrapper.
+        state: Full state by FQN; not changed.
+        strict: Raise an error for missing or unexpected names.
+
+    Returns:
+        Missing and unexpected names.
     """
     with _set_state_dict_type(model, StateKind.FULL):
         keys = model.load_state_dict({clean(name): _to_full(name, v) for name, v in state.items()}, strict=strict)
@@ -163,19 +167,22 @@ def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tu
 def full_optim_state(
     model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool, first_only: bool
 ) -> dict[str, Any]:
-    """Return the full state of an optimizer of such a model. Collective."""
+    """Return the full state of a model's optimizer. Collective."""
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only) as wrapper:
         return _clean_names(wrapper.optim_state_dict(model, optim))
 
 
 def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool) -> dict[str, Any]:
-    """Return the state of an optimizer of such a model with a DTensor for everything sharded. Collective."""
+    """Return the state of a model's optimizer, with sharded tensors as DTensors.
+
+    Collective.
+    """
     with _set_state_dict_type(model, StateKind.SHARDED, offload=offload) as wrapper:
         return _clean_names(wrapper.optim_state_dict(model, optim))
 
 
 def _clean_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by the names that the model has unsharded, with values of its own."""
+    """Return a copy of an optimizer's state with FQNs of the unsharded model as keys."""
     return {
         "state": {
             clean(name): {slot: copy_value(_to_dtensor(f"{name}/{slot}", value)) for slot, value in slots.items()}
@@ -197,7 +204,7 @@ def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any]) -> None:
 
 
 def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """Return a state nested, with names for keys."""
+    """Return a nested optimizer state with FQNs as keys."""
     if state and all(str(key).startswith(("state.", "param_groups.")) for key in state):
         return nest(state, groups)
     check_form(state)
@@ -207,18 +214,18 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
 
 
 def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Put a state that every rank has into an optimizer of such a model, by name. Collective.
+    """Load a state that every rank has into a model's optimizer, by FQN. Collective.
 
-    torch matches groups by their position: it is given groups that are those of the optimizer.
+    torch matches param groups by position, so the groups are rebuilt in the order of the optimizer's.
 
     Args:
-        model: The model.
-        optim: The optimizer.
-        state: As any tool saves it: nested or flattened, with names for keys or numbers; it is not changed.
+        model: Model under torch's wrapper.
+        optim: Optimizer of the model's parameters.
+        state: State as any tool saves it: nested or flattened, with FQNs or ids as keys; not changed.
 
     Raises:
-        StateMismatchError: It has names that the model has not, or ranks were given different ones.
-        UsageError: Its numbers, or its flattened keys, are not those of the optimizer's parameters.
+        StateMismatchError: The state has names that the model does not have, or ranks have different states.
+        UsageError: The ids, or the flattened keys, do not match the optimizer's parameters.
         ConflictError: Parameters of one group were saved with different settings.
     """
     live = full_optim_state(model, optim, offload=True, first_only=False)["param_groups"]

@@ -1,1 +1,1 @@
-"""State functions under the names of `torch.distributed`."""
+"""State functions with the names of `torch.distributed`."""

@@ -1,4 +1,4 @@
-"""State dicts as `torch.distributed.fsdp` names them: what `shardckpt.core` asks for through its protocol."""
+"""State dict functions of `torch.distributed.fsdp`, which `shardckpt.core` calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardckpt.state.optim import optim_state_dict as optimizer
 
 
 class SharedParameterError(ShardckptError, RuntimeError):
-    """A parameter with several names, where one is needed."""
+    """A parameter has several names, but exactly one is required."""
 
 
 # ------------------------------------------------------------------------------------------------------- models
@@ -38,19 +38,19 @@ _LOADING: WeakKeyDictionary[nn.Module, nn_module_hooks.Loading] = WeakKeyDiction
 
 
 def module_state_dict(module: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> MutableMapping[str, Any]:
-    """Return the state of a wrapped module and of all below. Collective."""
+    """Return the state of a wrapped module and its submodules. Collective."""
     return nn_module_hooks.module_state_dict(module, module.sharding_unit, *args, **kwargs)
 
 
 def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Register a unit's parameters for torch's recursion, by the names of the wrapped module. Collective.
+    """Register a unit's tensors on the wrapped module for torch's load. Collective.
 
     Raises:
-        StateMismatchError: It is a LOCAL state of another rank, or of other units.
-        ShardedTensorError: A ShardedTensor is sharded in a way that no DTensor is.
+        StateMismatchError: The state is a LOCAL state of another rank or of other units.
+        ShardedTensorError: The sharding of a ShardedTensor is not possible for a DTensor.
     """
     stale = _LOADING.pop(module, None)
-    if stale is not None:  # a module above ended its load on the way
+    if stale is not None:  # an exception ended the load of an outer module
         stale.abandon()
     kind = nn_module_hooks.KINDS[module.state_dict_settings.state_dict_type]
     if not prefix and kind is StateKind.LOCAL:
@@ -62,7 +62,7 @@ def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any
 
 
 def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], prefix: str, kind: StateKind) -> None:
-    """Replace what torch's wrapper gave without a mesh, in torch's own copy of a user's state."""
+    """Replace ShardedTensors of torch's wrapper, in torch's copy of the user's state."""
     below = {name: clean(name[len(prefix) :]) for name in state if name.startswith(prefix)}
     taken = sharded_tensor.to_local_parts if kind is StateKind.LOCAL else sharded_tensor.to_dtensors
     converted = taken({plain: state[name] for name, plain in below.items()}, index_model(module))
@@ -74,7 +74,7 @@ def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], pr
 
 
 def abandon_load(module: nn.Module) -> None:
-    """Forget loads that an exception ended on the way, so that units have registered what they had."""
+    """Undo the registration of loads that an exception ended."""
     for submodule in module.modules():
         loading = _LOADING.pop(submodule, None)
         if loading is not None:
@@ -82,7 +82,10 @@ def abandon_load(module: nn.Module) -> None:
 
 
 def after_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
-    """Take what was loaded, and report names as the unsharded module has them. Collective for sharded states."""
+    """Store the loaded tensors in the unit, and report keys by FQN.
+
+    Collective for sharded states.
+    """
     _LOADING.pop(module).finish()
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = [clean(name) for name in names]
@@ -93,14 +96,14 @@ def after_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
 
 @dataclass
 class _Groups:
-    """What stands for an optimizer where only its parameters, or a state of its own making, were given."""
+    """Stand-in for an optimizer if only parameters or a custom state are given."""
 
     param_groups: list[dict[str, Any]]
     state: dict[nn.Parameter, Any] = field(default_factory=dict)
 
     @classmethod
     def from_input(cls, model: nn.Module, given: Any) -> _Groups:
-        """Take parameters, groups of them, or nothing for all parameters of the model."""
+        """Build it from parameters, param groups, or None for all parameters of a model."""
         items: list[Any] = list(model.parameters() if given is None else given)
         if items and isinstance(items[0], Mapping):
             return cls([{**group, "params": list(group["params"])} for group in items])
@@ -128,7 +131,7 @@ def _warn_of_input(optim_input: Any) -> None:
 def full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
-    """Return the full state of an optimizer, by names, on the CPU. Collective."""
+    """Return the full state of an optimizer by FQN, on the CPU. Collective."""
     del group
     _deprecated("full_optim_state_dict")
     _warn_of_input(optim_input)
@@ -137,7 +140,7 @@ def full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any) -> dict[str, Any]:
-    """Return the state of an optimizer as DTensors, by names. Collective."""
+    """Return the state of an optimizer by FQN, as DTensors. Collective."""
     del group
     _deprecated("sharded_optim_state_dict")
     return dict(optimizer.optim_state_dict(model, optim, StateKind.SHARDED))
@@ -146,7 +149,10 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
 def shard_full_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, optim_input: Any, optim: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Return this rank's part of a full state that every rank has, for `load_state_dict` of the optimizer."""
+    """Return this rank's shard of a full state, for `optim.load_state_dict`.
+
+    Every rank has the full state.
+    """
     _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
     return _numbered(model, optim or _Groups.from_input(model, optim_input), full, StateKind.FULL)
@@ -155,7 +161,10 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return this rank's part of a sharded state, for `load_state_dict` of the optimizer. Collective."""
+    """Return this rank's shard of a sharded state, for `optim.load_state_dict`.
+
+    Collective.
+    """
     _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _numbered(model, optim, sharded, StateKind.SHARDED)
 
@@ -163,7 +172,7 @@ def flatten_sharded_optim_state_dict(
 def scatter_full_optim_state_dict(
     full: Mapping[str, Any] | None, model: nn.Module, optim_input: Any, optim: Any, group: Any
 ) -> dict[str, Any]:
-    """Return this rank's part of a full state that rank 0 has. Collective."""
+    """Return this rank's shard of a full state that only rank 0 has. Collective."""
     del group
     _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
@@ -174,7 +183,7 @@ def scatter_full_optim_state_dict(
 def rekey_optim_state_dict(
     state: dict[str, Any], key_type: OptimStateKeyType, model: nn.Module, optim_input: Any, optim: Any
 ) -> dict[str, Any]:
-    """Return a state with names for numbers, or numbers for names, of a model's optimizer."""
+    """Return an optimizer state with FQNs instead of ids as keys, or the reverse."""
     _warn_of_input(optim_input)
     kind = optim_keys.get_key_type(state)
     if kind is None or (kind is str) == (key_type is OptimStateKeyType.PARAM_NAME):
@@ -198,7 +207,7 @@ def rekey_optim_state_dict(
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any] | None, group: Any
 ) -> dict[str, Any]:
-    """Return the state of an optimizer as the settings of `state_dict_type` say. Collective."""
+    """Return the optimizer state of the kind set by `state_dict_type`. Collective."""
     del group
     current = _settings(model)
     config = current.optim_state_dict_config
@@ -224,17 +233,18 @@ def optim_state_dict_to_load(
     load_directly: bool,
     group: Any,
 ) -> dict[str, Any]:
-    """Return what `load_state_dict` of the optimizer takes; load it too where that is wanted. Collective.
+    """Return the state that the optimizer's `load_state_dict` accepts. Collective.
 
-    If rank 0 alone has a FULL state, the other ranks may pass None, as Accelerate does.
+    With `load_directly` the state is loaded too. If only rank 0 has a FULL state, the other ranks may pass None, as
+    Accelerate does.
     """
     del group
     kind = nn_module_hooks.KINDS[_settings(model).state_dict_type]
     if state is None and kind is StateKind.FULL and not index_model(model).ranks.is_first:
         state = {}
-    converted = _numbered(model, optim, cast("Mapping[str, Any]", state), kind)  # None is refused there, on all ranks
+    converted = _numbered(model, optim, cast("Mapping[str, Any]", state), kind)  # refuses None, on all ranks
     if is_named_optimizer:
-        names = {id(p): name for name, p in model.named_parameters()}  # such optimizers have them from there
+        names = {id(p): name for name, p in model.named_parameters()}  # such optimizers use these names
         order = [names[id(p)] for live in optim.param_groups for p in live["params"]]
         converted = optim_keys.to_names(converted, _split(order, [len(live["params"]) for live in optim.param_groups]))
     if load_directly:
@@ -258,7 +268,7 @@ def _settings(model: nn.Module) -> StateDictSettings:
 
 
 def _own_state(model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any]) -> _Groups:
-    """Return what an optimizer would be that had a state as `state_dict()` of it gives, by numbers or by live names."""
+    """Return a stand-in for an optimizer, from a state with ids or names as keys."""
     known: dict[Any, nn.Parameter] = {clean(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     known |= dict(enumerate(parameter for group in optim.param_groups for parameter in group["params"]))
     kept = {known[clean(key) if isinstance(key, str) else key]: state for key, state in given["state"].items()}
@@ -270,7 +280,7 @@ def _own_state(model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[st
 
 
 def _numbered(model: nn.Module, optim: Any, state: Mapping[str, Any], kind: StateKind) -> dict[str, Any]:
-    """Return a state with numbers for keys, in the order of an optimizer's groups. Collective."""
+    """Return a state with ids in the order of an optimizer's groups. Collective."""
     fitted = load_optim_state_dict.fit(model, optim, state, kind=kind)
     kept, groups, number = {}, [], 0
     for live, change in zip(optim.param_groups, fitted.settings, strict=True):

@@ -1,7 +1,7 @@
-"""Lets `torch.distributed.checkpoint.state_dict` know our wrapper, so that its functions take and put its states.
+"""Support for our wrapper in `torch.distributed.checkpoint.state_dict`.
 
-Those functions look for torch's own wrapper and ask its static methods. Ours has methods of the same names that mean
-the same, so that it is enough to let them find either. A model without our wrapper goes torch's way alone.
+These functions search for torch's own wrapper and call its static methods. Our wrapper has equivalent static methods,
+so the functions only have to find either class. Models without our wrapper use torch's code alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class _EitherMeta(type):
 
 
 class _Either(metaclass=_EitherMeta):
-    """What torch's functions look for and call: its own wrapper, or ours. It is neither, and no module."""
+    """Class that forwards calls of torch's functions to torch's or our wrapper.
+
+    torch's functions search for it. It is neither of the two, and not a module.
+    """
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> Any:
@@ -67,13 +70,13 @@ def _of(module: nn.Module) -> Any:
 
 
 def _theirs_in(module: nn.Module) -> Any:
-    """Return torch's own wrapper where it is in a model, also if ours was put in its place in torch's modules."""
+    """Return torch's own wrapper if a model has it, even with patched torch modules."""
     wrappers = (find_torch_wrapper(type(item)) for item in module.modules())
     return next((item for item in wrappers if item is not None), FullyShardedDataParallel)
 
 
 def _translated(given: Any) -> Any:
-    """Return our state-dict type or configuration for torch's."""
+    """Return our equivalent of torch's state dict type or configuration."""
     if isinstance(given, theirs.StateDictType):
         return api.StateDictType[given.name]
     if isinstance(given, (theirs.StateDictConfig, theirs.OptimStateDictConfig)):
@@ -87,20 +90,20 @@ _torch_state: Any = getattr(functions, "_get_module_fsdp_state_if_fully_sharded_
 
 
 def _names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Return the names of the unsharded model behind one of the model's: all members' of a flat parameter."""
+    """Return the FQNs of a name in the model; a flat parameter has several."""
     path, _, attribute = name.rpartition(".")
     if attribute == EXTRA and _is_ours(model):
         return {clean(name)}
     members = _members(model, path, attribute) if attribute.startswith(FLAT_PARAM) else []
     if not members:
         return _torch_names(model, name, *args, **kwargs)
-    if kwargs.get("skip_ddp_prefix", True):  # only names that a module loads keep what compiling puts before them
+    if kwargs.get("skip_ddp_prefix", True):  # only names for loading keep the compiler's prefix
         kwargs = {**kwargs, "skip_compiler_prefix": True}
     return {fqn for member in members for fqn in _torch_names(model, member, *args, **kwargs)}
 
 
 def _members(model: nn.Module, path: str, attribute: str) -> list[str]:
-    """Return where the members of a flat parameter are; nothing where it is not one of ours."""
+    """Return the paths of a flat parameter's members; empty if it is not one of ours."""
     parts = path.split(".") if path else []
     for depth in range(len(parts), -1, -1):
         above = model.get_submodule(".".join(parts[:depth]))
@@ -115,7 +118,7 @@ def _members(model: nn.Module, path: str, attribute: str) -> list[str]:
 
 
 def _state(module: nn.Module) -> Any:
-    """Return what stands for a wrapped module's sharding: its wrapper itself."""
+    """Return the wrapper of a module, as its sharding state."""
     return module if isinstance(module, FullyShardedDataParallel) else _torch_state(module)
 
 
@@ -123,7 +126,10 @@ _torch_saved: Any = getattr(state_dict_saver, "_stateful_to_state_dict", None)
 
 
 def _saved(state_dict: Any) -> Any:
-    """Return what `dcp.save` is about to write; a LOCAL state, of which it would keep one rank's, is refused."""
+    """Return the state that `dcp.save` writes; refuse a LOCAL state.
+
+    `dcp.save` would keep the values of one rank only.
+    """
     saved = _torch_saved(state_dict)
     if has_peers():
         for key, value in [("", state_dict), *saved.items()]:
@@ -136,11 +142,14 @@ _KNOWN = {
     "_get_fqns": _names,
     "_get_module_fsdp_state_if_fully_sharded_module": _state,
 }
-"""What the functions look up in their module, and what they find from now on."""
+"""Names in torch's module that its functions look up, with their replacements."""
 
 
 def register_with_torch_dcp() -> None:
-    """Make torch's functions find our wrapper, and its saver our LOCAL states; a second call changes nothing."""
+    """Make torch's functions find our wrapper, and its saver refuse LOCAL states.
+
+    A second call does nothing.
+    """
     if _torch_saved is not None:
         state_dict_saver._stateful_to_state_dict = _saved
     lacking = [name for name in _KNOWN if not hasattr(functions, name)]

@@ -1,1 +1,1 @@
-"""Keys of optimizer state: names, ids, slots, param groups."""
+"""Keys of optimizer state: FQNs, ids, slots, param groups."""

@@ -1,4 +1,4 @@
-"""Convert a state by names to flat parameters and back: full, or one rank's part. Pure; copies only."""
+"""Convert a state by FQN to flat parameters and back; pure functions that copy."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from shardckpt.state.keys.kinds import KEY, VERSION, get_metadata
 from shardckpt.state.keys.slots import OpaqueStateError, copy_value
 
 ORIGINALS = "originals"
-"""Key in an optimizer's state of data that flat parameters lose: the groups of names, and the slots
-names nothing was kept."""
+"""Key of the data that an optimizer's state of flat parameters would lose.
+
+The data are the FQNs in each param group, and the slots that some parameters did not have.
+"""
 
 
 def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
     """Return the flat parameters in the metadata of a LOCAL state.
 
     Args:
-        state: Of a model or an optimizer, as `kind="LOCAL"` gave it on any rank.
+        state: LOCAL state of a model or an optimizer, of any rank.
 
     Raises:
-        UsageError: It has none.
+        UsageError: The metadata does not have flat parameters.
     """
     units = tuple(_unit(unit) for unit in get_metadata(state).get("units", ()) if unit.get("flat"))
     if not units:
@@ -53,19 +55,19 @@ def _unit(note: Mapping[str, Any]) -> FlatUnit:
 
 
 def to_flat_parameters(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: int | None = None) -> dict[str, Any]:
-    """Return a state by names as the state of flat parameters.
+    """Return a state by FQN as the state of flat parameters.
 
-    Other parameters stay. An optimizer's state keeps, under `ORIGINALS`, data that flat parameters lose,
-    so that `to_original_parameters` gives back what went in. Its groups list flat parameters; those of a rank's part
-    list the names of the unsharded model, as LOCAL states do.
+    Other parameters are kept. An optimizer's state keeps, under `ORIGINALS`, the data that flat parameters lose, so
+    that `to_original_parameters` can restore it exactly. Its param groups list flat parameters; those of a rank's
+    shard list FQNs of the unsharded model, as LOCAL states do.
 
     Args:
-        state: Full tensors by names of the unsharded model; or an optimizer's `{"state": ..., "param_groups": ...}`.
-        units: The flat parameters.
-        rank: Which part to return, without padding, as the LOCAL state of that rank; None for all of it.
+        state: Full tensors by FQN of the unsharded model; or an optimizer's `{"state": ..., "param_groups": ...}`.
+        units: Flat parameters of the model.
+        rank: Index of the rank whose LOCAL state to return, without padding; None for the full state.
 
     Raises:
-        UsageError: Members are missing, of other shapes or of several types, or the rank does not exist.
+        UsageError: Members are missing, have other shapes or several dtypes, or the rank does not exist.
         ConflictError: Members of one flat parameter are in groups with different settings.
         OpaqueStateError: A value is neither shaped like its parameter nor a scalar.
     """
@@ -80,18 +82,19 @@ def to_original_parameters(
     units: Sequence[FlatUnit],
     groups: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """Return a state of flat parameters by names of the unsharded model.
+    """Return a state of flat parameters by FQN of the unsharded model.
 
     Args:
-        states: The full state; or the states of all ranks, in order, with or without padding at the end.
-        units: The flat parameters.
-        groups: The names in each group of an optimizer; None for the groups that the state had by names, or for flat
-            parameters that stand for all their members. Settings follow the names.
+        states: Full state; or the states of all ranks, in order, with or without padding at the end.
+        units: Flat parameters of the model.
+        groups: FQNs in each param group of the result; None for the groups under `ORIGINALS`, or otherwise for groups
+            in which each flat parameter is replaced by all its members. Settings follow the FQNs.
 
     Raises:
-        UsageError: A flat parameter is not as long as its unit, ranks disagree, or there are more or fewer than parts.
-        ConflictError: A group would have names that were saved with different settings.
-        OpaqueStateError: A value has neither the layout of its flat parameter nor is a scalar.
+        UsageError: A flat parameter has another length than its unit, ranks disagree, or the number of states is not
+            the number of ranks.
+        ConflictError: A group would have FQNs that were saved with different settings.
+        OpaqueStateError: A value is neither laid out like its flat parameter nor a scalar.
     """
     parts = [states] if isinstance(states, Mapping) else list(states)
     is_full = isinstance(states, Mapping)
@@ -108,7 +111,7 @@ def _is_optimizer(state: Mapping[str, Any]) -> bool:
 
 
 def _with_local_metadata(state: dict[str, Any], units: Sequence[FlatUnit], rank: int) -> dict[str, Any]:
-    """Add the metadata of a LOCAL state to a rank's part, so that its files can be merged and loaded."""
+    """Add the metadata of a LOCAL state to a rank's shard, for merging and loading."""
     with_metadata = OrderedDict(state)
     worlds = {unit.layout.world for unit in units}
     if len(worlds) == 1:
@@ -123,7 +126,7 @@ def _with_local_metadata(state: dict[str, Any], units: Sequence[FlatUnit], rank:
 
 
 def _pack_flat(unit: FlatUnit, values: Mapping[str, torch.Tensor], rank: int | None) -> torch.Tensor:
-    """Join tensors end to end, with zeros for missing ones, and return a rank's part."""
+    """Concatenate tensors, with zeros for missing ones; return all, or a rank's shard."""
     layout = unit.layout
     for spec in layout.specs:
         if spec.name in values:
@@ -154,7 +157,7 @@ def _check(spec: ParamSpec, value: torch.Tensor) -> None:
 
 
 def _unpad(unit: FlatUnit, parts: Sequence[torch.Tensor], is_full: bool, where: str) -> torch.Tensor:
-    """Join the parts of a flat tensor without their padding."""
+    """Concatenate the shards of a flat tensor without their padding."""
     layout = unit.layout
     lengths = [(layout.numel, layout.world * layout.chunk)] if is_full else []
     lengths = lengths or [(layout.get_unpadded_size(rank), layout.chunk) for rank in range(layout.world)]
@@ -170,7 +173,7 @@ def _unpad(unit: FlatUnit, parts: Sequence[torch.Tensor], is_full: bool, where: 
 
 
 def _members(unit: FlatUnit, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return each member's values as a tensor of its own, in its shape and memory order."""
+    """Return a new tensor for each member, in its shape and memory order."""
     members = {}
     for spec, at in zip(unit.layout.specs, unit.layout.offsets, strict=True):
         value = flat[at : at + spec.numel].view(spec.memory_shape)
@@ -250,7 +253,7 @@ def _opaque_error(where: str, value: Any, expected: object) -> OpaqueStateError:
 
 
 def _require_equal(values: Mapping[str, Any], what: str) -> Any:
-    """Return a copy of the scalar that several have; one flat parameter has one."""
+    """Return a copy of the scalar that all members have; refuse different scalars."""
     names: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim():
@@ -295,7 +298,7 @@ def _original_groups(
 
 
 def _split_slot(unit: FlatUnit, slot: str, rows: Sequence[Mapping[str, Any]], is_full: bool) -> dict[str, Any]:
-    """Return each member's value of a slot, from the slots of the flat parameter on each rank."""
+    """Return each member's value of a slot, from the flat parameter's on each rank."""
     where = f"{unit.name}/{slot}"
     lacking = [rank for rank, row in enumerate(rows) if slot not in row]
     if lacking:

@@ -1,4 +1,4 @@
-"""The three forms of state, by name."""
+"""The three kinds of state: FULL, SHARDED and LOCAL."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from shardckpt.deprecation import warn_renamed
 from shardckpt.errors import UsageError
 
 KEY = "shardckpt"
-"""Under this key of a state dict's `_metadata` stands what is known of how it was taken."""
+"""Key in a state dict's `_metadata` for its kind and layout."""
 
 VERSION = 1
-"""Version of what stands under `KEY`."""
+"""Version of the metadata under `KEY`."""
 
 _FLAT = "_flat_param"
-"""How torch's wrapper calls flat parameters."""
+"""Name of flat parameters in torch's wrapper."""
 
 
 class LocalStateError(UsageError):
-    """A LOCAL state is given where ranks save one state together."""
+    """A LOCAL state is given to a save in which all ranks save one state."""
 
 
 class StateKind(Enum):
-    """What a state dict holds.
+    """Kind of a state dict.
 
-    FULL has full tensors, SHARDED a DTensor for each sharded tensor, LOCAL the stored shards of this rank.
+    FULL contains full tensors, SHARDED a DTensor per sharded tensor, LOCAL the stored shards of this rank.
     """
 
     FULL = "FULL"
@@ -38,7 +38,7 @@ class StateKind(Enum):
 
     @classmethod
     def parse(cls, value: StateKind | str) -> StateKind:
-        """Return the kind of a name, in any case.
+        """Return the kind with a name, in upper or lower case.
 
         Raises:
             UsageError: The kind is unknown.
@@ -52,17 +52,17 @@ class StateKind(Enum):
 
     @classmethod
     def of(cls, value: StateKind | str) -> StateKind:
-        """Do what `parse` does, under its earlier name."""
+        """Call `parse`; this is its earlier name."""
         warn_renamed("StateKind.of", "StateKind.parse")
         return cls.parse(value)
 
 
 def parse_kind_to_take(kind: StateKind | str, *, rank0_only: bool) -> StateKind:
-    """Return the kind of a state that is to be taken.
+    """Return the kind of a state to get, after a check of the arguments.
 
     Args:
-        kind: The kind or its name.
-        rank0_only: Rank 0 alone gets the state.
+        kind: Kind of state, or its name.
+        rank0_only: Whether only rank 0 gets the state.
 
     Raises:
         UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
@@ -74,21 +74,21 @@ def parse_kind_to_take(kind: StateKind | str, *, rank0_only: bool) -> StateKind:
 
 
 def get_metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a state dict says of how it was taken; empty where it says nothing."""
+    """Return a state dict's metadata on its kind and layout; empty without metadata."""
     metadata = getattr(state, "_metadata", None)
     entry = metadata.get(KEY) if isinstance(metadata, Mapping) else None
     return entry if isinstance(entry, Mapping) else {}
 
 
 def require_not_local(value: Any, where: str) -> None:
-    """Raise if a value contains a LOCAL state: under its names, each rank has other elements.
+    """Raise an error if a value contains a LOCAL state: ranks have different elements.
 
     Args:
-        value: Anything.
-        where: Its dotted name.
+        value: Any object, also nested containers.
+        where: Dotted name of the value, for the message.
 
     Raises:
-        LocalStateError: There is one.
+        LocalStateError: The value contains a LOCAL state.
     """
     if not isinstance(value, Mapping):
         return
@@ -103,10 +103,10 @@ def require_not_local(value: Any, where: str) -> None:
 
 
 def detect_kind(state: Mapping[str, Any]) -> StateKind:
-    """Return the kind of a state dict: as it says itself, else by what is in it.
+    """Return the kind of a state dict, from its metadata or else from its values.
 
     Args:
-        state: Names to tensors; `_metadata` as `torch.nn.Module` sets it.
+        state: Tensors by name, with `_metadata` as set by `torch.nn.Module`.
     """
     kind = get_metadata(state).get("kind")
     if isinstance(kind, str) and kind in StateKind.__members__:
@@ -115,13 +115,16 @@ def detect_kind(state: Mapping[str, Any]) -> StateKind:
 
 
 def guess_kind(state: Mapping[str, Any]) -> StateKind:
-    """Return the kind by what is in a state, of a model or of an optimizer."""
+    """Return the kind of a model's or optimizer's state, from its values."""
     is_sharded = any(isinstance(value, DTensor) or is_sharded_tensor(value) for value in tensors(state))
     return StateKind.SHARDED if is_sharded else StateKind.FULL
 
 
 def is_sharded_tensor(value: Any) -> bool:
-    """Return True if a value is torch's ShardedTensor, known by its public methods: the class is private to torch."""
+    """Return True if a value is a ShardedTensor of torch, by its public methods.
+
+    The class itself is private to torch.
+    """
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -131,7 +134,7 @@ def is_sharded_tensor(value: Any) -> bool:
 
 
 def is_flat_part(name: str, value: Any) -> bool:
-    """Return True if a value is this rank's part of a flat parameter, as LOCAL states of torch's wrapper have it."""
+    """Return True if a value is a shard of a flat parameter in a torch LOCAL state."""
     return name.rpartition(".")[2].startswith(_FLAT) and is_sharded_tensor(value)
 
 

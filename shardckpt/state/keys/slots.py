@@ -1,4 +1,4 @@
-"""What an optimizer keeps of one parameter: which values are shaped like it, which are scalars, which are neither."""
+"""Optimizer slots of a parameter: values of its shape, scalars, other tensors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor
 from shardckpt.errors import ShardckptError, UsageError
 
 StateLayout = Callable[[str, str, torch.Tensor], "int | str | None"]
-"""Given (FQN, slot, tensor of this rank), the dimension along which ranks' tensors are joined, "replicated" where every
-rank has the same, None where it is not known."""
+"""Maps (FQN, slot, tensor of this rank) to the dimension along which the tensors of all ranks are concatenated;
+"replicated" if every rank has equal values; None if the sharding is unknown."""
 
 
 class OpaqueStateError(ShardckptError, RuntimeError):
-    """A value of an optimizer's state of which nobody knows how it is sharded."""
+    """The sharding of a value in an optimizer's state is unknown."""
 
 
 PLAIN = (bool, int, float, str, type(None))
-"""Types of values that are sent to ranks without them."""
+"""Types of values that can be sent to ranks that do not have them."""
 
 
 class Form(Enum):
-    """How a value of an optimizer's state relates to its parameter."""
+    """Relation of an optimizer slot to its parameter: same shape, a scalar, or opaque."""
 
     SHAPED = "shaped"
     SCALAR = "scalar"
@@ -38,12 +38,12 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Slot:
-    """One value that an optimizer keeps of a parameter, without the value.
+    """Description of one value in an optimizer's state, without tensor elements.
 
     Attributes:
-        form: What it is.
-        dtype: The tensor's type, as torch spells it; empty for other values.
-        value: A scalar's value; of a tensor that is neither, its shape where that is known.
+        form: Relation to the parameter.
+        dtype: Dtype of a tensor, as torch spells it; empty for other values.
+        value: Value of a scalar; shape of an opaque tensor, or None if unknown.
     """
 
     form: Form
@@ -52,32 +52,35 @@ class Slot:
 
     @property
     def kind(self) -> tuple[Form, str]:
-        """What values of several parameters have in common when they are moved together."""
+        """Key of the slots that can be moved in one collective."""
         return self.form, self.dtype
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The tensor's type."""
+        """Dtype of the tensor."""
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     def scalar(self) -> Any:
-        """Return the scalar, a tensor of its own where it is one; on the CPU."""
+        """Return the scalar; if it is a tensor, as a new tensor on the CPU."""
         return torch.tensor(self.value, dtype=self.torch_dtype) if self.dtype else self.value
 
 
 def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Tensor) -> int | str | None:
-    """Return how ranks' tensors of a shape of their own are joined: a dimension, "replicated", None if unknown.
+    """Return how the ranks' opaque tensors are concatenated.
 
     Args:
-        layout: Whom to ask; None for nobody.
+        layout: Function of the user; None without one.
         name: FQN of the parameter.
-        slot: What is kept.
-        value: The tensor of this rank, or the joined one.
+        slot: Name of the slot.
+        value: Tensor of this rank, or the concatenated tensor.
+
+    Returns:
+        Dimension of the concatenation, "replicated", or None if unknown.
 
     Raises:
-        OpaqueStateError: The answer is something else.
+        OpaqueStateError: The function returned something else.
     """
     answer = layout(name, slot, value) if layout is not None else None
     if answer is None or answer == "replicated" or (isinstance(answer, int) and not isinstance(answer, bool)):
@@ -91,11 +94,13 @@ def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Te
 
 
 def split_lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return how a joined tensor is split among ranks: as its parameter, or equally; None if unknown.
+    """Return each rank's length of a concatenated tensor; None if unknown.
+
+    The tensor is split like its parameter, or equally.
 
     Args:
-        total: Its length along the dimension.
-        extents: How long each rank's part of the parameter is; None where that is not known.
+        total: Length of the tensor along the dimension.
+        extents: Length of each rank's part of the parameter; None if unknown.
     """
     if extents is None:
         return None
@@ -107,19 +112,19 @@ def split_lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] 
 
 
 def copy_value(value: Any) -> Any:
-    """Return a value in memory of its own: a tensor without its history, anything else with all that is in it."""
+    """Return a deep copy of a value; tensors are detached."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def is_placed_as(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Return True if a value is placed as its parameter: both are plain, or DTensors of the same placements."""
+    """Return True if a value and its parameter are plain, or have equal placements."""
     if isinstance(parameter, DTensor) and isinstance(value, DTensor):
         return value.placements == parameter.placements
     return not isinstance(parameter, DTensor) and not isinstance(value, DTensor)
 
 
 def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
-    """Describe one value."""
+    """Return the description of one value in an optimizer's state."""
     if not isinstance(value, torch.Tensor):
         return Slot(Form.SCALAR, "", value) if isinstance(value, PLAIN) else Slot(Form.OPAQUE)
     dtype = str(value.dtype).removeprefix("torch.")
@@ -135,20 +140,20 @@ def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
 
 
 Survey = list[dict[str, Slot]]
-"""For each parameter, in a fixed order, what the optimizers of all ranks keep of it."""
+"""Slots by name, for each parameter in a fixed order, as in the optimizers of all ranks."""
 
 
 def build_survey(kept: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> Survey:
-    """Describe what this rank's optimizer keeps.
+    """Return the description of this rank's optimizer state.
 
     Args:
-        kept: Parameters with their states, in an order that is the same on all ranks.
+        kept: Parameters with their optimizer states, in the same order on all ranks.
     """
     return [{name: to_slot(parameter, value) for name, value in state.items()} for parameter, state in kept]
 
 
 def pack_survey(survey: Survey) -> bytes:
-    """Return a survey as bytes; equal descriptions are written once."""
+    """Return a survey as bytes; equal slots are written once."""
     forms: dict[tuple[str, str, str], int] = {}
     rows = []
     for state in survey:
@@ -175,7 +180,7 @@ def unpack_survey(data: bytes) -> Survey:
 
 
 def merge_surveys(surveys: Sequence[Survey]) -> Survey:
-    """Join what ranks keep: of a parameter of which a rank has no part, it keeps nothing."""
+    """Merge the surveys of all ranks; a rank may not have slots of some parameters."""
     merged: Survey = [{} for _ in surveys[0]]
     for survey in surveys:
         for mine, theirs in zip(merged, survey, strict=True):
@@ -185,7 +190,7 @@ def merge_surveys(surveys: Sequence[Survey]) -> Survey:
 
 
 def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, set[int]]]:
-    """Return what is moved together: a slot's name, what it is, and which rows have it so."""
+    """Return slots that can be moved together: name, slot, and indices of the rows."""
     groups: dict[tuple[str, Form, str], tuple[Slot, set[int]]] = {}
     for index, row in enumerate(rows):
         for name, slot in row.items():
@@ -194,30 +199,33 @@ def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, s
 
 
 UnequalSteps = Literal["error", "largest"]
-"""What becomes of numbers that differ among parameters of which an optimizer keeps one number."""
+"""Handling of numbers, such as steps, that differ among the members of one flat parameter."""
 
 LARGEST_NOTE = " (unequal_steps='largest' takes the largest, as if all had been trained from the first step on)"
-"""Added to messages about such numbers."""
+"""Suffix of messages about such numbers."""
 
 
 def require_way_with_steps(unequal_steps: Any) -> None:
-    """Check what `unequal_steps` is.
+    """Check the argument `unequal_steps`.
 
     Raises:
-        UsageError: It means nothing.
+        UsageError: The argument is neither "error" nor "largest".
     """
     if unequal_steps not in ("error", "largest"):
         raise UsageError("`unequal_steps` must be 'error' or 'largest'", found=repr(unequal_steps))
 
 
 def largest(values: Sequence[Any]) -> Any:
-    """Return the largest of some numbers; None where they are none, or are equal."""
+    """Return the largest of different numbers; None if equal or not all are numbers."""
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     return max(values) if numbers and any(value != values[0] for value in values) else None
 
 
 def with_largest(rows: Survey) -> Survey:
-    """Return what is given of the members of one flat parameter, with the largest number where these differ."""
+    """Return the rows of a flat parameter's members with different numbers replaced.
+
+    All members get the largest number.
+    """
     chosen: dict[str, Any] = {}
     for slot in dict.fromkeys(name for row in rows for name, kept in row.items() if kept.form is Form.SCALAR):
         value = largest([row[slot].value for row in rows if slot in row])

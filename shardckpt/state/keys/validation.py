@@ -1,4 +1,4 @@
-"""What ranks agree on before a state is put: that it fits on each, that all were given the same, or the first alone."""
+"""Checks before a load: the state fits on every rank; all or only rank 0 have it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _DIGEST = 16
 
 
 class StateMismatchError(ShardckptError, RuntimeError):
-    """A state does not fit the model: names, shapes, types, or the ranks it was taken on."""
+    """A state does not fit the model: names, shapes, dtypes or ranks differ."""
 
 
 class DistributedInput:
-    """A state that every rank was given, or rank 0 alone.
+    """Input of a load on all ranks: every rank has a state, or only rank 0.
 
     Args:
-        given: Whether this rank was given a state.
+        given: Whether this rank has a state.
         is_first: Whether this is rank 0.
 
     Attributes:
-        digest: What has to be equal on all ranks that were given a state, in short.
-        broadcast_error: Why a state on rank 0 alone cannot be broadcast; None if it can.
-        from_rank0: Whether rank 0 alone was given a state; known at the end.
+        digest: Digest of the data that must be equal on all ranks with a state.
+        broadcast_error: Reason why the state cannot be broadcast from rank 0; None if it can.
+        from_rank0: Whether only rank 0 has a state; set by `decide`.
     """
 
     def __init__(self, given: bool, is_first: bool) -> None:
@@ -41,7 +41,7 @@ class DistributedInput:
 
     @property
     def has_to_check(self) -> bool:
-        """Return True if this rank checks the state: one that was given none waits for rank 0."""
+        """Return True if this rank has to check the state; others wait for rank 0."""
         return self._given or self._is_first
 
     def encode(self) -> bytes:
@@ -53,8 +53,8 @@ class DistributedInput:
         """Decide from the inputs of all ranks.
 
         Raises:
-            StateMismatchError: Ranks were given different states, or some of them none.
-            RankError: Rank 0 alone has a state, which cannot be sent to the others.
+            StateMismatchError: Ranks have different states, or only some ranks have a state.
+            RankError: Only rank 0 has a state, and it cannot be broadcast.
         """
         has = [row[:1] == b"1" for row in rows]
         if all(has) or not any(has):
@@ -92,15 +92,17 @@ def _numbers(group: Group, ranks: list[int]) -> str:
 
 @contextmanager
 def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[DistributedInput]:
-    """Check a state inside; a failure on one rank is raised on all. One collective, at the end.
+    """Check a state inside the context; an error on one rank is raised on all ranks.
+
+    One collective at the end.
 
     Args:
-        ranks: Who has the model.
-        what: The work, for the messages.
-        given: Whether this rank was given a state.
+        ranks: All ranks of the model.
+        what: Name of the operation, for messages.
+        given: Whether this rank has a state.
 
     Raises:
-        StateMismatchError: Ranks were given different states, or some of them none.
+        StateMismatchError: Ranks have different states, or only some ranks have a state.
         RankError: Another rank failed.
     """
     with ranks.group.collective(what) as piggyback:
@@ -111,16 +113,16 @@ def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[Distribu
 
 
 def digest(value: Any) -> bytes:
-    """Return a short digest of plain JSON values; of others their type counts."""
+    """Return a digest of plain JSON values; other values count by their type."""
     text = json.dumps(value, default=lambda item: type(item).__name__, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=_DIGEST).digest()
 
 
 def check_form(given: Any) -> None:
-    """Raise unless a value has the form of an optimizer's state.
+    """Check that a value has the structure of an optimizer's state.
 
     Raises:
-        StateMismatchError: It is none.
+        StateMismatchError: The value does not have this structure.
     """
     state: Any = given.get("state", {}) if isinstance(given, Mapping) else None
     groups: Any = given.get("param_groups", []) if isinstance(given, Mapping) else None
