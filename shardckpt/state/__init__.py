@@ -1,4 +1,4 @@
-"""FULL, LOCAL and SHARDED state of sharded models and their optimizers, by name."""
+"""FULL, SHARDED and LOCAL state of sharded models and their optimizers, by FQN."""
 
 from __future__ import annotations
 

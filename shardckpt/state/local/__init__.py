@@ -1,1 +1,1 @@
-"""LOCAL state: the shards of a rank as they are stored."""
+"""LOCAL state: the stored shards of one rank."""

@@ -1,4 +1,4 @@
-"""Tensors with the sharding of a model's parameters, such as averages of them, as boxes of full arrays."""
+"""Shards of tensors that follow a model's parameters, such as moving averages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shardckpt.state.local.local_shards import LocalModel, LocalShard, TensorSha
 def map_ema_shards(
     model: nn.Module, local_model: LocalModel, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, TensorShards]:
-    """Return this rank's shards of some tensors, by the names of the unsharded model.
+    """Return this rank's shards of tensors that follow a model's parameters, by FQN.
 
-    A tensor may be a DTensor, have the shape of the parameter's local shard (and its place), or be unsharded.
+    A tensor may be a DTensor, have the shape and elements of the parameter's local shard, or be unsharded.
 
     Args:
-        model: Whose parameters they follow.
-        local_model: The model's shards of this rank.
-        tensors: By the names of `model.named_parameters()` or `named_buffers()`, with or without what wrappers add; a
-            flat parameter's stands for all of its members. Tensors of other names are unsharded.
+        model: Model with the parameters.
+        local_model: This rank's shards of the model.
+        tensors: Tensors by the names of `model.named_parameters()` or `named_buffers()`, with or without the segments
+            of wrappers; the tensor of a flat parameter contains all of its members. Other names are unsharded tensors.
 
     Raises:
-        UnsupportedError: A tensor of another shape than its parameter has here or anywhere.
+        UnsupportedError: A tensor has neither the local nor the full shape of its parameter.
     """
     given = {clean(name): tensor for name, tensor in tensors.items()}
     arrays: dict[str, TensorShards] = {}
@@ -45,7 +45,7 @@ def map_ema_shards(
 
 
 def _shares(entries: tuple[Entry, ...], count: int) -> list[tuple[Entry, ...]]:
-    """Return which entries each exposed parameter stands for: all of them, or one."""
+    """Return the entries in each of `count` exposed parameters: all entries, or one."""
     return [entries] if count == 1 else [(entry,) for entry in entries]
 
 
@@ -68,7 +68,7 @@ def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: Ten
 
 
 def _beside(part: torch.Tensor, here: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return of `data` what `part` is of `here`, as a view."""
+    """Return the view of `data` that corresponds to the view `part` of `here`."""
     start = (part.data_ptr() - here.data_ptr()) // here.element_size()
     if not part.numel() or not 0 <= start < here.numel():
         assert part.numel() == here.numel(), "a rank has a part of a parameter, or a copy of all"

@@ -1,4 +1,4 @@
-"""The shards of a model on this rank: boxes of full arrays over views of its memory. Nothing is copied."""
+"""Shards of a model on this rank: boxes of full tensors as views, without copies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_compl
 
 
 class LocalShard(NamedTuple):
-    """Elements of a tensor that this rank has.
+    """One box of a tensor on this rank.
 
     Attributes:
-        box: Its box of the full array.
-        tensor: They themselves, of the box's size: writing to it changes what is held.
+        box: Offsets and lengths in the full tensor.
+        tensor: Elements of the box, as a view of the rank's memory: a write changes the model.
     """
 
     box: Box
@@ -37,12 +37,12 @@ class LocalShard(NamedTuple):
 
 
 class TensorShards(NamedTuple):
-    """A tensor, and the shards of it on this rank.
+    """Full shape of a tensor, with its shards on this rank.
 
     Attributes:
-        shape: Of the full array, in elements.
-        dtype: Type of its elements.
-        shards: Those on this rank; disjoint, may be empty.
+        shape: Full shape, in elements.
+        dtype: Dtype of the elements.
+        shards: Disjoint shards on this rank; may be empty.
     """
 
     shape: Shape
@@ -52,17 +52,17 @@ class TensorShards(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The shards of a model on this rank.
+    """Shards of a model on this rank.
 
     Attributes:
-        index: The model, by names; None under torch's own wrapper, which gives full states only.
-        arrays: Parameters and persistent buffers by the names they have unsharded.
-        aliases: Other names of tied parameters, with the first.
-        buffers: Which of the arrays are buffers, of which ranks may have different ones.
-        extra: Modules with state of their own making, by the name it has.
+        index: Index of the model; None under torch's own wrapper, which returns full states only.
+        arrays: Parameters and persistent buffers by FQN of the unsharded model.
+        aliases: Further names of shared parameters, each with the first name.
+        buffers: Names of buffers in `arrays`; ranks may have different values of them.
+        extra: Modules with `get_extra_state`, by the name of that state.
         names: All names of a state dict, in its order.
-        finish: To be called once something was written into the arrays.
-        frozen: Which of the arrays are parameters that take no part in gradients.
+        finish: Function to call after writes into the arrays.
+        frozen: Names of parameters in `arrays` that do not require gradients.
     """
 
     index: ModelIndex | None
@@ -76,10 +76,10 @@ class LocalModel:
 
 
 def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
-    """Return this rank's shards of a tensor: all of a plain one, the local part of a DTensor.
+    """Return this rank's shards of a plain tensor or DTensor.
 
     Raises:
-        UnsupportedError: A partial sum, or a part that is not a box.
+        UnsupportedError: The DTensor is a partial sum, or its local part is not a box.
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
@@ -91,10 +91,10 @@ def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
 
 
 def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
-    """Return the box of a DTensor on this rank; None if it is outside of the mesh.
+    """Return the box of a DTensor on this rank; None if the rank is not in the mesh.
 
     Raises:
-        UnsupportedError: A partial sum, or a part that is not a box.
+        UnsupportedError: The DTensor is a partial sum, or its local part is not a box.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -116,7 +116,7 @@ _SHAPES: WeakKeyDictionary[DeviceMesh, Shape] = WeakKeyDictionary()
 
 
 def _get_mesh_shape(mesh: DeviceMesh) -> Shape:
-    """Return the ranks along each dimension of a mesh, which puts them together anew whenever it is asked."""
+    """Return the cached shape of a mesh; torch computes it on every access."""
     shape = _SHAPES.get(mesh)
     if shape is None:
         shape = _SHAPES[mesh] = tuple(mesh.shape)
@@ -125,13 +125,13 @@ def _get_mesh_shape(mesh: DeviceMesh) -> Shape:
 
 @lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
 def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape) -> Box:
-    """Return the box that placements leave to one rank.
+    """Return the box of one rank for given placements.
 
     Args:
-        shape: Of the full tensor, in elements.
-        placements: One for each dimension of the mesh.
-        mesh: Ranks along each.
-        coordinate: Where the rank is.
+        shape: Shape of the full tensor, in elements.
+        placements: Placements, one per mesh dimension.
+        mesh: Shape of the mesh, in ranks.
+        coordinate: Coordinate of the rank in the mesh.
     """
     offset, size = [0] * len(shape), list(shape)
     for at, placement in _sort_by_split_order(placements):
@@ -145,9 +145,9 @@ def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, c
 
 
 def _sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
-    """Return mesh dimensions in the order in which they split.
+    """Return mesh dimensions and placements in the order in which they split a tensor.
 
-    A strided one, which `fully_shard` uses if tensor parallelism shards the same dimension, splits last.
+    A strided shard, which `fully_shard` uses if tensor parallelism shards the same dimension, splits last.
     """
     return sorted(enumerate(placements), key=lambda pair: hasattr(pair[1], "split_factor"))
 
@@ -164,15 +164,15 @@ def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tens
     """Return this rank's shards of one parameter of a bucket.
 
     Args:
-        adapter: The bucket's adapter.
-        index: Which parameter.
-        part: This rank's part of it, as the bucket's `split_shard` gives it.
+        adapter: Adapter of the bucket.
+        index: Index of the parameter in the bucket.
+        part: This rank's part of the parameter, as `split_shard` of the bucket returns it.
     """
     leaf = adapter.bucket.unsharded.params[index]
     shards = _iter_bucket_shards(adapter, index, part)
     if not isinstance(leaf, DTensor):
         return tuple(shards)
-    box = get_box(leaf)  # tensor parallelism splits first: the bucket has a part of a part
+    box = get_box(leaf)  # tensor parallelism splits first: the bucket shards its local tensor
     assert box is not None, "a rank that has a parameter is in its mesh"
     back = tuple(-at for at in box.offset)
     return tuple(LocalShard(shift(shard.box, back), shard.tensor) for shard in shards)
@@ -194,7 +194,7 @@ def _iter_bucket_shards(adapter: EngineBucketAdapter, index: int, part: torch.Te
 
 
 def _get_run(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
-    """Return the elements of a parameter, in its memory order, that are in a rank's shard."""
+    """Return start and stop of a rank's elements of a parameter, in memory order."""
     first, numel = layout.offsets[index], layout.specs[index].numel
     low = rank * layout.chunk
     start = max(first, low)
@@ -211,13 +211,13 @@ def _boxes(spec: ParamSpec, part: torch.Tensor, start: int, stop: int) -> Iterat
 
 
 def local_model(model: nn.Module) -> LocalModel:
-    """Return the shards of a model on this rank. Unsharded parameters of units are freed.
+    """Return the shards of a model on this rank; reshards all units.
 
     Collective under torch's own wrapper only, which gathers its full state.
 
     Args:
-        model: Sharded by either front end, by torch's `fully_shard` or wrapper, with DTensors, replicated, compiled,
-            plain.
+        model: Model that is sharded by either front end, torch's `fully_shard` or wrapper, has DTensors, is replicated,
+            compiled or plain.
 
     Raises:
         FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
@@ -254,7 +254,7 @@ def local_model(model: nn.Module) -> LocalModel:
 
 
 def _frozen(adapter: ShardingAdapter) -> Iterator[str]:
-    """Yield the entries of an adapter that an optimizer cannot change: what it is shown of them says so."""
+    """Yield names of the adapter's entries whose exposed parameter needs no gradients."""
     exposed = adapter.exposed
     for number, entry in enumerate(adapter.entries):
         shown = exposed[number] if len(exposed) == len(adapter.entries) else exposed[0] if len(exposed) == 1 else None
@@ -263,7 +263,7 @@ def _frozen(adapter: ShardingAdapter) -> Iterator[str]:
 
 
 def _take(buffer: Buffer, value: torch.Tensor) -> None:
-    """Copy a buffer back where it had to be shown in another type than the one it is computed with."""
+    """Copy a loaded value to its buffer if the saved and the compute dtype differ."""
     if buffer.value.dtype != value.dtype:
         local(buffer.value).copy_(local(value))
 

@@ -1,4 +1,4 @@
-"""The shards of an optimizer's state on this rank, by names of the unsharded model; memory for a state to load."""
+"""Shards of an optimizer's state on this rank by FQN, and targets for a load."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike,
 
 @dataclass(frozen=True)
 class LocalOptimizer:
-    """The shards of an optimizer's state on this rank.
+    """Shards of an optimizer's state on this rank.
 
     Attributes:
-        arrays: By name and slot.
-        values: Values that are not tensors, by name and slot.
-        groups: Settings of each group, with the names in it as `params`.
-        names: All its parameters, in the order of the groups.
+        arrays: Tensors by FQN and slot.
+        values: Values that are not tensors, by FQN and slot.
+        groups: Settings of each param group, with FQNs as `params`.
+        names: FQNs of all parameters, in the order of the groups.
     """
 
     arrays: dict[tuple[str, str], TensorShards]
@@ -47,11 +47,11 @@ class LocalOptimizer:
 
 
 def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
-    """Return the shards of an optimizer's state on this rank; nothing is moved.
+    """Return the shards of an optimizer's state on this rank, without communication.
 
     Raises:
-        ForeignParameterError: It holds a parameter that no model has.
-        OpaqueStateError: Nobody knows how a value is sharded.
+        ForeignParameterError: The optimizer has a parameter that does not belong to the model.
+        OpaqueStateError: The sharding of a value is unknown.
     """
     of = map_optimizer_params(index, optim)
     arrays: dict[tuple[str, str], TensorShards] = {}
@@ -71,10 +71,10 @@ def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
 
 
 def parameter_names(index: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
-    """Return the names in each group in the order that an optimizer of the unsharded model has them in.
+    """Return the FQNs in each param group, in the order of the unsharded model.
 
     Raises:
-        ForeignParameterError: It holds a parameter that the model does not have.
+        ForeignParameterError: The optimizer has a parameter that does not belong to the model.
     """
     of = map_optimizer_params(index, optim)
     places = {name: at for at, name in enumerate(index.names)}
@@ -93,7 +93,7 @@ def _list_names(of: OptimizerParams) -> tuple[str, ...]:
 
 
 def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names of a value, each with this rank's part: an array, or the value."""
+    """Yield the FQNs of an optimizer value, each with its shards or the plain value."""
     adapter, names = params.adapter, params.names(position)
     parameter = adapter.exposed[position]
     if isinstance(value, torch.Tensor) and not _is_dense(local(value)):
@@ -133,19 +133,19 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _is_dense(own: torch.Tensor) -> bool:
-    """Return True if a tensor is nothing but its elements."""
+    """Return True if a tensor is strided, not quantized and not a wrapper subclass."""
     plain = type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return plain and own.layout is torch.strided and not own.is_quantized
 
 
 def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Return True if a value has the shape and the placement of its parameter."""
+    """Return True if a value has the shape and the placements of its parameter."""
     is_placed = is_placed_as(parameter, value)
     return value.shape == parameter.shape and is_placed and (isinstance(value, DTensor) or value.dim() > 0)
 
 
 def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
-    """Yield each entry of an exposed parameter with this rank's part of a value that has its layout."""
+    """Yield the FQNs in an exposed parameter with the shards of a value of its layout."""
     adapter = params.adapter
     if params.is_flat:
         shards = get_adapter_shards(adapter, local(value))
@@ -160,11 +160,11 @@ def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterat
 
 
 class SavedSlot(NamedTuple):
-    """A tensor that was saved of one parameter.
+    """Saved tensor of an optimizer slot.
 
     Attributes:
-        shape: As it was saved.
-        dtype: As it was saved.
+        shape: Saved shape, in elements.
+        dtype: Saved dtype.
     """
 
     shape: tuple[int, ...]
@@ -173,13 +173,13 @@ class SavedSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimTargets:
-    """The tensors that a saved state is read into.
+    """Tensors into which a saved optimizer state is read.
 
     Attributes:
-        arrays: Name and slot with where the elements go: memory of the optimizer's own state where it fits, else new.
-        state: What each parameter has once the arrays are filled.
-        changes: New settings for each group; empty for a group of which nothing was saved.
-        problems: What does not fit, one sentence each, with the dotted name in front.
+        arrays: FQN, slot and destination of each tensor: the optimizer's own memory if it fits, otherwise new memory.
+        state: State of each parameter, complete once the arrays are filled.
+        changes: New settings of each param group; empty for a group without saved parameters.
+        problems: Mismatches, one sentence each, beginning with the dotted name.
     """
 
     arrays: list[tuple[str, str, TensorShards]]
@@ -188,7 +188,7 @@ class OptimTargets:
     problems: list[str]
 
     def put(self, optim: OptimizerLike) -> None:
-        """Give the optimizer the state and the settings."""
+        """Set the state and the settings of the optimizer."""
         put_in_optimizer(optim, self.state, self.changes)
 
 
@@ -202,19 +202,21 @@ def plan_optim_targets(
     keeps_rest: bool = False,
     unequal_steps: UnequalSteps = "error",
 ) -> OptimTargets:
-    """Plan the targets of a saved state; an optimizer that never stepped gets new tensors. Nothing is changed yet.
+    """Plan the targets of a saved optimizer state, without changing the optimizer.
+
+    An optimizer that never stepped gets new tensors.
 
     Args:
-        model_index: The model, or the models.
-        optim: An optimizer of any part of their parameters.
-        slots: The tensors that were saved, by the parameter's first name.
-        values: Saved values that are not tensors.
-        groups: The saved groups, with names as `params`.
-        keeps_rest: What was not saved stays as it is; otherwise it goes.
-        unequal_steps: As for `load_optim_state_dict`; numbers in tensors are known to the caller alone.
+        model_index: Index of the model, or of several models.
+        optim: Optimizer of some or all parameters.
+        slots: Saved tensors by first FQN of the parameter and slot.
+        values: Saved values that are not tensors, by first FQN and slot.
+        groups: Saved param groups, with FQNs as `params`.
+        keeps_rest: Keep state that was not saved; otherwise it is dropped.
+        unequal_steps: As for `load_optim_state_dict`; the caller has to compare numbers in tensors.
 
     Raises:
-        ForeignParameterError: It holds a parameter that no model has.
+        ForeignParameterError: The optimizer has a parameter that does not belong to the model.
         ConflictError: Parameters of one group were saved with different settings.
     """
     of = map_optimizer_params(model_index, optim)
@@ -235,7 +237,7 @@ def _find_params(of: OptimizerParams, names: set[str]) -> Iterator[tuple[Adapter
 
 
 def _scalars(index: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) -> set[str]:
-    """Return the slots that are numbers: the shape of a 0-dim parameter does not show it."""
+    """Return the slots that are scalars, also of 0-dim parameters."""
     entries = index.entries
     numbers = {"step"}
     for name, kept in slots.items():
@@ -246,7 +248,7 @@ def _scalars(index: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) ->
 
 @dataclass(frozen=True)
 class _TargetBuilder:
-    """Builds the targets of one parameter after the other."""
+    """Builder of the targets, one parameter at a time."""
 
     targets: OptimTargets
     slots: Mapping[str, Mapping[str, SavedSlot]]
@@ -284,7 +286,7 @@ class _TargetBuilder:
         self.targets.state[parameter] = state
 
     def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return saved values that are not tensors, once for all members of a flat parameter."""
+        """Return saved values other than tensors, which all members have in common."""
         values_by_name: dict[str, Any] = {}
         for slot in dict.fromkeys(slot for name in names for slot in self.values.get(name, ())):
             by_name = {name: self.values[name][slot] for name in names if slot in self.values.get(name, ())}
@@ -302,7 +304,7 @@ class _TargetBuilder:
         parameter = params.adapter.exposed[position]
         dtype = self._one_type(slot, saved)
         if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
-            if not _is_shaped(parameter, own):  # the optimizer shards it in another way
+            if not _is_shaped(parameter, own):  # the optimizer shards this tensor in another way
                 self.targets.arrays.append((next(iter(saved)), slot, get_tensor_shards(own)))
                 return own
         elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
@@ -319,14 +321,17 @@ class _TargetBuilder:
         fits = isinstance(own, torch.Tensor) and not isinstance(own, DTensor) and own.dim() == 0 and own.dtype == dtype
         if not fits:
             own = torch.zeros((), dtype=dtype, device=parameter.device if self.on_device else "cpu")
-        for name in saved:  # behind a flat parameter stand several: the caller sees that they are equal
+        for name in saved:  # a flat parameter has several members; the caller checks that their values are equal
             self.targets.arrays.append((name, slot, TensorShards((), dtype, (LocalShard(Box((), ()), own),))))
         return own
 
     def _other(
         self, params: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, SavedSlot], own: Any
     ) -> Any:
-        """Load a tensor of another shape into an existing one, or into a new one if its sharding is known."""
+        """Return the target of a tensor of another shape than its parameter.
+
+        It is the existing tensor, or a new one if the sharding is known.
+        """
         name, first = next(iter(saved.items()))
         if isinstance(own, torch.Tensor) and tuple(own.shape) == first.shape and own.dtype == first.dtype:
             self.targets.arrays.append((name, slot, get_tensor_shards(own)))
@@ -353,9 +358,10 @@ class _TargetBuilder:
 
 
 def _beside(parameter: DTensor, slot: SavedSlot) -> DTensor:
-    """Return memory for a tensor of another shape: results of a DTensor do not depend on its placement.
+    """Return a target for a saved tensor of another shape than its DTensor parameter.
 
-    It is sharded as its parameter in dimensions of equal length, and replicated in others.
+    It is sharded like the parameter in dimensions of equal length, and replicated in others: any placements of a
+    DTensor are correct.
     """
     mesh, placements = parameter.device_mesh, list(parameter.placements)
     if len(slot.shape) != parameter.dim() or any(type(placement) not in (Shard, Replicate) for placement in placements):

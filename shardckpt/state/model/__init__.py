@@ -1,1 +1,1 @@
-"""Model state: build and load it."""
+"""Model state: build and load state dicts."""

@@ -1,4 +1,4 @@
-"""Check that a LOCAL state is of this rank and of the same units: its metadata is compared."""
+"""Check that a LOCAL state belongs to this rank and to the same units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardckpt.state.model.model_state_dict import units_metadata, world
 
 
 def check_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
-    """Return the problem of a state that is LOCAL and should not be, or the reverse."""
+    """Return a problem if a state is LOCAL and should not be, or the reverse."""
     saved_kind = note.get("kind", kind.name)
     if saved_kind == kind.name or StateKind.LOCAL.name not in (saved_kind, kind.name):
         return []
@@ -20,7 +20,7 @@ def check_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
 
 
 def check_rank(note: Mapping[str, Any]) -> list[str]:
-    """Return the problem of a LOCAL state that another rank saved."""
+    """Return a problem if another rank saved a LOCAL state."""
     group = world()
     if not note or (note.get("world"), note.get("rank")) == (group.size, group.rank):
         return []
@@ -31,7 +31,7 @@ def check_rank(note: Mapping[str, Any]) -> list[str]:
 
 
 def check_units(note: Mapping[str, Any], index: ModelIndex) -> list[str]:
-    """Return how the layouts of a LOCAL state differ from those of a model."""
+    """Return the differences between the layouts of a LOCAL state and of a model."""
     theirs = note.get("units")
     if theirs is None:
         return []
@@ -48,7 +48,7 @@ def check_units(note: Mapping[str, Any], index: ModelIndex) -> list[str]:
 
 
 def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """Return the sharded tensors by their first names in the unsharded model."""
+    """Return the layouts of sharded tensors by first FQN in the unsharded model."""
 
     def plain(name: str) -> str:
         return clean(name).removeprefix(prefix)
@@ -67,7 +67,10 @@ def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict
 
 
 def _without_names(param: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter of a layout without names: entries have those of the model, a layout those of its unit."""
+    """Return the layout of a parameter without names, for comparison.
+
+    Its FQN is relative to the unit, that of an entry to the model.
+    """
     return {key: value for key, value in param.items() if key not in ("name", "aliases")}
 
 

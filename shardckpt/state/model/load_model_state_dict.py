@@ -1,4 +1,4 @@
-"""Load a model's state: check all of it on every rank, then copy it adapter by adapter."""
+"""Load a model's state: check it on every rank, then copy it adapter by adapter."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from shardckpt.torch_features import shard_replicated
 
 @dataclass(frozen=True)
 class Keys:
-    """Names in which a state and a model differ.
+    """Names that only a model or only a state has.
 
     Attributes:
-        missing: The model has them, the state does not.
-        unexpected: The state has them, the model does not.
+        missing: Names in the model that the state does not have.
+        unexpected: Names in the state that the model does not have.
     """
 
     missing: tuple[str, ...] = ()
@@ -43,21 +43,23 @@ class Keys:
 def load_model_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], *, kind: StateKind | str | None = None, strict: bool = True
 ) -> Keys:
-    """Put a state into a model, whatever its sharding; nothing is changed unless all of it fits. Collective.
+    """Load a state dict into a model with any sharding. Collective.
+
+    The model is changed only if the complete state fits.
 
     Args:
         model: As for `model_state_dict`.
-        state_dict: A state of any kind, with names of the unsharded model or of a wrapped one. A FULL one may be on
-            rank 0 alone, while the others pass an empty one. It is not changed.
-        kind: What it is; None to read that from it.
-        strict: Names that are missing or unexpected are errors; otherwise they are returned and left alone.
+        state_dict: State of any kind, with names of the unsharded or of a wrapped model. A FULL state may be on rank 0
+            alone; the other ranks then pass an empty dict. It is not changed.
+        kind: Kind of the state; None to detect it.
+        strict: Raise an error for missing or unexpected names; otherwise they are returned and skipped.
 
     Returns:
-        Names in which they differ.
+        Missing and unexpected names.
 
     Raises:
-        StateMismatchError: It does not fit; the message lists every name with what is wrong.
-        RankError: It does not fit on another rank.
+        StateMismatchError: The state does not fit; the message lists every name with its problem.
+        RankError: The state does not fit on another rank.
     """
     if torch_fsdp1.is_foreign(model):
         return _load_foreign(model, state_dict, kind, strict=strict)
@@ -87,7 +89,10 @@ def load_model_state_dict(
 
 
 def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | str | None, *, strict: bool) -> Keys:
-    """Load a state that every rank has into a model under torch's own wrapper; rank 0 checks it for all."""
+    """Load a state that every rank has into a model under torch's own wrapper.
+
+    Rank 0 checks the state for all ranks.
+    """
     expected = torch_fsdp1.shapes_at_first(model)
     ranks = torch_fsdp1.get_ranks(model)
     with validate_input(ranks, "fit a state to the model", given=bool(state)) as agreed:
@@ -123,20 +128,20 @@ def _mismatch_error(problems: Sequence[str]) -> StateMismatchError:
 
 
 def _broadcast_extra(given: _IncomingModelState, group: Group) -> dict[str, Any]:
-    """Return the extra state that rank 0 has. Collective."""
+    """Broadcast the extra state of rank 0. Collective."""
     data = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
     return given.extra if group.rank == 0 else dict(json.loads(data))
 
 
 def _broadcast_keys(keys: Keys, group: Group) -> Keys:
-    """Return the names that rank 0 found. Collective."""
+    """Broadcast the missing and unexpected names of rank 0. Collective."""
     data = group.broadcast(json.dumps([keys.missing, keys.unexpected]).encode() if group.rank == 0 else None)
     missing, unexpected = json.loads(data)
     return Keys(tuple(missing), tuple(unexpected))
 
 
 class _IncomingModelState:
-    """A state to load, by names of the unsharded model."""
+    """State of a model to load, by FQN of the unsharded model."""
 
     def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, index: ModelIndex) -> None:
         self.kind = detect_kind(state) if kind is None else StateKind.parse(kind)
@@ -149,12 +154,12 @@ class _IncomingModelState:
             self.values = module_hooks.run_load_hooks(index, sharded_tensor.to_dtensors(values, index))
 
     def value(self, name: str, aliases: tuple[str, ...]) -> Any:
-        """Return what is given under one of an entry's names; None where there is nothing."""
+        """Return the value under one of an entry's names; None without a value."""
         return next((self.values[key] for key in (name, *aliases) if key in self.values), None)
 
     @property
     def digest(self) -> bytes:
-        """What has to be the same on all ranks; of a LOCAL state each has its own."""
+        """Digest of the data that must be equal on all ranks; LOCAL states may differ."""
         if self.kind is StateKind.LOCAL:
             return digest(self.kind.name)
         known = set(self._index.names)
@@ -166,7 +171,7 @@ class _IncomingModelState:
         return digest([self.kind.name, sorted(rows)])
 
     def broadcast_error(self) -> ShardckptError | None:
-        """Return why this cannot be a state of rank 0 alone; None if it can."""
+        """Return why this state cannot be broadcast from rank 0; None if it can."""
         if self.kind is not StateKind.FULL:
             return StateMismatchError("of all ranks the first alone has a state", found=self.kind.name, expected="FULL")
         try:
@@ -176,7 +181,7 @@ class _IncomingModelState:
         return None
 
     def check(self, strict: bool) -> Keys:
-        """Return the names that differ; refuse what does not fit."""
+        """Return missing and unexpected names; refuse values that do not fit."""
         problems = check_kind(self.note, self.kind)
         if not problems:
             problems = self._local_problems() if self.kind is StateKind.LOCAL else self._problems()
@@ -190,11 +195,11 @@ class _IncomingModelState:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """State of modules' own making."""
+        """Extra state of modules by name."""
         return {name: self.values[name] for name in self._index.extra if name in self.values}
 
     def extra_as_json(self) -> bytes:
-        """Return the extra state for other ranks, to which no objects are sent."""
+        """Return the extra state as JSON for other ranks; pickled objects are not sent."""
         try:
             return json.dumps(self.extra).encode()
         except (TypeError, ValueError) as error:
@@ -232,7 +237,7 @@ class _IncomingModelState:
         return problems
 
     def _local_problems(self) -> list[str]:
-        """Compare layouts: they alone show which elements a shard has."""
+        """Return differences between layouts, which define the elements of a shard."""
         problems = check_rank(self.note)
         if problems:
             return problems
@@ -244,14 +249,14 @@ class _IncomingModelState:
 
 
 def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
-    """Refuse a LOCAL state that another rank took, or that was taken from other units.
+    """Refuse a LOCAL state of another rank or of other units.
 
     Args:
-        note: What it says of itself; empty where it says nothing.
-        model: What it is for.
+        note: Metadata of the state; empty if it does not have metadata.
+        model: Model to load.
 
     Raises:
-        StateMismatchError: It does not fit.
+        StateMismatchError: The state does not fit.
     """
     problems = check_rank(note) or check_units(note, index_model(model))
     if problems:
@@ -259,7 +264,7 @@ def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def _clean_names(state: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
-    """Return a state by names of the unsharded model, whatever wrapped the one it was taken from."""
+    """Return a state with FQNs of the unsharded model, without wrapper segments."""
     cleaned = {clean(name): value for name, value in state.items()}
     if index.names and not any(name in cleaned for name in index.names):
         stripped = {name.removeprefix("module."): value for name, value in cleaned.items()}
@@ -279,7 +284,7 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def _local_values(adapter: ShardingAdapter, values: Mapping[str, Any]) -> list[tuple[str, Any, torch.Tensor]]:
-    """Return, of what is given to an adapter, the name, the value, and what the model has in its place."""
+    """Return name, given value and current tensor for the values of an adapter."""
     if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
         held = adapter.packed[: adapter.unpadded_size]
         return [(adapter.flat_name, values[adapter.flat_name], held)] if adapter.flat_name in values else []
@@ -294,7 +299,7 @@ def _local_values(adapter: ShardingAdapter, values: Mapping[str, Any]) -> list[t
 def _load(
     adapter: ShardingAdapter, given: _IncomingModelState, missing: set[str], staging: Staging, *, from_rank0: bool
 ) -> None:
-    """Put into an adapter what is given for it; entries without a value keep theirs. Collective."""
+    """Load the given values into an adapter; other entries keep theirs. Collective."""
     if given.kind is StateKind.LOCAL:
         for _, value, held in _local_values(adapter, given.values):
             held.copy_(value)
@@ -329,7 +334,10 @@ def _to_full(value: torch.Tensor) -> torch.Tensor:
 
 
 def _load_buffer(buffer: Buffer, given: _IncomingModelState, missing: set[str], first_of: Ranks | None) -> None:
-    """Copy a buffer's value, in the type it is computed with. Collective where the first of some ranks alone has it."""
+    """Copy the given value to a buffer, in its compute dtype.
+
+    Collective if only rank 0 of `first_of` has the value.
+    """
     if not buffer.persistent or buffer.name in missing or (first_of is None and buffer.name not in given.values):
         return
     held = buffer.value

@@ -1,4 +1,4 @@
-"""The state of a model taken out, in any of the three forms."""
+"""Build the state dict of a model, of any of the three kinds."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from shardckpt.state.model import module_hooks
 
 
 def world() -> Group:
-    """Return all ranks, or this process alone."""
+    """Return the group of all ranks, or of this process alone."""
     return TorchGroup(None) if dist.is_available() and dist.is_initialized() else LocalGroup()
 
 
 def iter_full_state_dict(
     model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor) of a state dict of the unsharded model; one unit is gathered at a time.
+    """Yield names and full tensors of a model's state dict, one unit at a time.
 
-    Collective: every rank has to go through to the end. A tied parameter comes once, under its first name.
+    Collective: every rank has to iterate to the end. A shared parameter is yielded once, under its first name.
 
     Args:
-        model: The model.
-        offload_to_cpu: Give tensors on the CPU.
-        rank0_only: Give tensors to rank 0 alone; the others get none.
+        model: As for `model_state_dict`.
+        offload_to_cpu: Yield tensors on the CPU.
+        rank0_only: Yield tensors on rank 0 only.
     """
     if torch_fsdp1.is_foreign(model):
         yield from torch_fsdp1.full_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
@@ -79,19 +79,19 @@ def model_state_dict(
     offload_to_cpu: bool = False,
     rank0_only: bool = False,
 ) -> dict[str, Any]:
-    """Return the state of a model, by the names it has unsharded. Collective.
+    """Return the state dict of a model, with unsharded FQNs as keys. Collective.
 
     Args:
-        model: Sharded by either front end, by torch's `fully_shard`, with DTensors, replicated, compiled, plain; FULL
-            and SHARDED also under torch's FullyShardedDataParallel.
+        model: Model that is sharded by either front end or torch's `fully_shard`, has DTensors, is replicated, compiled
+            or plain; FULL and SHARDED also work under torch's FullyShardedDataParallel.
         kind: FULL: full tensors. SHARDED: a DTensor for each sharded tensor. LOCAL: this rank's shards as stored,
-            with the layouts in `_metadata["shardckpt"]`; it can be read without model or process group.
-        offload_to_cpu: Give tensors on the CPU.
-        rank0_only: With FULL, give the state to rank 0 alone; the others get an empty one.
+            with the layouts in `_metadata["shardckpt"]`; it can be read without a model or process group.
+        offload_to_cpu: Return tensors on the CPU.
+        rank0_only: With FULL, return the state on rank 0 only; other ranks get an empty dict.
 
     Returns:
-        Names to tensors, in the order of the unsharded model. Other names of a tied parameter have the same tensor.
-        What needs neither gathering nor exchanging is the model's own memory, as in its own `state_dict`.
+        Tensors by FQN, in the order of the unsharded model. All names of a shared parameter have the same tensor.
+        Tensors that are neither gathered nor exchanged alias the model's memory, as in `model.state_dict()`.
 
     Raises:
         UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
@@ -125,7 +125,7 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def _sharded(index: ModelIndex) -> dict[str, torch.Tensor]:
-    """Return DTensors; while a unit's rows travel, the next unit's are put together."""
+    """Return DTensors by FQN; a unit's all-to-all overlaps with packing the next unit."""
     stagings = Staging(), Staging()
     tensors: dict[str, torch.Tensor] = {}
     under_way: deque[tuple[ShardingAdapter, Callable[[], list[torch.Tensor]]]] = deque()
@@ -144,7 +144,7 @@ def _sharded(index: ModelIndex) -> dict[str, torch.Tensor]:
 
 
 def _local(index: ModelIndex) -> dict[str, torch.Tensor]:
-    """Return what this rank holds: flat parameters under their own names, without padding."""
+    """Return this rank's shards by FQN; flat parameters without padding."""
     tensors: dict[str, torch.Tensor] = {}
     for adapter in index.adapters:
         if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
@@ -156,7 +156,10 @@ def _local(index: ModelIndex) -> dict[str, torch.Tensor]:
 
 
 def _ordered(tensors: Mapping[str, Any], index: ModelIndex) -> OrderedDict[str, Any]:
-    """Return the tensors under all their names, in the order of the unsharded model; others first."""
+    """Return tensors under all their names, in the order of the unsharded model.
+
+    Names that the unsharded model does not have come first.
+    """
     state: OrderedDict[str, Any] = OrderedDict()
     known = set(index.names)
     state.update({name: value for name, value in tensors.items() if name not in known})
@@ -171,7 +174,7 @@ def _ordered(tensors: Mapping[str, Any], index: ModelIndex) -> OrderedDict[str, 
 
 
 def with_metadata(state: OrderedDict[str, Any], kind: StateKind, index: ModelIndex) -> OrderedDict[str, Any]:
-    """Write the kind and layout of a state into `_metadata`, where `torch.nn.Module` keeps versions."""
+    """Set kind and layout in a state's `_metadata`, next to the versions of modules."""
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(index.aliases)}
     if kind is StateKind.LOCAL:
         register_with_torch_dcp()  # LOCAL states need it, with either front end
@@ -189,7 +192,7 @@ def units_metadata(index: ModelIndex) -> list[dict[str, Any]]:
     """Return the layouts of a model's parameters, as plain JSON values.
 
     Args:
-        index: The model.
+        index: Index of the model.
     """
     return [unit_metadata(adapter) for adapter in index.adapters]
 

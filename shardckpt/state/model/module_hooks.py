@@ -1,4 +1,4 @@
-"""Run the modules' own `state_dict` methods and hooks on states."""
+"""Run the `state_dict` methods and hooks of a model's modules on states."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.state.adapters.model_index import ModelIndex, below
 
 _OWN_MODULES = ("torch.", "shardckpt.")
-"""Who defines methods and hooks whose results names and values here are already."""
+"""Prefixes of modules whose methods and hooks are skipped: states here already have their results."""
 
 _BARE: ContextVar[bool] = ContextVar("bare", default=False)
 
 
 def is_bare() -> bool:
-    """Return True if wrappers are to do nothing of their own, since tensors of a state are registered in modules."""
+    """Return True while a state's tensors are registered; wrappers then do nothing."""
     return _BARE.get()
 
 
 def run_save_hooks(index: ModelIndex, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run the model's own save methods and hooks on a state; unchanged if it has none."""
+    """Run the save methods and hooks of a model's modules on a state."""
     if not any(_has_save_hooks(module) for module in index.root.modules()):
         return values
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -36,7 +36,7 @@ def run_save_hooks(index: ModelIndex, values: Mapping[str, Any]) -> Mapping[str,
 
 
 def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the model's own load methods and hooks on a state; nothing is loaded."""
+    """Run the load methods and hooks of a model's modules on a state, without loading."""
     if not values or not any(_has_load_hooks(module) for module in index.root.modules()):
         return dict(values)
     shells = {
@@ -59,7 +59,7 @@ def _is_users(function: Any) -> bool:
 
 def _overrides(module: nn.Module, *names: str) -> bool:
     own = vars(module)
-    kind: Any = type(module)  # mypy takes a class for one of its instances here
+    kind: Any = type(module)  # mypy confuses the class with its instances here
     return _class_overrides(kind, names) or any(name in own and _is_users(own[name]) for name in names)
 
 
@@ -87,7 +87,7 @@ def _get_outer_prefix(root: nn.Module) -> str:
 
 @contextmanager
 def _register_tensors(index: ModelIndex, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Register tensors in place of a model's parameters and buffers inside the block."""
+    """Register tensors instead of a model's parameters and buffers inside the context."""
     homes = [
         *index.flats,
         *index.places.values(),
@@ -116,7 +116,7 @@ def _register_tensors(index: ModelIndex, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _iter_registered(index: ModelIndex) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that are registered now."""
+    """Yield names and tensors that are currently registered."""
     for name, (module, attribute) in index.places.items():
         value = module._parameters.get(attribute)
         if value is not None:
@@ -126,7 +126,7 @@ def _iter_registered(index: ModelIndex) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _load(module: nn.Module, values: MutableMapping[str, Any], prefix: str, unexpected: list[str]) -> None:
-    """Go through a model as torch's `load_state_dict` does, assigning; what does not fit stays as it is."""
+    """Assign values recursively as torch's `load_state_dict` does; skip mismatches."""
     if not below(module):
         arguments: tuple[dict[str, Any], bool] = ({"assign_to_params_buffers": True}, True)
         module._load_from_state_dict(values, prefix, *arguments, [], unexpected, [])

@@ -1,4 +1,7 @@
-"""`state_dict()` and `load_state_dict()` of wrapped modules: torch's own recursion, with a unit's state in place."""
+"""`state_dict()` and `load_state_dict()` of wrapped modules, by torch's recursion.
+
+The tensors of a unit's state are registered on its modules during the recursion.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from shardckpt.state.model.model_state_dict import local_metadata, unit_metadata
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 _COMPILED = "_orig_mod"
-"""Under this name `torch.compile` holds a module; it appears in no name that leaves the engine."""
+"""Attribute of `torch.compile` for the compiled module; removed from every returned FQN."""
 
 KINDS = {
     StateDictType.FULL_STATE_DICT: StateKind.FULL,
@@ -36,7 +39,7 @@ KINDS = {
 
 
 def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
-    """Return who holds the parameters of one wrapped module; names are those from the module on."""
+    """Return the adapters of one wrapped module, with FQNs relative to the module."""
     adapters: list[EngineFlatAdapter] = []
     ranks = Ranks.from_groups(get_process_groups(unit))
     for registration in unit.registrations:
@@ -50,11 +53,11 @@ def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
 
 
 class _ShownTensors:
-    """Some tensors registered in the modules of one unit, instead of what is registered while it is sharded.
+    """Tensors of a state, to register on a unit's modules for torch's recursion.
 
     Args:
-        adapters: The unit's.
-        kind: What is shown.
+        adapters: Adapters of the unit.
+        kind: Kind of the state.
         first_only: Whether only rank 0 gets full tensors.
     """
 
@@ -75,7 +78,7 @@ class _ShownTensors:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, they are registered."""
+        """Register the tensors inside the context."""
         for adapter, values in zip(self._adapters, self.values, strict=True):
             if values is not None:
                 adapter.show(values, is_flat=self._is_local)
@@ -94,15 +97,17 @@ def module_state_dict(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> MutableMapping[str, Any]:
-    """Return the state of a wrapped module and of all below, as the settings of `state_dict_type` say. Collective.
+    """Return the state of a wrapped module and its submodules. Collective.
+
+    `state_dict_type` sets its kind.
 
     Args:
-        module: The wrapper.
-        unit: Its unit.
-        args: As `torch.nn.Module.state_dict` has taken them by position.
-        destination: Where to put it.
-        prefix: Goes before every name.
-        keep_vars: Tensors are not detached.
+        module: Wrapper of the module.
+        unit: Unit of the wrapper.
+        args: Positional arguments of `torch.nn.Module.state_dict`.
+        destination: Dict to extend; None for a new one.
+        prefix: Prefix of every name.
+        keep_vars: Return tensors that are not detached.
     """
     given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
     given.update(zip(given, args, strict=False))
@@ -135,7 +140,7 @@ def module_state_dict(
 
 
 def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
-    """Take the segments of wrappers out of the names that begin with a prefix, keeping their order."""
+    """Remove the segments of wrappers from names with a prefix; keep their order."""
 
     def cleaned(name: str) -> str:
         return prefix + clean(name[len(prefix) :]) if name.startswith(prefix) else name
@@ -151,7 +156,7 @@ def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
 
 
 def _note_units(destination: MutableMapping[str, Any], prefix: str, adapters: Sequence[EngineFlatAdapter]) -> None:
-    """Write the layout of a wrapper's parameters into `_metadata`; other wrappers add theirs."""
+    """Add the layout of a wrapper's parameters to `_metadata`; each wrapper does so."""
     metadata = getattr(destination, "_metadata", None)
     if metadata is None:
         return
@@ -163,7 +168,7 @@ def _note_units(destination: MutableMapping[str, Any], prefix: str, adapters: Se
 
 
 def _rename_unit(unit: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """Return a unit's note under other names."""
+    """Return a unit's metadata with renamed parameters."""
     entries = [
         {**entry, "name": rename(entry["name"]), "aliases": [rename(alias) for alias in entry["aliases"]]}
         for entry in unit["entries"]
@@ -179,7 +184,7 @@ def _finish_state(
     unit: FSDPUnit,
     settings: StateDictSettings,
 ) -> None:
-    """Give buffers the types they had, and move everything where it is wanted."""
+    """Restore the dtypes of buffers, and move tensors to the requested device."""
     for name, owner, attribute in _buffers(module):
         dtype = unit.buffers.get_original_dtype(owner, attribute)
         if dtype is not None and prefix + name in destination:
@@ -200,7 +205,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 class Loading:
-    """One `load_state_dict` passing through a wrapped module: the unit's tensors are registered meanwhile."""
+    """One `load_state_dict` of a wrapped module, with the unit's tensors registered."""
 
     def __init__(self, module: StateStatics, unit: FSDPUnit) -> None:
         unit.reshard()
@@ -214,12 +219,12 @@ class Loading:
                 adapter.show(parameters, is_flat=kind is StateKind.LOCAL)
 
     def finish(self) -> None:
-        """Take what was loaded as the unit's parameters. Collective for sharded states."""
+        """Store the loaded tensors in the unit. Collective for sharded states."""
         for adapter, values in zip(self._adapters, self._shown.values, strict=True):
             if values is None:
                 continue
             loaded = [value.detach() for value in adapter.registered(is_flat=self._kind is StateKind.LOCAL)]
-            adapter.hide()  # first, or it takes what is shown for parameters that a user put there
+            adapter.hide()  # first, or shown tensors seem to be a user's
             packed = adapter.packed
             with torch.no_grad():
                 if self._kind is StateKind.FULL:
@@ -231,7 +236,7 @@ class Loading:
             adapter.mark_written()
 
     def abandon(self) -> None:
-        """Give the unit back what it had registered: the recursion ended on the way."""
+        """Restore the unit's registered parameters after an exception in the recursion."""
         for adapter in self._adapters:
             adapter.hide()
 
@@ -241,13 +246,15 @@ def _is_any(value: Any, addresses: Sequence[int]) -> bool:
 
 
 def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) -> None:
-    """Rename what is under a prefix to what the recursion looks for: below the wrapper's own attribute. In place.
+    """Rename a state's keys to those of torch's recursion, in place.
+
+    The keys are below the wrapper's attribute for the wrapped module.
 
     Args:
-        state: torch's own copy of a user's state.
-        prefix: The wrapper's.
-        unit: Its unit. If flat parameters themselves are given under their names, as torch's
-            `set_model_state_dict` does beside the state, there is nothing to load.
+        state: torch's copy of a user's state.
+        prefix: Prefix of the wrapper.
+        unit: Unit of the wrapper. If the state also contains the registered flat parameters themselves, as from torch's
+            `set_model_state_dict`, they are not loaded.
     """
     flats = [
         registration.flat.data_ptr()
@@ -263,13 +270,13 @@ def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) 
         for place in compiled:
             if rest.startswith(place):
                 rest = f"{place}{_COMPILED}.{rest[len(place) :]}"
-        if rest not in chosen or len(name) < len(chosen[rest][0]):  # of two the one without segments of wrappers
+        if rest not in chosen or len(name) < len(chosen[rest][0]):  # first, or it looks like a change of the user
             chosen[rest] = (name, value)
     state.update({f"{prefix}{WRAPPED}.{rest}": value for rest, (_, value) in chosen.items()})
 
 
 def _find_compiled(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield what the names below compiled modules start with; other wrappers see to their own names."""
+    """Yield the prefixes of names below compiled modules, outside nested wrappers."""
     for name, child in module._modules.items():
         if child is None:
             continue

@@ -1,1 +1,1 @@
-"""Optimizer state: build and load it."""
+"""Optimizer state: build and load state dicts."""

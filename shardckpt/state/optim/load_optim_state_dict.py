@@ -1,4 +1,4 @@
-"""Load an optimizer's state by names: check all of it on every rank, then load it parameter by parameter."""
+"""Load an optimizer's state by FQN: check it on every rank, then load it."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ from shardckpt.state.model.layout_check import check_kind, check_rank, check_uni
 from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 
 Missing = Literal["skip", "zeros", "error"]
-"""What becomes of a parameter that no state was saved of: none, zeros, or it is an error."""
+"""Handling of a parameter without saved state: no state ("skip"), zeros, or an error."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A state for one optimizer on this rank.
+    """State to set in one optimizer on this rank.
 
     Attributes:
-        state: What it is to keep of each parameter.
-        settings: The settings of each of its groups; empty for a group of which nothing was saved.
+        state: New state of each parameter.
+        settings: New settings of each param group; empty for a group without saved parameters.
     """
 
     state: dict[nn.Parameter, dict[str, Any]]
@@ -80,26 +80,28 @@ def load_optim_state_dict(
     state_layout: StateLayout | None = None,
     unequal_steps: UnequalSteps = "error",
 ) -> None:
-    """Put a state into a model's optimizer, by name, whatever the sharding and the groups. Collective.
+    """Load a state dict into a model's optimizer by FQN. Collective.
 
-    A group's settings come from the saved group of its parameters. Nothing is changed unless all of it fits. Tensors of
-    the optimizer's own that have the right form are written into; others are replaced.
+    Sharding and param groups may differ from those of the save. The settings of a group are those of the saved group of
+    its parameters. The optimizer is changed only if the complete state fits. Tensors of the optimizer with the right
+    shape and dtype are overwritten in place; others are replaced.
 
     Args:
         model: As for `model_state_dict`.
-        optim: An optimizer of any part of its parameters.
-        state_dict: A state of any kind, of which names may be those of a wrapped model. A FULL one may be on the first
-            rank alone, while the others give an empty one. It is not changed.
-        kind: What it is; None to read that from it.
-        missing: What becomes of parameters without a saved state.
+        optim: Optimizer of some or all of the model's parameters.
+        state_dict: State of any kind, with names of the unsharded or of a wrapped model. A FULL state may be on rank 0
+            alone; the other ranks then pass an empty dict. It is not changed.
+        kind: Kind of the state; None to detect it.
+        missing: Handling of parameters without a saved state: no state (`"skip"`), `"zeros"` or `"error"`.
         state_layout: As for `optim_state_dict`.
-        unequal_steps: What becomes of numbers, such as steps, that differ among parameters that are one flat parameter
-            now, of which the optimizer keeps one number: `"error"`, or the `"largest"`. Other targets keep each.
+        unequal_steps: Handling of numbers, such as steps, that differ among the members of one flat parameter, for
+            which the optimizer has one number: `"error"`, or use the `"largest"`. Without flat parameters each
+            parameter keeps its number.
 
     Raises:
-        StateMismatchError: It does not fit: names, shapes, ranks.
+        StateMismatchError: Names, shapes or ranks of the state do not fit.
         ConflictError: Parameters of one group were saved with different settings.
-        RankError: It does not fit on another rank.
+        RankError: The state does not fit on another rank.
     """
     if torch_fsdp1.is_foreign(model):
         torch_fsdp1.refuse_local(detect_kind(state_dict) if kind is None else StateKind.parse(kind))
@@ -124,7 +126,7 @@ def load_optim_state_dict(
 def put_in_optimizer(
     optim: OptimizerLike, states: Mapping[nn.Parameter, dict[str, Any]], settings: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Give an optimizer what it keeps of each parameter, and the settings of its groups."""
+    """Set an optimizer's state of each parameter, and the settings of its groups."""
     for parameter, state in states.items():
         optim.state.pop(parameter, None)
         if state:
@@ -134,7 +136,7 @@ def put_in_optimizer(
 
 
 def _bring_scalars(optim: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Move scalars to their parameters: optimizers that run on a device alone do not look for them elsewhere."""
+    """Move scalar slots to their parameters' devices, as fused optimizers require."""
     for parameter in parameters:
         kept = optim.state.get(parameter, {})
         kept.update({k: v.to(parameter.device) for k, v in kept.items() if isinstance(v, torch.Tensor) and not v.dim()})
@@ -151,10 +153,10 @@ def fit(
     unequal_steps: UnequalSteps = "error",
     in_place: bool = False,
 ) -> Fitted:
-    """Turn a state into what an optimizer keeps of its parameters on this rank. Collective.
+    """Convert a state dict to an optimizer's state on this rank. Collective.
 
-    Arguments and errors are those of `load_optim_state_dict`; nothing is changed but, with `in_place`, what the
-    optimizer's own tensors hold.
+    Arguments and errors are those of `load_optim_state_dict`. The optimizer is not changed, except that `in_place`
+    overwrites the elements of its tensors.
     """
     if missing not in ("skip", "zeros", "error"):
         raise UsageError("`missing` must be one of three words", found=missing, expected="skip, zeros or error")
@@ -195,7 +197,7 @@ def _is_given(state: Any) -> bool:
 def _pack_for_broadcast(
     given: _IncomingOptimState, rows: Survey, survey: str, changes: Sequence[Mapping[str, Any]]
 ) -> tuple[ShardckptError | None, bytes]:
-    """Return why this cannot be the state of rank 0 alone, or the bytes for the other ranks."""
+    """Return why the state cannot be broadcast from rank 0, or bytes for other ranks."""
     if given.kind is not StateKind.FULL:
         return StateMismatchError("rank 0 alone has a state", found=given.kind.name, expected="FULL"), b""
     objects = [name for row in rows for name, slot in row.items() if slot.form is Form.OPAQUE and not slot.dtype]
@@ -213,7 +215,7 @@ def _pack_for_broadcast(
 
 
 def _pack(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return rank 0's findings as bytes for the others."""
+    """Return survey and settings of rank 0 as bytes for the other ranks."""
     try:
         text = json.dumps([{k: _plain(v) for k, v in change.items()} for change in changes])
     except TypeError as error:
@@ -231,7 +233,7 @@ def _unpack(data: bytes) -> tuple[Survey, list[dict[str, Any]]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as JSON; tensors and tuples are marked."""
+    """Return a setting as a JSON value, with tagged tensors and tuples."""
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype)[6:]}
     if isinstance(value, tuple):
@@ -249,7 +251,7 @@ def _rich(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _IncomingOptimState:
-    """A state to load, by names of the unsharded model."""
+    """State of an optimizer to load, by FQN of the unsharded model."""
 
     kind: StateKind
     note: Mapping[str, Any]
@@ -261,7 +263,7 @@ class _IncomingOptimState:
 
     @cached_property
     def scalars(self) -> frozenset[str]:
-        """Slots that are scalars: the shape of a 0-dim parameter does not show it."""
+        """Slots that are scalars, also of 0-dim parameters."""
         entries = self.index.entries
         shaped: dict[str, bool] = {"step": False}
         for name, slots in self.state.items():
@@ -273,7 +275,10 @@ class _IncomingOptimState:
 
     @cached_property
     def _usually_shaped(self) -> frozenset[str]:
-        """Slots that have the shapes of more parameters than not: of another shape, they are wrong."""
+        """Slots that have the parameter's shape for most parameters.
+
+        Another shape of such a slot is an error.
+        """
         known = self.index.entries
         counts: dict[str, int] = {}
         for name in self.state.keys() & known.keys():
@@ -284,7 +289,7 @@ class _IncomingOptimState:
 
     @cached_property
     def are_dtensors(self) -> list[bool]:
-        """Whether each tensor is a DTensor, whose load is collective."""
+        """For each tensor, whether it is a DTensor, whose load is collective."""
         return [isinstance(value, DTensor) for value in tensors(self.state)] if self.kind is StateKind.SHARDED else []
 
     @classmethod
@@ -315,7 +320,7 @@ class _IncomingOptimState:
         )
 
     def check(self, of: OptimizerParams, missing: Missing) -> Survey:
-        """Describe the values given for every entry of the optimizer.
+        """Return the survey of the values given for the optimizer's entries.
 
         Raises:
             StateMismatchError: The state does not fit.
@@ -341,7 +346,7 @@ class _IncomingOptimState:
         return list(dict.fromkeys([*self.state, *(name for group in self.groups for name in group["params"])]))
 
     def _check_adapter(self, params: AdapterParams, missing: Missing) -> tuple[Survey, list[str]]:
-        """Describe the values given for an adapter's entries, also for missing ones; list what does not fit."""
+        """Return the survey of an adapter's entries, also of missing ones, and problems."""
         entries = params.adapter.entries
         if self.kind is StateKind.LOCAL:
             return [{} for _ in entries], self._find_local_misfits(params)
@@ -361,14 +366,17 @@ class _IncomingOptimState:
         return rows, problems
 
     def get_local_slots(self, params: AdapterParams, position: int) -> Mapping[str, Any]:
-        """Return what a LOCAL state has of one exposed parameter."""
+        """Return the slots of one exposed parameter in a LOCAL state."""
         flat = params.adapter.flat_name if isinstance(params.adapter, EngineFlatAdapter) else None
         return self.state.get(flat or params.names(position)[0], {})
 
     def _find_local_misfits(self, params: AdapterParams) -> list[str]:
-        """Compare values of a flat parameter with its lengths, padded and not: other wrapping makes other ones."""
+        """Return the values of a flat parameter whose length does not fit.
+
+        The length may be with or without padding. Other units have other lengths.
+        """
         if not params.is_flat or self.note:
-            return []  # the note shows whether units are the same
+            return []  # the metadata shows whether units are the same
         assert isinstance(params.adapter, EngineFlatAdapter)
         fitting = ((params.adapter.unpadded_size,), tuple(params.adapter.exposed[0].shape))
         return [
@@ -378,7 +386,7 @@ class _IncomingOptimState:
         ]
 
     def _find_misfits(self, params: AdapterParams, rows: Survey) -> list[str]:
-        """List values of other shapes whose sharding is unknown."""
+        """Return values of other shapes than their parameters, of unknown sharding."""
         misfits = []
         for index, (entry, row) in enumerate(zip(params.adapter.entries, rows, strict=True)):
             for slot, slot_value in row.items():
@@ -397,13 +405,16 @@ class _IncomingOptimState:
         return misfits
 
     def parts(self, params: AdapterParams, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return each rank's part of a value of a shape of its own, one where all have the same; None if unknown.
+        """Return each rank's part of a value of another shape than its parameter.
 
         Args:
-            params: The parameters of an adapter.
-            index: Which of its entries.
-            slot: What is kept.
-            value: The joined tensor.
+            params: Parameters of an adapter.
+            index: Index of the entry.
+            slot: Name of the slot.
+            value: Concatenated tensor of all ranks.
+
+        Returns:
+            The parts in rank order; one part if the value is replicated; None if the sharding is unknown.
         """
         adapter, name = params.adapter, params.adapter.entries[index].name
         answer = ask_layout(self.layout, name, slot, value)
@@ -431,7 +442,7 @@ class _IncomingOptimState:
 
 
 def _members(names: Sequence[Any], index: ModelIndex) -> list[Any]:
-    """Return the names of a group with a flat parameter's members for it."""
+    """Return the names of a group, with members instead of flat parameters."""
     flats = {
         h.flat_name: [entry.name for entry in h.entries] for h in index.adapters if isinstance(h, EngineFlatAdapter)
     }
@@ -439,7 +450,7 @@ def _members(names: Sequence[Any], index: ModelIndex) -> list[Any]:
 
 
 def _first(name: Any, index: ModelIndex) -> Any:
-    """Return the first name of a parameter, whatever wrapped the model that it was saved with."""
+    """Return the first FQN of a parameter, without segments of any wrapper."""
     if not isinstance(name, str):
         return name
     plain = clean(name)
@@ -447,7 +458,7 @@ def _first(name: Any, index: ModelIndex) -> Any:
 
 
 def _find_unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
-    """Name scalars and types that differ among parameters that are one flat parameter now."""
+    """Return scalars and dtypes that differ among the members of one flat parameter."""
     unequal = []
     for slot in dict.fromkeys(name for row in rows for name in row):
         values: dict[str, str] = {}
@@ -464,7 +475,7 @@ def _find_unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
 
 
 class _StateLoader:
-    """Sets the optimizer state of one adapter after the other."""
+    """Loader of an optimizer's state, one adapter at a time."""
 
     def __init__(
         self, given: _IncomingOptimState, from_rank0: bool, own: Mapping[nn.Parameter, Mapping[str, Any]]
@@ -476,7 +487,7 @@ class _StateLoader:
         self._staging = Staging()
 
     def load_state(self, params: AdapterParams, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return what an optimizer is to keep of an adapter's parameters. Collective."""
+        """Return the new optimizer state of an adapter's parameters. Collective."""
         if self._given.kind is StateKind.LOCAL:
             return self._get_local(params)
         loaded: dict[int, dict[str, Any]] = {position: {} for position in params.positions}
@@ -528,14 +539,14 @@ class _StateLoader:
             adapter.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], places)
 
     def _value(self, entry: Entry, slot: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return what is given, or zeros that take no memory for what is missing."""
+        """Return the given value, or expanded zeros (without memory) if it is missing."""
         value = self._given.state.get(entry.name, {}).get(slot)
         return torch.zeros((), dtype=dtype).expand(entry.shape) if value is None else value.detach()
 
     def _get_target(self, adapter: ShardingAdapter, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor that an optimizer keeps where it is as it has to be, else new memory.
+        """Return the optimizer's own tensor if it fits, otherwise new memory.
 
-        Memory is written once: given or written values may share it.
+        The own tensor is not used if it shares memory with a given or an already written value.
         """
         parameter = adapter.exposed[position]
         own = self._own.get(parameter, {}).get(slot)
@@ -559,7 +570,7 @@ class _StateLoader:
             state[position][name] = self._placed(params, position, name, value)
 
     def _placed(self, params: AdapterParams, position: int, name: str, value: Any) -> Any:
-        """Return this rank's part of a value of a shape of its own."""
+        """Return this rank's part of a value of another shape than its parameter."""
         if not isinstance(value, torch.Tensor):
             return copy_value(value)
         mine = value.detach()
@@ -584,14 +595,14 @@ class _StateLoader:
 
 
 def _has_no_part(adapter: ShardingAdapter, position: int) -> bool:
-    """Return True if this rank has no part of a parameter, so that it keeps of it what its optimizer began with."""
+    """Return True if this rank has no part of a parameter, so its state is unchanged."""
     return (
         isinstance(adapter, EngineFlatAdapter) and adapter.is_sharded and local(adapter.exposed[position]).numel() == 0
     )
 
 
 _NOWHERE = 0
-"""The data pointers of tensors without elements."""
+"""Data pointers of tensors without elements."""
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -599,7 +610,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
-    """Return True if a value is a tensor that is placed as its parameter."""
+    """Return True if a value is a tensor with its parameter's shape and placements."""
     return (
         isinstance(own, torch.Tensor)
         and type(own) in (torch.Tensor, DTensor)
@@ -611,7 +622,10 @@ def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[to
 
 
 def _to_local(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
-    """Return a value of a LOCAL state as the optimizer keeps it: with the padding of a flat parameter, as a DTensor."""
+    """Return a value of a LOCAL state in the optimizer's form.
+
+    It gets the padding of a flat parameter, or becomes a DTensor.
+    """
     if not isinstance(value, torch.Tensor) or is_scalar:
         return copy_value(value)
     if isinstance(parameter, DTensor):

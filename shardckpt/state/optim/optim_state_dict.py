@@ -1,4 +1,4 @@
-"""The state of an optimizer taken out, in any of the three forms, by names."""
+"""Build the state dict of an optimizer by FQN, of any of the three kinds."""
 
 from __future__ import annotations
 
@@ -40,49 +40,49 @@ from shardckpt.state.model.model_state_dict import with_metadata
 
 
 class ForeignParameterError(ShardckptError, ValueError):
-    """An optimizer holds a parameter that the model does not have."""
+    """An optimizer has a parameter that does not belong to the model."""
 
 
 class OptimizerLike(Protocol):
-    """Groups of parameters and their state: an optimizer, or a stand-in for one."""
+    """Param groups and their state: an optimizer, or a stand-in for one."""
 
     param_groups: list[dict[str, Any]]
 
     @property
     def state(self) -> Any:
-        """Parameters to what is kept of them."""
+        """State of each parameter."""
 
 
 @dataclass(frozen=True)
 class AdapterParams:
-    """An adapter, of which an optimizer has parameters.
+    """Parameters of one adapter that an optimizer updates.
 
     Attributes:
-        adapter: The adapter.
-        positions: Which of its exposed parameters the optimizer has.
+        adapter: Adapter of the parameters.
+        positions: Indices of the adapter's exposed parameters that belong to the optimizer.
     """
 
     adapter: ShardingAdapter
     positions: tuple[int, ...]
 
     def names(self, position: int) -> list[str]:
-        """Return the names behind one exposed parameter: all of a flat one's."""
+        """Return the FQNs of one exposed parameter; for a flat one, of all its members."""
         entries = self.adapter.entries
         return [entry.name for entry in entries] if self.is_flat else [entries[position].name]
 
     @property
     def is_flat(self) -> bool:
-        """Return True if one exposed parameter stands for all entries."""
+        """Return True if one exposed parameter contains all entries."""
         return isinstance(self.adapter, EngineFlatAdapter) and self.adapter.flat_name is not None
 
 
 @dataclass(frozen=True)
 class OptimizerParams:
-    """An optimizer's parameters by name.
+    """Parameters of an optimizer by adapter and by FQN.
 
     Attributes:
-        by_adapter: Its parameters by their adapters.
-        groups: The names in each group.
+        by_adapter: Parameters grouped by adapter.
+        groups: FQNs in each param group.
     """
 
     by_adapter: tuple[AdapterParams, ...]
@@ -90,21 +90,21 @@ class OptimizerParams:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters, in an order that is the same on all ranks."""
+        """Parameters in the same order on all ranks."""
         return [params.adapter.exposed[position] for params in self.by_adapter for position in params.positions]
 
     @property
     def shared(self) -> bytes:
-        """What of this has to be equal on all ranks, in short: the parameters of which each rank has a part."""
+        """Digest that must be equal on all ranks: of the parameters that all ranks share."""
         sharded = [params for params in self.by_adapter if params.adapter.is_sharded and params.adapter.is_everywhere]
         return digest([params.names(at) for params in sharded for at in params.positions])
 
 
 def map_optimizer_params(model_index: ModelIndex, optim: OptimizerLike) -> OptimizerParams:
-    """Map an optimizer's parameters to adapters and names.
+    """Map an optimizer's parameters to adapters and FQNs.
 
     Raises:
-        ForeignParameterError: One is not the model's.
+        ForeignParameterError: A parameter does not belong to the model.
     """
     where = {
         id(parameter): (adapter, position)
@@ -132,7 +132,7 @@ def map_optimizer_params(model_index: ModelIndex, optim: OptimizerLike) -> Optim
 
 
 def _check_same(group: Group, digests: Sequence[bytes]) -> None:
-    """Raise if optimizers of ranks have different parameters: the state of a part of a parameter is incomplete."""
+    """Refuse optimizers with different parameters on the ranks: state is incomplete."""
     odd = [str(group.global_rank(rank)) for rank, value in enumerate(digests) if value != digests[0]]
     if odd:
         raise StateMismatchError(
@@ -143,7 +143,10 @@ def _check_same(group: Group, digests: Sequence[bytes]) -> None:
 
 
 def gather_survey(of: OptimizerParams, optim: OptimizerLike, group: Group) -> Survey:
-    """Return what the ranks' optimizers keep of each parameter. Collective where a rank may have no part of one."""
+    """Return the survey of the optimizers of all ranks.
+
+    Collective if a rank may not have a part of some parameter.
+    """
     mine = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     if all(each.is_flat or not each.adapter.is_sharded or each.adapter.has_parts_everywhere for each in of.by_adapter):
         return mine
@@ -161,25 +164,25 @@ def optim_state_dict(
     rank0_only: bool = False,
     state_layout: StateLayout | None = None,
 ) -> dict[str, Any]:
-    """Return the state of a model's optimizer, by the names of the unsharded model. Collective.
+    """Return the state dict of a model's optimizer by FQN. Collective.
 
     Args:
         model: As for `model_state_dict`.
-        optim: An optimizer of any part of its parameters.
+        optim: Optimizer of some or all of the model's parameters.
         kind: FULL: full tensors. SHARDED: a DTensor for each sharded tensor. LOCAL: this rank's shards as stored.
-        offload_to_cpu: Give tensors on the CPU.
-        rank0_only: With FULL, give the state to rank 0 alone; the others get an empty one.
-        state_layout: Says how tensors are sharded that are not shaped like their parameter.
+        offload_to_cpu: Return tensors on the CPU.
+        rank0_only: With FULL, return the state on rank 0 only; other ranks get an empty dict.
+        state_layout: Function that returns the sharding of tensors that do not have their parameter's shape.
 
     Returns:
-        `{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}`; no two entries share a
-        tensor.
+        `{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}`; entries do not share
+        tensors.
 
     Raises:
         UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
-        ForeignParameterError: The optimizer holds a parameter that the model does not have.
-        OpaqueStateError: Nobody knows how a tensor is sharded.
-        StateMismatchError: The ranks' optimizers have different ones of the sharded parameters.
+        ForeignParameterError: The optimizer has a parameter that does not belong to the model.
+        OpaqueStateError: The sharding of a tensor is unknown.
+        StateMismatchError: The optimizers of the ranks have different sharded parameters.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     if torch_fsdp1.is_foreign(model):
@@ -207,12 +210,12 @@ def optim_state_dict(
     groups = [
         {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
     ]
-    ordered = {name: state[name] for name in index.names if name in state}  # as on all ranks, whatever their groups
+    ordered = {name: state[name] for name in index.names if name in state}  # the same order on all ranks
     return with_metadata(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, index)
 
 
 class _StateCollector:
-    """Gets the optimizer state of one adapter after the other."""
+    """Collector of an optimizer's state, one adapter at a time."""
 
     def __init__(
         self,
@@ -232,7 +235,7 @@ class _StateCollector:
     def add_state(
         self, params: AdapterParams, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]
     ) -> None:
-        """Add what the optimizers keep of an adapter's parameters. Collective."""
+        """Add the optimizer state of an adapter's parameters. Collective."""
         for name, slot, indices in group_by_slot(rows):
             having = [params.positions[index] for index in sorted(indices)]
             if slot.form is Form.SCALAR:
@@ -292,7 +295,10 @@ class _StateCollector:
     def _moved(
         self, adapter: ShardingAdapter, parts: Sequence[torch.Tensor | None], surveyed: Slot
     ) -> Iterable[torch.Tensor]:
-        """Return each entry's value as it is asked for; nothing on the ranks that get none. Collective."""
+        """Return each entry's value in the requested kind. Collective.
+
+        Ranks that do not get values return an empty iterable.
+        """
         if self._kind is StateKind.SHARDED:
             return adapter.to_sharded(adapter.pack(parts, surveyed.torch_dtype), self._staging)
         packed = adapter.pack(parts, surveyed.torch_dtype, self._staging)
@@ -301,7 +307,7 @@ class _StateCollector:
     def _get_local(
         self, params: AdapterParams, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
-        """Copy what is there: a flat parameter's without its padding."""
+        """Copy this rank's shards; those of a flat parameter without padding."""
         adapter = params.adapter
         owned = adapter.unpadded_size if isinstance(adapter, EngineFlatAdapter) and params.is_flat else None
         with torch.no_grad():
@@ -325,7 +331,7 @@ class _StateCollector:
                     state.setdefault(name, {})[slot] = value.cpu() if moves else value
 
     def _joined(self, params: AdapterParams, name: str, slot: str, surveyed: Slot, own: Any) -> Any:
-        """Return a value of another shape: unchanged if it is not sharded, joined if its sharding is known."""
+        """Return a value of another shape than its parameter, concatenated if sharded."""
         if isinstance(own, DTensor):
             return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
         if self._kind is StateKind.LOCAL or not params.adapter.is_sharded:
@@ -333,7 +339,7 @@ class _StateCollector:
         if surveyed.dtype and params.adapter.shard_group is not None:
             piece = torch.empty(0, dtype=surveyed.torch_dtype) if own is None else own.detach()
             answer = ask_layout(self._layout, name, slot, piece)
-            several = params.is_flat and len(params.adapter.entries) > 1  # joined, it would be no single parameter's
+            several = params.is_flat and len(params.adapter.entries) > 1  # the concatenation has no single parameter
             if answer == "replicated" or (isinstance(answer, int) and not several):
                 pieces = gather_uneven(own, surveyed.torch_dtype, params.adapter.shard_group)
                 return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
@@ -348,7 +354,7 @@ class _StateCollector:
 
 
 def _is_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
-    """Return True if a value begins in the memory of what the optimizer keeps."""
+    """Return True if a value starts in the memory of the optimizer's tensor."""
     if part is None:
         return False
     storage = local(part).untyped_storage()
@@ -356,12 +362,15 @@ def _is_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
 
 
 def gather_uneven(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the tensors of the ranks that have one, in rank order, whatever their shapes. Collective.
+    """Gather tensors of any shapes from the ranks that have one. Collective.
 
     Args:
-        own: This rank's; None where it has none.
-        dtype: The type they have.
-        ranks: Who takes part.
+        own: Tensor of this rank; None if it does not have one.
+        dtype: Dtype of all tensors.
+        ranks: Process group of the ranks.
+
+    Returns:
+        The tensors in rank order.
     """
     encoded = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
     shapes = [None if text == b"-" else torch.Size(int(n) for n in text.decode().split(",") if n) for text in encoded]

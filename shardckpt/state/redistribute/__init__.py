@@ -1,1 +1,1 @@
-"""Move tensors between shardings: all-to-all, scatter, rows."""
+"""Redistribution of tensors: all-to-all, scatter from rank 0, rows of DTensors."""

@@ -1,4 +1,4 @@
-"""Elements on their way between ranks: packed one behind the other, and exchanged as bytes, so that every type is."""
+"""All-to-all of packed elements, sent as bytes so that every dtype is supported."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 
 def pack(parts: Sequence[torch.Tensor], row: torch.Tensor) -> None:
-    """Copy parts one behind the other.
+    """Copy tensors into consecutive elements of a row.
 
     Args:
-        parts: Of any type, on any device.
-        row: 1-D, as long as they are together.
+        parts: Tensors of any dtype, on any device.
+        row: 1-D tensor with as many elements as all parts.
     """
     if all(part.dtype == row.dtype and part.device == row.device and part.is_contiguous() for part in parts):
         if parts:
@@ -24,11 +24,11 @@ def pack(parts: Sequence[torch.Tensor], row: torch.Tensor) -> None:
 
 
 def unpack(row: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive elements of a row to their places.
+    """Copy consecutive elements of a row to destinations.
 
     Args:
-        row: 1-D, as long as all places together.
-        places: Of any type, on any device.
+        row: 1-D tensor with as many elements as all destinations.
+        places: Destinations of any dtype, on any device.
     """
     for place, part in zip(places, torch.split(row, [place.numel() for place in places]), strict=True):
         place.copy_(part.view(place.shape))
@@ -41,14 +41,14 @@ def all_to_all(
     gives: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> dist.Work:
-    """Begin to send every rank its elements, and to take this one's from each. Collective; to be waited for.
+    """Start an all-to-all with uneven splits. Collective; the caller waits for it.
 
     Args:
-        taken: 1-D, filled in rank order.
-        given: 1-D, in rank order; not to be changed before the end.
-        takes: How many elements each rank gives.
-        gives: How many each takes.
-        group: The ranks.
+        taken: 1-D output, filled in rank order.
+        given: 1-D input, in rank order; it must not change until the end.
+        takes: Number of elements to receive from each rank.
+        gives: Number of elements to send to each rank.
+        group: Process group of the ranks; None for all ranks.
     """
     size = taken.element_size()
     into, out = [size * n for n in takes], [size * n for n in gives]

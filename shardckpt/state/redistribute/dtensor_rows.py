@@ -1,4 +1,4 @@
-"""Gather rows of a DTensor to rank 0, or scatter them, if one mesh dimension shards it."""
+"""Gather rows of a DTensor to rank 0, or scatter them, along one mesh dimension."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 
 
 def chunks(rows: int, ranks: int) -> tuple[int, ...]:
-    """Return how many rows each rank has; the last ones may have fewer or none."""
+    """Return the number of rows of each rank; the last ranks may have fewer or none."""
     return tuple(chunk_range(rows, ranks, rank)[1] for rank in range(ranks))
 
 
 def direction(kept: DTensor) -> int | None:
-    """Return the mesh dimension that shards a DTensor into rows; None if there is not exactly one."""
+    """Return the only mesh dimension that shards a DTensor; None if not exactly one."""
     sharded = [at for at, placement in enumerate(kept.placements) if not placement.is_replicate()]
     return sharded[0] if len(sharded) == 1 and type(kept.placements[sharded[0]]) is Shard else None
 
 
 def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
-    """Gather a tensor that is sharded as a DTensor to rank 0 of its mesh. Collective.
+    """Gather the rows of a DTensor to rank 0 of its mesh. Collective.
 
     Args:
-        kept: A DTensor with the placements.
-        at: The mesh dimension that shards it.
-        part: This rank's rows, where the ranks of the mesh exchange parts.
+        kept: DTensor with the mesh and placements.
+        at: Mesh dimension that shards it.
+        part: Rows of this rank, on the communication device of the mesh.
 
     Returns:
-        The full tensor on rank 0; None elsewhere. Ranks that have copies of rows do nothing.
+        The full tensor on rank 0; None on other ranks. Ranks that have copies of rows do nothing.
     """
     mesh, place = kept.device_mesh, kept.device_mesh.get_coordinate()
     if place is None or any(where for axis, where in enumerate(place) if axis != at):
@@ -51,15 +51,15 @@ def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | No
 def scatter_rows(
     kept: DTensor, at: int, value: torch.Tensor | None, place: torch.Tensor, *, dtype: torch.dtype, staging: Staging
 ) -> None:
-    """Copy this rank's rows of a full tensor on rank 0 of the mesh. Collective.
+    """Scatter the rows of a full tensor from rank 0 of the mesh. Collective.
 
     Args:
-        kept: A DTensor with the target placements.
-        at: The mesh dimension that shards it.
-        value: The full tensor on rank 0; None elsewhere.
-        place: Where the rows go.
-        dtype: The type in which they travel.
-        staging: Memory that they pass through.
+        kept: DTensor with the target mesh and placements.
+        at: Mesh dimension that shards it.
+        value: Full tensor on rank 0; None on other ranks.
+        place: Destination of this rank's rows.
+        dtype: Dtype of the communication.
+        staging: Communication buffers.
     """
     mesh = kept.device_mesh
     dim, counts = _rows(kept, at)
@@ -70,18 +70,21 @@ def scatter_rows(
 
 
 def has_rows_everywhere(rows: int, ranks: int) -> bool:
-    """Return True if every rank gets some of a parameter's rows; the last ones may get none."""
+    """Return True if every rank gets at least one of a parameter's rows."""
     return chunk_range(rows, ranks, ranks - 1)[1] > 0
 
 
 def get_mesh_device(kept: DTensor) -> torch.device:
-    """Return the device on which a DTensor's ranks exchange parts; its own local tensor may be offloaded to the CPU."""
+    """Return the communication device of a DTensor's mesh.
+
+    Its local tensor may be offloaded to the CPU.
+    """
     kind = kept.device_mesh.device_type
     return kept.device if kept.device.type == kind else current_device(kind)
 
 
 def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:
-    """Return the sharded dimension and the number of rows of each rank; the first has most."""
+    """Return the sharded dimension and each rank's number of rows; rank 0 has most."""
     placement = kept.placements[at]
     assert isinstance(placement, Shard), "this mesh dimension shards it"
     return placement.dim, chunks(kept.shape[placement.dim], kept.device_mesh.size(at))

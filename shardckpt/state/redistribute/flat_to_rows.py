@@ -1,4 +1,7 @@
-"""Flat shards become rows of each parameter, and back, by one all-to-all: what goes where is known from the layout."""
+"""Exchange flat shards for rows of each parameter, and back, by one all-to-all.
+
+Every rank computes the complete exchange from the flat layout.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ def row_dim(spec: ParamSpec) -> int:
 
 @lru_cache(maxsize=4096)
 def strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor with a given memory order of dimensions; empty for row-major."""
+    """Return the strides for a memory order of dims; an empty order is row-major."""
     return view_in_order(torch.empty(prod(shape), device="meta"), shape, order).stride()
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A parameter split along its slowest dimension, as `torch.chunk` splits.
+    """Split of a parameter along its slowest dimension, as by `torch.chunk`.
 
     Attributes:
-        dim: The dimension, of the parameter's shape.
-        starts: Where each rank's part begins, in elements of the memory order; one more for the end.
+        dim: Index of the dimension in the parameter's shape.
+        starts: Offset of each rank's part, in elements in memory order; the last item is the end.
     """
 
     dim: int
@@ -56,13 +59,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class ElementRun:
-    """Elements that travel together.
+    """Contiguous elements of one parameter that one rank sends to another.
 
     Attributes:
-        index: The parameter.
-        flat: Where they begin in the flat shard that has them.
-        part: Where they begin in the rows that have them, in memory order.
-        numel: How many.
+        index: Index of the parameter.
+        flat: Offset in the flat shard, in elements.
+        part: Offset in the rows, in elements in memory order.
+        numel: Number of elements.
     """
 
     index: int
@@ -73,14 +76,14 @@ class ElementRun:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank gives and takes.
+    """Plan of one rank's sends and receives, from flat shards to rows.
 
     Attributes:
-        rows: How each parameter is split.
-        out: For each rank that takes, what this one's flat shard gives.
-        into: For each rank that gives, what this one's rows take.
-        shapes: Of this rank's rows of each parameter.
-        starts: Where each parameter that this rank's flat shard has some of begins there.
+        rows: Split of each parameter.
+        out: Runs of this rank's flat shard to send, by receiving rank.
+        into: Runs of this rank's rows to receive, by sending rank.
+        shapes: Shape of this rank's rows of each parameter.
+        starts: Offset in this rank's flat shard of each parameter that has elements in it.
     """
 
     rows: tuple[Rows, ...]
@@ -91,17 +94,17 @@ class Exchange:
 
     @cached_property
     def gives(self) -> list[int]:
-        """Elements for each rank that takes."""
+        """Number of elements to send to each rank."""
         return [sum(span.numel for span in spans) for spans in self.out]
 
     @cached_property
     def takes(self) -> list[int]:
-        """Elements from each rank that gives."""
+        """Number of elements to receive from each rank."""
         return [sum(span.numel for span in spans) for spans in self.into]
 
     @cached_property
     def held(self) -> list[int]:
-        """Elements of this rank's rows of each parameter."""
+        """Number of elements in this rank's rows of each parameter."""
         return [prod(shape) for shape in self.shapes]
 
 
@@ -133,7 +136,7 @@ def _runs(layout: FlatLayout, rank: int) -> tuple[ShardRun, ...]:
 
 @lru_cache(maxsize=4096)
 def find_first_owners(layout: FlatLayout) -> dict[int, int]:
-    """Return for each parameter with elements the lowest rank that has some."""
+    """Return the lowest rank that has elements of each parameter, by its index."""
     owners: dict[int, int] = {}
     for rank in range(layout.world):
         for run in _runs(layout, rank):
@@ -145,20 +148,20 @@ def find_first_owners(layout: FlatLayout) -> dict[int, int]:
 def start_flat_to_rows(
     shard: torch.Tensor, layout: FlatLayout, group: dist.ProcessGroup | None, staging: Staging
 ) -> Callable[[], list[torch.Tensor]]:
-    """Start to fetch this rank's rows of every parameter. Collective: one all-to-all.
+    """Start an all-to-all for this rank's rows of every parameter. Collective.
 
-    What arrives is in the order of ranks, so in that of the flat layout: each parameter's rows are in one piece. What
-    this rank has itself does not travel where it comes first or last, so that the rest is in one piece; it is copied
-    while the rest travels.
+    Received elements are in rank order, which is the order of the flat layout, so each parameter's rows are contiguous.
+    Elements that this rank already has are not sent if they come first or last, so that the others are contiguous; they
+    are copied during the all-to-all.
 
     Args:
         shard: This rank's flat shard, or another tensor of its layout: 1-D, `layout.chunk` elements.
-        layout: The flat layout.
-        group: The ranks that share it; None for one.
-        staging: Where what is sent is put together, in use until the end.
+        layout: Flat layout of the bucket.
+        group: Process group of the ranks that shard the bucket; None for a single rank.
+        staging: Communication buffers for the elements to send, in use until the end.
 
     Returns:
-        What waits for them and returns them, views of one tensor.
+        Function that waits and returns the rows, as views of one tensor.
     """
     rank = dist.get_rank(group) if group is not None else 0
     plan = plan_exchange(layout, rank)
@@ -201,16 +204,18 @@ def rows_to_flat(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Copy this rank's parts of a flat layout from rows that every rank has some of. Collective: one all-to-all.
+    """Fill this rank's flat parts from the rows of all ranks, by one all-to-all.
+
+    Collective.
 
     Args:
-        parts: This rank's rows of every parameter; None, on all ranks, for those that are left alone.
-        into: This rank's flat part of each, 1-D; not looked at for those that are left alone.
-        layout: The flat layout.
-        group: The ranks that share it; None for one.
-        staging: Memory that they pass through.
-        dtype: The type in which they travel.
-        device: Where they travel from and to.
+        parts: This rank's rows of every parameter; None, on all ranks, for parameters to skip.
+        into: This rank's flat part of each parameter, 1-D; ignored for skipped parameters.
+        layout: Flat layout of the bucket.
+        group: Process group of the ranks that shard the bucket; None for a single rank.
+        staging: Communication buffers.
+        dtype: Dtype of the communication.
+        device: Device of the communication.
     """
     rank = dist.get_rank(group) if group is not None else 0
     plan = plan_exchange(layout, rank)
@@ -244,7 +249,7 @@ def _slice_targets(
     spans: Sequence[ElementRun],
     starts: Mapping[int, int],
 ) -> list[torch.Tensor]:
-    """Return where spans go of the parameters that are not left alone."""
+    """Return the destinations of runs, without those of skipped parameters."""
     targets = []
     for span in spans:
         place, at = into[span.index], span.flat - starts[span.index]
@@ -254,7 +259,7 @@ def _slice_targets(
 
 
 def _to_shape(part: torch.Tensor, shape: tuple[int, ...], spec: ParamSpec) -> torch.Tensor:
-    """Return memory-ordered elements in their shape."""
+    """Return elements in memory order as a tensor of the given shape."""
     if not spec.order:
         return part.view(shape)
     return part.view([shape[d] for d in spec.order]).permute([spec.order.index(d) for d in range(len(spec.order))])

@@ -1,4 +1,4 @@
-"""The ranks that a model is on: all there are, or those of the stage of a pipeline, the cell of a mesh."""
+"""Ranks of a model: all ranks, or those of a pipeline stage or a part of a mesh."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks, as the axes of a grid: one group of all of them, or one group for each direction.
+    """Ranks of a model as a grid: one process group, or one per axis of the grid.
 
     Attributes:
-        axes: The groups that this rank is in, the slowest direction first; empty where it is alone.
-        guessed: Nothing is shared between ranks, so that each may have a model of its own.
+        axes: Process groups of this rank, the slowest axis first; empty for a single rank.
+        guessed: Whether the ranks are a guess: the model does not use a process group, so ranks may have different
+            models.
     """
 
     axes: tuple[dist.ProcessGroup, ...] = ()
@@ -31,7 +32,7 @@ class Ranks:
         """Build the grid from the process groups of a model.
 
         Args:
-            groups: They may be the same, or parts of each other; without any, the model is on all ranks.
+            groups: Process groups, which may repeat or contain each other; without groups the model is on all ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
@@ -51,19 +52,19 @@ class Ranks:
 
     @property
     def group(self) -> Group:
-        """What they agree through."""
+        """Group for the messages of these ranks."""
         if not self.axes:
             return LocalGroup()
         return TorchGroup(self.axes[0]) if len(self.axes) == 1 else _Grid([TorchGroup(axis) for axis in self.axes])
 
     @property
     def is_first(self) -> bool:
-        """Return True if this is the first of them."""
+        """Return True if this is rank 0 of the grid."""
         return all(axis.rank() == 0 for axis in self.axes)
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return prod(axis.size() for axis in self.axes)
 
     def broadcast_from_rank0(self, tensor: torch.Tensor) -> None:
@@ -77,10 +78,10 @@ class Ranks:
 
 
 class _Grid(Group):
-    """Ranks of which no one group has all: what they say goes along one direction after the other.
+    """Group of ranks without a common process group; messages go axis by axis.
 
     Args:
-        axes: The groups of each direction that this rank is in, the slowest first.
+        axes: Groups of this rank along each axis, the slowest axis first.
     """
 
     def __init__(self, axes: Sequence[Group]) -> None:
@@ -88,7 +89,7 @@ class _Grid(Group):
 
     @property
     def rank(self) -> int:
-        """Its place, counted along the fastest direction first."""
+        """Index of this rank, with the fastest axis last."""
         rank = 0
         for axis in self._axes:
             rank = rank * axis.size + axis.rank
@@ -96,11 +97,11 @@ class _Grid(Group):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return prod(axis.size for axis in self._axes)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Gather lengths, then the bytes, padded to the longest."""
+        """Gather bytes of different lengths: first the lengths, then the padded bytes."""
         lengths = [
             int.from_bytes(data_length, "big")
             for data_length in self.all_gather_equal(len(data).to_bytes(_LENGTH_BYTES, "big"))
@@ -109,12 +110,12 @@ class _Grid(Group):
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
-        """Gather along the fastest direction, then what is together along the next."""
+        """Gather bytes of equal length along the fastest axis, then along the next axes."""
         rows = data
         for axis in reversed(self._axes):
             rows = b"".join(axis.all_gather_equal(rows))
         return [rows[at * len(data) : (at + 1) * len(data)] for at in range(self.size)]
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
-        """Gather what the source gives, which is little."""
+        """Broadcast bytes by an all-gather; messages are small."""
         return self.all_gather(data if data is not None and self.rank == source else b"")[source]

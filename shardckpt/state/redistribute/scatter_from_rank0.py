@@ -1,4 +1,4 @@
-"""Scatter tensors that rank 0 alone has: each rank's part goes straight to its final memory."""
+"""Scatter tensors of rank 0, directly into the final memory of each rank."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def scatter_from_rank0(
     device: torch.device,
     staging: Staging,
 ) -> None:
-    """Fill this rank's tensors with its parts of rank 0's. Collective: one all-to-all.
+    """Fill this rank's tensors with its parts from rank 0. Collective: one all-to-all.
 
-    Rank 0's own parts are copied while the others' travel. A rank whose tensors are adjacent receives into
-    them; elsewhere what arrives is copied once.
+    Rank 0 copies its own parts while it sends the others. A rank with adjacent tensors receives directly into them;
+    other ranks copy the received elements once.
 
     Args:
-        rows: On rank 0, for each rank of the group its parts; None elsewhere.
-        into: This rank's tensors, of the sizes of its parts; None, on all ranks, for what is left alone.
-        group: The ranks that have different parts; None for one.
-        copies: Those that have the same parts as this one.
-        dtype: The type in which parts travel.
-        device: Where they travel from and to.
-        staging: Memory that they pass through.
+        rows: On rank 0, the parts of each rank of the group; None on other ranks.
+        into: This rank's tensors, with the sizes of its parts; None, on all ranks, for tensors to skip.
+        group: Process group of the ranks with different parts; None for a single rank.
+        copies: Ranks with the same parts as this rank.
+        dtype: Dtype of the communication.
+        device: Device of the communication.
+        staging: Communication buffers.
     """
     places = [place for place in into if place is not None and place.numel()]
     count = sum(place.numel() for place in places)
@@ -82,7 +82,10 @@ def _give(
 
 
 def _in_one_piece(places: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Return adjacent tensors as one, 1-D; None if they are not adjacent, of another type or elsewhere."""
+    """Return adjacent tensors as one 1-D tensor; None if not possible.
+
+    It is not possible for tensors that are not adjacent, or of another dtype or device.
+    """
     if not places:
         return torch.empty(0, dtype=dtype, device=device)
     first = places[0]
