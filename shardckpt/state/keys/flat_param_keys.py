@@ -94,7 +94,7 @@ def to_original_parameters(
         UsageError: A flat parameter has another length than its unit, ranks disagree, or the number of states is not
             the number of ranks.
         ConflictError: A group would have FQNs that were saved with different settings.
-        OpaqueStateError: A value is neither laid out like its flat parameter nor a scalar.
+        OpaqueStateError: A value neither has the layout of its flat parameter nor is a scalar.
     """
     parts = [states] if isinstance(states, Mapping) else list(states)
     is_full = isinstance(states, Mapping)
