@@ -1,4 +1,4 @@
-"""Verbs in a job: save and load the state of a training run, on any number of ranks."""
+"""Save and load the state of a training run, on any number of ranks."""
 
 from shardckpt.errors import require_torch
 

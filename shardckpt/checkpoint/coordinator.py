@@ -1,4 +1,4 @@
-"""Ranks agree through rank 0: each sends it a message, it decides and answers. Coordinators of each process group."""
+"""Agreement of ranks through rank 0: it gets a message of each rank and answers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from shardckpt.torch_features import get_group_store
 
 
 class Coordinator:
-    """Send each rank's message to rank 0, which decides and answers; a rank that is lost is named on all others.
+    """Coordinator: sends each rank's message to rank 0, which decides and answers.
 
-    Messages go from rank to rank, so rank 0 sees whose connection broke or whose message is late. It writes that rank
-    to the group's store too, since a backend that ran out of time sends nothing any more.
+    If a rank is lost, the errors on all other ranks name it. Messages are point-to-point, so rank 0 knows whose
+    connection broke or whose message is late. Rank 0 also writes that rank to the group's store, because a backend
+    cannot send after a timeout.
 
     Args:
-        group: A group that nobody else uses, whose backend moves CPU tensors; None for a world of one.
-        timeout: How long ranks wait for each other.
+        group: Process group for this coordinator alone, whose backend sends CPU tensors; None for a single rank.
+        timeout: Maximum time that ranks wait for each other.
 
     Attributes:
-        rank: This process's number.
-        size: How many there are.
-        has_lost_rank: Whether a rank is gone: nothing may be sent any more.
+        rank: Index of this rank.
+        size: Number of ranks.
+        has_lost_rank: Whether a rank is lost; no more messages may be sent then.
     """
 
     _FIRST_WAITS = 0.75
-    """Of the timeout: rank 0 has to find which rank is late before the others give up on rank 0."""
+    """Fraction of the timeout: rank 0 has to find the late rank before the others stop waiting for rank 0."""
 
     _FINDS_S = 2.0
 
@@ -50,16 +51,18 @@ class Coordinator:
     def coordinate(
         self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Return rank 0's answer to this rank. Collective: a message from every rank, and one back.
+        """Return rank 0's answer to this rank. Collective.
+
+        Every rank sends one message and receives one answer.
 
         Args:
-            step: The work, for error messages.
-            message: This rank's message, or why it failed.
-            decide: Turns all messages into an answer for each rank, on rank 0; its error is raised on all ranks.
+            step: Name of the operation, for error messages.
+            message: This rank's message, or its exception.
+            decide: Called on rank 0 with all messages, returns an answer for each rank; all ranks raise its error.
 
         Raises:
-            RankError: Another rank failed, is gone or did not answer in time; this rank's own exception comes as it is,
-                one that blames the call comes in its own type on every rank.
+            RankError: Another rank failed, is lost or did not answer in time. This rank raises its own exception
+                unchanged; every rank raises an error of usage in its own type.
         """
         self._round += 1
         with self.in_step():
@@ -84,10 +87,10 @@ class Coordinator:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Run work of several messages; where a signal ends it before its end, the ranks count as lost.
+        """Run an operation of several messages; if a signal ends it, ranks count as lost.
 
-        The others go on to the next message of that work. The next message of this rank would be taken for that one,
-        and the answer to it for the answer to this one.
+        The other ranks wait for the next message of the operation. They would mistake the next message of this rank for
+        it, and this rank would get an answer to another message.
         """
         try:
             yield
@@ -98,17 +101,17 @@ class Coordinator:
             raise
 
     def leave(self) -> None:
-        """Count the ranks as lost: this one leaves work of several messages before its end."""
+        """Mark ranks as lost: this rank leaves an operation before its last message."""
         self.has_lost_rank = self.size > 1
 
     def send(self, tensor: torch.Tensor, dst: int) -> dist.Work:
-        """Start to send bytes to a rank that receives them; the tensor must not change until the work is done.
+        """Start to send bytes to a rank, which calls `recv`.
 
-        Between two calls of `coordinate`, in an order that both ranks know; it does not mix with their messages.
+        Call it between two calls of `coordinate`, in an order that both ranks know; messages are not mixed.
 
         Args:
-            tensor: The bytes.
-            dst: The rank.
+            tensor: Bytes to send; they must not change until the work is done.
+            dst: Index of the receiving rank.
         """
         with self._detect_lost_rank(dst):
             work = dist.isend(tensor, group=self._group, group_dst=dst, tag=_DATA)
@@ -119,11 +122,11 @@ class Coordinator:
         """Receive bytes that a rank sends.
 
         Args:
-            tensor: Where they go.
-            src: The rank.
+            tensor: Destination of the bytes.
+            src: Index of the sending rank.
 
         Raises:
-            RankError: It is gone or did not send them in time.
+            RankError: The rank is lost or did not send in time.
         """
         with self._detect_lost_rank(src):
             work = dist.irecv(tensor, group=self._group, group_src=src, tag=_DATA)
@@ -131,21 +134,21 @@ class Coordinator:
             work.wait(self._timeout)
 
     def wait(self, work: dist.Work, dst: int) -> None:
-        """Wait until a rank has received the bytes that were sent to it.
+        """Wait until a rank has received sent bytes.
 
         Args:
-            work: As `send` returned it.
-            dst: The rank.
+            work: Result of `send`.
+            dst: Index of the receiving rank.
 
         Raises:
-            RankError: It is gone or did not receive them in time.
+            RankError: The rank is lost or did not receive in time.
         """
         with self._detect_lost_rank(dst):
             work.wait(self._timeout)
 
     @contextmanager
     def _detect_lost_rank(self, peer: int) -> Iterator[None]:
-        """Turn a broken connection into the loss of a rank: the one that was found first, else the peer."""
+        """Convert a broken connection to a RankError for the first lost rank, or the peer."""
         try:
             yield
         except RuntimeError as error:
@@ -155,9 +158,9 @@ class Coordinator:
     def _gather_and_answer(
         self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Gather, decide, answer; an error is sent to all ranks that are left, then raised."""
+        """Gather, decide and answer; send an error to all remaining ranks, then raise it."""
         try:
-            if isinstance(message, RankError) and self.has_lost_rank:  # the others cannot be received from either
+            if isinstance(message, RankError) and self.has_lost_rank:  # no other messages can be received
                 self._store.leave(self._key, message.what)
                 raise message
             messages = [_frame(message), *self._gather_messages()]
@@ -166,7 +169,7 @@ class Coordinator:
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             failure = message if isinstance(message, Exception) else error
             self._send_all([_FAILED + _encode_failure(step, failure)] * self.size, suppressed=True)
-            raise failure from failure.__cause__  # its own, not that it was sent
+            raise failure from failure.__cause__  # keeps its own cause
         self._send_all(answers)
         return answers[0]
 
@@ -178,7 +181,7 @@ class Coordinator:
                 messages.append(self._recv_bytes(rank, deadline))
             except RuntimeError as error:
                 lost[rank] = error
-                deadline = min(deadline, time.monotonic() + self._FINDS_S)  # the others have sent theirs by now
+                deadline = min(deadline, time.monotonic() + self._FINDS_S)  # the other ranks have sent theirs by now
         if lost:
             raise self._give_up(lost)
         return messages
@@ -210,7 +213,7 @@ class Coordinator:
         return row.numpy().tobytes()
 
     def _give_up(self, lost: dict[int, RuntimeError]) -> RankError:
-        """Write which rank is gone to the store, unless another rank has; nothing can be received any more."""
+        """Write the lost rank to the store, unless another rank did; stop receiving."""
         self.has_lost_rank = True
         known = self._store.find(self._key)
         if known:
@@ -222,10 +225,10 @@ class Coordinator:
 
     @contextmanager
     def _report_lost_rank(self, known: RankError | None) -> Iterator[None]:
-        """Turn a broken connection to rank 0 into the loss that rank 0 found, if it found one.
+        """Convert a broken connection to rank 0 to the error that rank 0 found, if any.
 
         Args:
-            known: The loss that was found before.
+            known: Error that was found before; None without one.
         """
         try:
             yield
@@ -237,7 +240,7 @@ class Coordinator:
             raise self._lost_rank_error(text) from error
 
     def _lost_rank_error(self, text: str) -> RankError:
-        """Return the error for a loss that a rank has written to the store; no rank names itself."""
+        """Return the error for a lost rank in the store; a rank never names itself."""
         match = re.match(r"rank (\d+) of \d+ ", text)
         if match is None or int(match[1]) != self.rank:
             return _build_lost_error(text, int(match[1]) if match else -1)
@@ -271,7 +274,7 @@ def _encode_error(error: BaseException) -> bytes:
 
 
 def _encode_failure(step: str, failure: Exception) -> bytes:
-    """Return rank 0's reason to stop, as the others are to raise it."""
+    """Return rank 0's failure as bytes, for the other ranks to raise."""
     if isinstance(failure, RankError):
         return f"{failure.rank}\n{_encode_error(failure).decode()}".encode()
     kind, text = _encode_error(failure).decode().split("\n", 1)
@@ -293,7 +296,10 @@ def _decode_failure(data: bytes) -> ShardckptError:
 
 
 def _build_error(kind: str, text: str, rank: int) -> ShardckptError:
-    """Return a UsageError in its own type, since every rank made that call; anything else as a RankError."""
+    """Return a usage error in its own type, and any other error as a RankError.
+
+    Every rank made the wrong call.
+    """
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, UsageError):
         return known(text)
@@ -309,13 +315,13 @@ def _build_lost_error(text: str, rank: int) -> RankError:
 
 
 def new_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
-    """Create a coordinator over a process group of its own, of the same ranks. Collective.
+    """Create a coordinator with a new process group of the same ranks. Collective.
 
     Args:
-        group: The ranks; all where None.
+        group: Process group of the ranks; None for all ranks.
 
     Raises:
-        RankError: A rank did not come in time.
+        RankError: A rank did not call it in time.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return Coordinator(None)
@@ -335,7 +341,7 @@ def new_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
 
 
 def _get_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a group waits, which torch keeps private; torch's default where it cannot be read."""
+    """Return the timeout of a group, which is private to torch; otherwise its default."""
     for device in ("cpu", "cuda"):
         try:
             timeout = group._get_backend(torch.device(device)).options._timeout
@@ -347,13 +353,13 @@ def _get_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 class Channels:
-    """Coordinators of one process group: one for this process's calls, one for threads in the background.
+    """Coordinators of one process group: for the main and for background threads.
 
     Args:
-        main: For calls of the training loop.
+        main: Coordinator for calls of the training loop.
 
     Attributes:
-        main: As given.
+        main: Coordinator for calls of the training loop.
     """
 
     def __init__(self, main: Coordinator) -> None:
@@ -362,14 +368,14 @@ class Channels:
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether a rank is lost: no more messages may be sent."""
+        """Whether a rank is lost; no more messages may be sent then."""
         return self.main.has_lost_rank or (self._background is not None and self._background.has_lost_rank)
 
     def background_coordinator(self, group: dist.ProcessGroup | None) -> Coordinator:
-        """Return the coordinator of threads in the background. Collective at the first call.
+        """Return the coordinator for background threads. Collective at the first call.
 
         Args:
-            group: The process group of these channels.
+            group: Process group of these channels.
         """
         if self._background is None:
             self._background = new_coordinator(group)
@@ -378,21 +384,21 @@ class Channels:
 
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channels] = WeakKeyDictionary()
 ALONE = Channels(Coordinator(None))
-"""Channels of a process that is alone."""
+"""Channels of a single process."""
 
 
 def require_bools(**arguments: object) -> None:
-    """Check arguments that are True or False. Raises UsageError with the name of one that is not."""
+    """Raise UsageError, with the name of the argument, unless all arguments are bools."""
     for name, value in arguments.items():
         if not isinstance(value, bool):
             raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
 
 
 def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a process group, all ranks for None; None without `torch.distributed`, where this process is alone.
+    """Return a process group, by default that of all ranks; None for a single process.
 
     Raises:
-        UsageError: It is not a process group.
+        UsageError: The argument is not a process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -403,11 +409,13 @@ def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup 
 
 
 def get_channels(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Channels:
-    """Return the channels of a process group: made by the first call, and again once a rank is lost. Collective then.
+    """Return the channels of a process group. Collective if they have to be created.
+
+    The first call creates them, and the first call after the loss of a rank.
 
     Args:
-        group: The ranks; all if None.
-        refusal: Raised if a rank is lost, since no other rank can receive it.
+        group: Process group of the ranks; None for all ranks.
+        refusal: Error to raise if a rank is lost, because other ranks cannot receive it.
     """
     key = resolve_process_group(group)
     if key is None:

@@ -1,4 +1,4 @@
-"""`Checkpointer`: save and restore the steps of a run, keep some of them, save once more before the job has to go."""
+"""`Checkpointer`: save, restore and retain the steps of a run."""
 
 from __future__ import annotations
 
@@ -37,40 +37,43 @@ from shardckpt.format.native.run_directory import METRIC, step_name
 from shardckpt.plan.retention import Retention, parse_seconds
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
-"""Errors of a step that is damaged, or that another process is removing."""
+"""Errors of steps that are damaged or that another process is removing."""
 
 _LOOKS = 50
-"""How many steps `restore` tries in a row that another process removes before they are loaded."""
+"""Maximum number of consecutive steps that `restore` tries while another process removes them."""
 
 
 class Checkpointer:
-    """The checkpoints of a run, a folder for each step: `step-00001000` below `root`.
+    """Manager of a run's checkpoints, with one folder per step below `root`.
 
-    Every method but `path` is collective: all ranks of the group call it, rank 0 reads the storage, and all ranks get
-    the same answer. A step exists once its `COMMIT` file exists, whatever the name of its folder.
+    Folders have names such as `step-00001000`.
+
+    Every method except `path` is collective: all ranks of the group call it, rank 0 reads the storage, and all ranks
+    get the same answer. A step exists once its `COMMIT` file exists, whatever the name of its folder.
 
     A step is kept if one of the `keep_` rules keeps it; without rules all steps are kept. Only complete steps count.
-    The newest complete step and the one just saved are never removed. Files of saves that never committed are removed
-    a day after they last changed.
+    The newest complete step and the step that was just saved are never removed. Files of saves that never committed are
+    removed a day after their last change.
 
     Args:
-        root: Folder of the run: a path, or a URL that fsspec knows.
-        keep_last: How many of the newest steps to keep.
+        root: Folder of the run: a path, or a URL that fsspec supports.
+        keep_last: Number of newest steps to keep.
         keep_every: Keep steps whose number is a multiple of this.
-        keep_best: How many of the best steps by `metric` to keep; also steps without it, unless there are other rules.
+        keep_best: Number of best steps by `metric` to keep; steps without the metric are kept too, unless other rules
+            are given.
         metric: Name of the metric that `keep_best` ranks by.
         mode: Whether the best step has the smallest or the largest metric.
-        keep_for: How long to keep steps: a timedelta, seconds, or text such as `"7d"`.
-        save_every: `should_save` is true for multiples of this.
+        keep_for: Age up to which steps are kept: a timedelta, seconds, or text such as `"7d"`.
+        save_every: `should_save` returns True for multiples of this.
         dedup: Write only tensors that changed since the newest complete step, and refer to older steps for the others.
             Removing a step keeps the files that other steps refer to.
-        process_group: The ranks of all methods; all if None.
+        process_group: Ranks that call the methods; None for all ranks.
 
     Raises:
         UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
 
     Attributes:
-        root: The folder of the run, without a slash at its end.
+        root: Folder of the run, without a slash at the end.
 
     Example:
         >>> ck = shardckpt.Checkpointer("s3://bucket/run", keep_last=3, save_every=1000)  # doctest: +SKIP
@@ -106,23 +109,26 @@ class Checkpointer:
         self._branch: int | None = None
 
     def path(self, step: int) -> str:
-        """Return the path or URL of a step. Raises UsageError if it is not an integer from 0."""
+        """Return the path or URL of a step; UsageError unless it is an integer from 0."""
         return self._finder.path(step_name(require_step_number(step)))
 
     def steps(self) -> tuple[int, ...]:
         """Return the numbers of the complete steps, the oldest first. Collective.
 
-        Steps that are saved after a `restore` are newer than all steps that were there, whatever their numbers.
+        Steps that are saved after a `restore` are newer than all earlier steps, whatever their numbers.
 
         Raises:
-            UnsupportedError: The newest step was written by a newer version of shardckpt.
-            UnknownFormatError: The folder holds another checkpoint and no step.
+            UnsupportedError: A newer version of shardckpt wrote the newest step.
+            UnknownFormatError: The folder contains another checkpoint and no steps.
             StorageError: The storage failed; RankError on the other ranks.
         """
         return tuple(self._finder.list_complete())
 
     def latest(self) -> int | None:
-        """Return the number of the newest complete step, None without one. Collective; raises as `steps` does."""
+        """Return the number of the newest complete step, or None. Collective.
+
+        For the errors see `steps`.
+        """
         return next(reversed(self.steps()), None)
 
     @renamed_params(**EARLIER_NAMES)
@@ -135,21 +141,21 @@ class Checkpointer:
         overwrite: bool = False,
         **options: Any,
     ) -> None:
-        """Save a step, then remove those that no rule keeps. Collective.
+        """Save a step, then remove the steps that no rule keeps. Collective.
 
-        An incomplete step of this number, and one that `restore` found damaged, is replaced.
+        An existing step of this number is replaced if it is incomplete or if `restore` found it damaged.
 
         Args:
-            step: Its number, the same on every rank.
+            step: Number of the step, equal on every rank.
             state: As for `shardckpt.save`.
-            metrics: Numbers by name that are stored with the step; rank 0's count.
+            metrics: Numbers by name that are stored with the step; those of rank 0 are used.
             overwrite: Replace a complete step.
             **options: As for `shardckpt.save`; a `process_group` must be that of the Checkpointer.
 
         Raises:
-            TargetExistsError: The step is complete, and `overwrite` is false; or a newer version wrote it.
-            UsageError: Ranks save different steps; the step or a metric is not a number; neither the given metrics nor
-                any step have the one that `keep_best` ranks by: then the step is saved, and none is removed.
+            TargetExistsError: The step is complete and `overwrite` is False; or a newer version wrote the step.
+            UsageError: Ranks save different steps; the step or a metric is not a number; or neither `metrics` nor any
+                step has the metric that `keep_best` ranks by: then the step is saved, and no step is removed.
             ShardckptError: As for `shardckpt.save`.
 
         Warns:
@@ -174,15 +180,15 @@ class Checkpointer:
         overwrite: bool = False,
         **options: Any,
     ) -> SaveHandle:
-        """Save a step in the background; once it is complete, remove those that no rule keeps. Collective.
+        """Save a step in the background, then remove steps that no rule keeps. Collective.
 
-        The arguments are those of `save` and `shardckpt.async_save`. The state may change when this returns.
+        The arguments are those of `save` and `shardckpt.async_save`. The state may change after this returns.
 
         Returns:
             A handle whose `result()` waits for the save and for the removal of old steps.
 
         Raises:
-            ShardckptError: As for `save` and `shardckpt.async_save`; without the metric, once the save is complete.
+            ShardckptError: As for `save` and `shardckpt.async_save`; for a missing metric, after the save is complete.
         """
         number, branch, unranked, given = self._begin_save(async_save, step, metrics, overwrite, options)
         user_on_event, is_first = given.pop("on_event", None), get_channels(self._group).main.rank == 0
@@ -242,7 +248,7 @@ class Checkpointer:
         )
 
     def _prepare_on_rank0(self, messages: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
-        """Check the folder of the step."""
+        """Check that the folder of the step can be written; return the answers."""
         numbers, signals = zip(*map(json.loads, messages), strict=True)
         number = numbers[0]
         if len(set(numbers)) > 1:
@@ -256,20 +262,20 @@ class Checkpointer:
 
     @renamed_params(**EARLIER_PARAMS)
     def restore(self, state: Any, *, step: int | None = None, **options: Any) -> int | None:
-        """Load the newest complete step; if it is damaged, the one before, and so on. Collective.
+        """Load the newest complete step; if it is damaged, the previous one. Collective.
 
         Args:
             state: As for `shardckpt.load`; filled in place.
-            step: Load this step and no other.
+            step: Number of the only step to try; None for any step.
             **options: As for `shardckpt.load`; a `process_group` must be that of the Checkpointer.
 
         Returns:
-            The number of the step that was loaded; None if the folder is empty or missing, or holds no checkpoint.
+            The number of the loaded step; None if the folder is missing or does not contain a checkpoint.
 
         Raises:
-            UnknownFormatError: The folder holds a checkpoint of another tool, or is itself a step.
-            NoCompleteCheckpoint: No step can be loaded, or not the one that was asked for.
-            UnsupportedError: A newer version of shardckpt wrote the step, or one that would be skipped.
+            UnknownFormatError: The folder contains a checkpoint of another tool, or is itself a step.
+            NoCompleteCheckpoint: No step can be loaded, or the requested step cannot.
+            UnsupportedError: A newer version of shardckpt wrote the step, or a newer step that would be skipped.
             UsageError: The checkpoint does not fit the state.
             ShardckptError: As for `shardckpt.load`.
 
@@ -310,33 +316,33 @@ class Checkpointer:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a rank received a signal, as of the last `should_save` or `save`; the same on every rank."""
+        """Whether any rank received a signal, as of the last `should_save` or `save`."""
         return self._schedule.stop_requested
 
     def should_save(self, step: int) -> bool:
-        """Return True if a step is to be saved: a multiple of `save_every`, or the first after a signal.
+        """Return True for multiples of `save_every` and the first step after a signal.
 
-        Collective within `save_on_signal`, where it costs a message to rank 0 and back. If a background save failed,
-        its step, or the one that a signal asked for, is to be saved again; the ranks agree on that within
-        `save_on_signal`.
+        Collective inside `save_on_signal`, where it costs a message to rank 0 and back. After a failed background save
+        it returns True again for its step, or for the save that a signal requested; inside `save_on_signal` the ranks
+        agree on that.
 
         Args:
-            step: Its number; a step that was just restored or saved is not saved again.
+            step: Number of the step; a step that was just restored or saved is not saved again.
 
         Raises:
-            RankError: Another rank is gone.
+            RankError: Another rank is lost.
         """
         return self._schedule.should_save(step, get_channels(self._group).main)
 
     @contextmanager
     def save_on_signal(self, *numbers: int) -> Iterator[None]:
-        """Take a signal as a request for a last save instead of ending the process, while the block runs.
+        """Make a signal request a last save, instead of ending the process.
 
-        On the next call of `should_save` all ranks learn of the signal, whichever rank received it: that call returns
-        True, and `stop_requested` is true from then on. The caller ends the loop.
+        The next call of `should_save` reports the signal to all ranks, whichever rank received it: the call returns
+        True, and `stop_requested` is True from then on. The caller ends the loop.
 
         Args:
-            numbers: Signal numbers; SIGTERM if none is given.
+            numbers: Signal numbers; SIGTERM by default.
 
         Raises:
             UsageError: The call is not in the main thread, which alone receives signals.
@@ -346,13 +352,13 @@ class Checkpointer:
 
 
 class _StepSave(NamedTuple):
-    """A save that the ranks have agreed on.
+    """Arguments of a save on which the ranks have agreed.
 
     Attributes:
-        number: Of the step.
-        branch: Of the run, that it belongs to.
-        unranked: Why no step can be ranked; empty where they can be.
-        options: For `save`.
+        number: Number of the step.
+        branch: Branch of the run that the step belongs to.
+        unranked: Reason why steps cannot be ranked by metric; empty if they can.
+        options: Options for `save`.
     """
 
     number: int
@@ -364,10 +370,10 @@ class _StepSave(NamedTuple):
 def _check_options(
     verb: Callable[..., Any], options: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return the options of a function without the process group.
+    """Return the options of a function, without the process group.
 
     Raises:
-        UsageError: The function does not take one of them, or the process group is not that of the Checkpointer.
+        UsageError: The function does not have an option, or the process group is not that of the Checkpointer.
     """
     known = inspect.signature(verb).parameters.keys() - {"state", "path"}
     unknown = [name for name in options if name not in known]
@@ -385,7 +391,11 @@ def _check_options(
 
 
 def _read_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as numbers; none for None. Raises UsageError if they are not a mapping of text to numbers."""
+    """Return metrics as floats; empty for None.
+
+    Raises:
+        UsageError: The metrics are not a mapping of text to numbers.
+    """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -398,7 +408,7 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
             raise UsageError("the name of a metric must be text", found=repr(name))
         try:
             numbers[name] = float(value)
-        except Exception as error:  # a value of any type, with a __float__ of its own
+        except Exception as error:  # any type may define __float__
             raise UsageError("a metric must be a number", where=name, found=error) from error
     return numbers
 
@@ -406,7 +416,7 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
 def _load_step(
     state: Any, path: str, group: dist.ProcessGroup | None, options: Mapping[str, Any], *, is_last: bool
 ) -> str:
-    """Load a step; if a rank finds it damaged, return its fault on all ranks."""
+    """Load a step; if a rank finds it damaged, return the fault on all ranks."""
     try:
         load(state, path, process_group=group, **options)
     except Exception as error:
@@ -418,7 +428,7 @@ def _load_step(
 
 
 def _agree_on_damage(coordinator: Coordinator, path: str, error: Exception) -> str:
-    """Return the fault that a rank found in a step; if none did, raise this rank's error."""
+    """Return the fault that a rank found; without one, raise this rank's error."""
     message: bytes | Exception = error
     if isinstance(error, _DAMAGE) and not isinstance(error, PrecisionError):
         message = str(error).removesuffix(MIXED).rstrip().encode()

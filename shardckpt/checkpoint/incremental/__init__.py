@@ -1,1 +1,1 @@
-"""Refer to unchanged chunks of a base checkpoint."""
+"""Incremental saves, which refer to unchanged chunks of a base checkpoint."""

@@ -1,4 +1,4 @@
-"""The base of a save: an older checkpoint whose files hold the tensors that have not changed since."""
+"""The base of a save: an older checkpoint with the bytes of unchanged tensors."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from shardckpt.storage.store import Read
 
 _BATCH_BYTES = 64 << 20
 _ADAPTED = ((re.compile(r"^base_model\.model\."), ""), (re.compile(r"\.base_layer(?=\.|$)"), ""))
-"""What adapter libraries put around the names of the model that they adapt."""
+"""Patterns that adapter libraries (LoRA) add to the names of a model, with their replacements."""
 
 
 class BaseRemovedError(IncompleteError):
-    """Another process removed or replaced the base of a save that was under way."""
+    """Another process removed or replaced the base during the save."""
 
 
 class BaseLocation(NamedTuple):
-    """Where the base stores bytes that need not be written again.
+    """Location of bytes in the base that a save does not write again.
 
     Attributes:
-        file: In its folder, as the new step refers to that.
-        offset: Their first byte.
-        digest: The xxh3-128 of them; empty where none was made.
+        file: File in the base, as the new step refers to it.
+        offset: Offset of the first byte in the file.
+        digest: xxh3-128 of the bytes; empty without a digest.
     """
 
     file: FileRecord
@@ -53,21 +53,21 @@ class BaseLocation(NamedTuple):
 
 
 class BaseCheckpoint:
-    """A checkpoint that a step refers to, open.
+    """Open checkpoint that a step refers to.
 
     Args:
-        url: Its path or URL.
-        step: The path of the step; empty if the base is only read.
-        rules: Regular expressions to what stands for them, that turn names of a model into those that the base has.
+        url: Path or URL of the base.
+        step: Path or URL of the new step; empty if the base is only read.
+        rules: Replacements by regular expression, which change names of the model to names in the base.
 
     Raises:
-        SourceNotFoundError: Nothing is stored there.
-        CheckpointError: It cannot be read.
-        UsageError: It is the step.
+        SourceNotFoundError: Nothing is stored at `url`.
+        CheckpointError: The base cannot be read.
+        UsageError: The base is the step itself.
 
     Attributes:
-        url: As given.
-        step: As given.
+        url: Path or URL of the base.
+        step: Path or URL of the new step.
     """
 
     def __init__(self, url: str, step: str = "", rules: Mapping[str, str] | None = None) -> None:
@@ -80,7 +80,7 @@ class BaseCheckpoint:
         if step:
             self._refer(self._reader.store.url)
 
-    # Arrays that are the same under the same name
+    # Arrays with the same name and properties in the base
 
     @cached_property
     def _records(self) -> Mapping[Path, ArrayRecord]:
@@ -92,10 +92,10 @@ class BaseCheckpoint:
         return {}
 
     def get_digest(self, chunk: PayloadChunk) -> bytes | None:
-        """Return the digest of the bytes that the base has of a chunk; None where it has no such chunk, or none of it.
+        """Return the digest of the base's bytes of a chunk; None without chunk or digest.
 
         Args:
-            chunk: What a rank is to write.
+            chunk: Chunk in a rank's save plan.
         """
         row = self._row(chunk)
         return None if row is None else row[2]
@@ -113,14 +113,14 @@ class BaseCheckpoint:
         assert self._contents is not None, "rows are those of a step"
         file = self._contents.files[number]
         if file.base and is_same_folder(self._folder(file.place), self.step):
-            return False  # a former content of the folder that is saved to
+            return False  # a file of an earlier save in the target folder
         return file.hashes is not None and self._source.manifest.files.get(file.place, -1) >= file.nbytes
 
     def known(self, chunk: PayloadChunk) -> BaseLocation:
-        """Return where the base stores the bytes of a chunk.
+        """Return the location of a chunk's bytes in the base.
 
         Args:
-            chunk: One whose digest `get_digest` returned.
+            chunk: Chunk for which `get_digest` returned a digest.
         """
         row = self._row(chunk)
         assert row is not None and self._contents is not None, "only what the base has is not written"
@@ -130,14 +130,14 @@ class BaseCheckpoint:
     # Arrays that are frozen
 
     def find_entry(self, path: Path, names: Sequence[str]) -> TensorEntry:
-        """Return what the base has of a frozen parameter.
+        """Return the base's entry of a frozen parameter.
 
         Args:
-            path: Its path in the saved state.
-            names: Those that its model has for it.
+            path: Path of the parameter in the saved state.
+            names: FQNs of the parameter in its model.
 
         Raises:
-            UsageError: The base has no such array.
+            UsageError: The base does not have the array.
         """
         entry = self._source.arrays.get(path)
         if entry is None:
@@ -158,22 +158,25 @@ class BaseCheckpoint:
         return self._known_names[root]
 
     def _spelt(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield how the base may call a parameter: by the rules, as it is, without what adapters put around it."""
+        """Yield possible names of a parameter in the base.
+
+        First with the rules applied, then unchanged, then without the patterns of adapter libraries.
+        """
         for name in names:
             yield _replaced(name, self._rules)
             yield name
             yield _replaced(name, _ADAPTED)
 
     def locate(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
-        """Return where the base stores all elements of frozen parameters.
+        """Return the base's entries of frozen parameters, with all elements.
 
         Args:
-            frozen: Path of each in the saved state to the names that its model has for it.
+            frozen: FQNs of each parameter in its model, by its path in the saved state.
 
         Raises:
-            UsageError: The base has no such array.
-            CheckpointError: It lacks elements of one.
-            UnsupportedError: They are stored in a way that a step cannot refer to.
+            UsageError: The base does not have an array.
+            CheckpointError: The base does not have all elements of an array.
+            UnsupportedError: An array is stored in a way that a step cannot refer to.
         """
         wanted = {path: self.find_entry(path, names) for path, names in frozen.items()}
         located = dict(zip(wanted, self._source.locate(list(wanted.values())), strict=True))
@@ -189,11 +192,11 @@ class BaseCheckpoint:
         return located
 
     def rows(self, entry: TensorEntry, hashes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Box, BaseLocation]]:
-        """Yield where the pieces of a located array are stored.
+        """Yield boxes and locations of the pieces of an array.
 
         Args:
-            entry: One that `locate` returned.
-            hashes: Of the blocks of files that have none, by name.
+            entry: Entry from `locate`.
+            hashes: Block hashes, by file name, of files without stored hashes.
         """
         for box, name, layout in entry.pieces:
             assert isinstance(layout, Span), "as `locate` made sure"
@@ -202,10 +205,10 @@ class BaseCheckpoint:
             yield box, BaseLocation(file, layout.offset, b"")
 
     def digests(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[bytes]:
-        """Yield the xxh3-128 of boxes of located arrays, read a batch at a time.
+        """Yield the xxh3-128 of boxes of arrays in the base; reads one batch at a time.
 
         Raises:
-            CheckpointError: They cannot be read.
+            CheckpointError: The boxes cannot be read.
             StorageError: The store failed.
         """
         pieces = PieceReader(self._reader.store)
@@ -227,7 +230,9 @@ class BaseCheckpoint:
     # Files
 
     def is_committed(self) -> bool:
-        """Return True if the base is still the one that was opened; always for a base of another format.
+        """Return True if the base was not replaced since it was opened.
+
+        It is always True for a base of another format.
 
         Raises:
             StorageError: The store failed.
@@ -238,7 +243,7 @@ class BaseCheckpoint:
         return {COMMIT, self._reader.commit.manifest} <= names
 
     def _file(self, place: str) -> FileRecord:
-        """Return a file of the base, as the new step refers to it; without hashes where the base stores none."""
+        """Return a file of the base as the new step refers to it, with stored hashes."""
         if self._contents is None:
             base = self._refer(self._reader.store.url)
             return FileRecord(plain_name(place, self.url), self._source.manifest.files[place], None, base)
@@ -253,31 +258,31 @@ class BaseCheckpoint:
         return resolve_base(here, file.base) if file is not None and file.base else here
 
     def build_location_key(self, entries: Mapping[Path, TensorEntry]) -> str:
-        """Return a digest of where located arrays are stored: while it is the same, their bytes are.
+        """Return a digest of the locations of arrays; their bytes change only with it.
 
         Args:
-            entries: As `locate` returned them.
+            entries: Entries from `locate`.
         """
         hasher = hashlib.blake2b(digest_size=16)
         sizes = self._source.manifest.files
         for path, entry in entries.items():
             rows = [(p.box, p.layout, self._folder(p.file), p.file.rpartition("/")[2]) for p in entry.pieces]
             hasher.update(repr((path, entry.shape, entry.stored, rows, [sizes[p.file] for p in entry.pieces])).encode())
-        if self._contents is None:  # a native step's files are never written into, and named by their save
+        if self._contents is None:  # files of a native step never change; their names contain the save's id
             names = dict.fromkeys(piece.file for entry in entries.values() for piece in entry.pieces)
             hasher.update(repr([self.get_file_version(name) for name in names]).encode())
         return hasher.hexdigest()
 
     def get_file_version(self, name: str) -> str:
-        """Return a text that is another one once a file of the base is replaced.
+        """Return a text that changes when a file of the base is replaced.
 
-        If the store cannot say, the text differs each time: then nothing counts as unchanged.
+        If the store does not have such a text, every call returns a different one, so that nothing counts as unchanged.
 
         Args:
-            name: As the base calls the file.
+            name: Name of the file in the base.
 
         Raises:
-            MissingFileError: No such file.
+            MissingFileError: The file does not exist.
             StorageError: The store failed.
         """
         return file_version(self._folder(name), name.rpartition("/")[2]) or secrets.token_hex()
@@ -287,7 +292,7 @@ class BaseCheckpoint:
         return {} if self._contents is None else {file.place: file for file in self._contents.files}
 
     def find_unhashed_files(self, entries: Iterable[TensorEntry]) -> dict[str, int]:
-        """Return name and size of the files of arrays that the base stores no hashes of."""
+        """Return the sizes in bytes, by name, of files of arrays without stored hashes."""
         names = dict.fromkeys(piece.file for entry in entries for piece in entry.pieces)
         return {
             name: self._source.manifest.files[name]
@@ -296,12 +301,12 @@ class BaseCheckpoint:
         }
 
     def hash_blocks(self, files: Mapping[str, int], share: int, shares: int) -> list[int]:
-        """Return the xxh3-64 of a share of the blocks of files: every so many-th, counted through all files.
+        """Return the xxh3-64 of every `shares`-th block, counted through all files.
 
         Args:
-            files: Name to size.
-            share: Which, from 0.
-            shares: How many there are.
+            files: Sizes in bytes by name.
+            share: Index of the share, from 0.
+            shares: Number of shares.
         """
         buffer = memoryview(bytearray(BLOCK_BYTES))
         hashes = []
@@ -312,10 +317,10 @@ class BaseCheckpoint:
         return hashes
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
-        """Return the records of the folders that files of the step are in.
+        """Return the records of other folders that contain files of the step.
 
         Args:
-            files: All of the step.
+            files: All files of the step.
         """
         own, further = Base(self._refer(self._reader.store.url)), []
         if isinstance(self._reader, NativeReader):
@@ -359,8 +364,8 @@ def merge_block_hashes(files: Mapping[str, int], shares: Sequence[Sequence[int]]
     """Merge the block hashes of all ranks into those of each file.
 
     Args:
-        files: Name to size, as the ranks got them.
-        shares: The hashes of each rank.
+        files: Sizes in bytes by name, as in the hints of all ranks.
+        shares: Hashes of each rank, in rank order.
     """
     merged: dict[str, list[int]] = {name: [] for name in files}
     rest = [iter(share) for share in shares]
@@ -378,14 +383,14 @@ class BaseReferences:
         self._arrays: dict[Path, ArrayRecord] = {}
 
     def add(self, path: Path, dtype: str, shape: tuple[int, ...], box: Box, known: BaseLocation) -> None:
-        """Take a box of an array that is not written.
+        """Add a box of an array that the save does not write.
 
         Args:
-            path: Of the array.
-            dtype: Torch's name of its type.
-            shape: Of the full array.
-            box: Which elements.
-            known: Where they are stored.
+            path: Path of the array in the state.
+            dtype: Dtype as torch spells it.
+            shape: Shape of the full array, in elements.
+            box: Box of the elements.
+            known: Location of their bytes in the base.
         """
         number = self._numbers.setdefault((known.file.base, known.file.name), len(self._files))
         if number == len(self._files):
@@ -395,7 +400,7 @@ class BaseReferences:
         self._arrays[path] = record._replace(digests=record.digests + known.digest)
 
     def part(self) -> PartialManifest:
-        """Return all of it, as one writer's."""
+        """Return the references as the manifest part of one writer."""
         return PartialManifest(tuple(self._files), tuple(self._arrays.values()))
 
 
@@ -403,8 +408,8 @@ def has_all_files(step: str, files: Iterable[FileRecord]) -> bool:
     """Return True if the files of a step in other folders have their full size.
 
     Args:
-        step: The path of the step.
-        files: All of it.
+        step: Path or URL of the step.
+        files: All files of the step.
 
     Raises:
         StorageError: The store failed.

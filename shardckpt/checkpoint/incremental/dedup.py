@@ -1,4 +1,7 @@
-"""Dedup a save against its base: rank 0 finds the chunks that the base has, each rank compares its own."""
+"""Dedup of a save against its base.
+
+Rank 0 finds the chunks that the base has; each rank compares its own chunks.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +36,15 @@ _HASHERS = 4
 _WORTH_THREADS_BYTES = 64 << 20
 
 _Hashes = dict[tuple[str, str, str], tuple[int, ...]]
-"""Of the blocks of files that store none: by folder, name, and the version of the file."""
+"""Block hashes of files without stored hashes, by folder, name and version of the file."""
 
 
 def chunk_digest(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> bytes:
     """Return the xxh3-128 of a chunk in memory.
 
     Args:
-        chunk: Of which this rank holds all.
-        arrays: The arrays of this rank.
+        chunk: Chunk with all elements on this rank.
+        arrays: Arrays of this rank by path.
     """
     hasher = xxhash.xxh3_128()
     for part in tensor_bytes(view_box(arrays[chunk.path], chunk.box)):
@@ -50,11 +53,11 @@ def chunk_digest(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> by
 
 
 def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> list[bytes]:
-    """Return the xxh3-128 of each chunk in memory; large ones are hashed by several threads.
+    """Return the xxh3-128 of each chunk in memory; several threads hash large chunks.
 
     Args:
-        chunks: Of which this rank holds all.
-        arrays: The arrays of this rank.
+        chunks: Chunks with all elements on this rank.
+        arrays: Arrays of this rank by path.
     """
     if sum(chunk.nbytes for chunk in chunks) < _WORTH_THREADS_BYTES:
         return [chunk_digest(chunk, arrays) for chunk in chunks]
@@ -64,13 +67,13 @@ def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorSh
 
 @dataclass(frozen=True)
 class BaseHints:
-    """What rank 0 knows of the base that one rank needs.
+    """Facts about the base that rank 0 sends to one rank.
 
     Attributes:
-        url: Where the base is; empty if frozen parameters have none.
-        key: Changes with where the base stores frozen parameters; empty without any.
-        digests: Positions of chunks in the rank's plan, with the xxh3-128 of what the base has of them.
-        files: Name and size of files in the base, a share of whose blocks the rank is to hash.
+        url: Path or URL of the base; empty if the base does not have frozen parameters.
+        key: Key that changes with the locations of frozen parameters in the base; empty without frozen parameters.
+        digests: xxh3-128 of the base's bytes of a chunk, by position of the chunk in the rank's plan.
+        files: Sizes in bytes, by name, of files in the base; each rank hashes a share of their blocks.
     """
 
     url: str = ""
@@ -90,30 +93,30 @@ class BaseHints:
         return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files)
 
     def unchanged(self, chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
-        """Return the positions of chunks whose bytes are those that the base has.
+        """Return the positions of chunks whose bytes are equal in the base.
 
         Args:
-            chunks: Of the rank's plan.
-            arrays: The arrays of this rank.
+            chunks: Chunks of the rank's plan.
+            arrays: Arrays of this rank by path.
         """
         digests = chunk_digests([chunks[at] for at in self.digests], arrays)
         return tuple(at for (at, digest), own in zip(self.digests.items(), digests, strict=True) if own == digest)
 
     def hash_blocks(self, rank: int, world: int) -> list[int]:
-        """Hash this rank's share of the blocks of which the base stores no hash.
+        """Hash this rank's share of the blocks without a stored hash.
 
         Raises:
-            CheckpointError: They cannot be read.
+            CheckpointError: The blocks cannot be read.
             StorageError: The store failed.
         """
         return BaseCheckpoint(self.url).hash_blocks(self.files, rank, world) if self.files else []
 
 
 class FrozenParamCache:
-    """Digests of frozen parameters in the base, which a rank reads once.
+    """Cache of digests of frozen parameters in the base, which a rank reads once.
 
     Attributes:
-        hashes: Of blocks of files that store none.
+        hashes: Block hashes of files without stored hashes.
     """
 
     def __init__(self) -> None:
@@ -122,7 +125,7 @@ class FrozenParamCache:
         self._digests: dict[tuple[Path, Box], bytes] = {}
 
     def copy(self) -> FrozenParamCache:
-        """Return a copy for one save, which takes this one's place once that save is committed."""
+        """Return a copy for one save, to replace this cache when the save is committed."""
         copied = FrozenParamCache()
         copied.hashes, copied._key, copied._digests = dict(self.hashes), self._key, dict(self._digests)
         return copied
@@ -130,16 +133,16 @@ class FrozenParamCache:
     def compare(
         self, chunks: Sequence[PayloadChunk], hints: BaseHints, flattened: FlattenedState, rules: Mapping[str, str]
     ) -> None:
-        """Require that frozen parameters equal those of the base; digests of the base are read once.
+        """Check that frozen parameters are equal in the base; its digests are cached.
 
         Args:
-            chunks: The chunks that this rank compares.
-            hints: Of rank 0.
-            flattened: The state of this rank.
-            rules: From the model's names to the base's.
+            chunks: Chunks that this rank compares.
+            hints: Hints from rank 0.
+            flattened: State of this rank.
+            rules: Replacements by regular expression, which change names of the model to names in the base.
 
         Raises:
-            UsageError: One differs.
+            UsageError: A parameter differs.
             CheckpointError: The base cannot be read.
             StorageError: The store failed.
         """
@@ -164,16 +167,16 @@ class FrozenParamCache:
 
 
 def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
-    """Return where the base stores frozen parameters.
+    """Return the base's entries of frozen parameters.
 
     Args:
-        base: The base.
-        specs: The parameters.
-        ties: Further path of one to its first.
+        base: Open base.
+        specs: Specs of the parameters.
+        ties: Further paths of shared parameters, each with the first path.
 
     Raises:
-        UsageError: The base has none of that name, or of another type or shape.
-        CheckpointError: It lacks elements of one.
+        UsageError: The base does not have a parameter, or has it with another dtype or shape.
+        CheckpointError: The base does not have all elements of a parameter.
     """
     wanted = list(specs)
     names = {spec.path: [str(spec.path[-1])] for spec in wanted}
@@ -195,12 +198,12 @@ def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Pa
 
 
 class BaseDedup:
-    """Dedup one save against its base, on rank 0.
+    """Dedup of one save against its base, on rank 0.
 
     Args:
-        base: The base.
-        plan: Which rank writes which chunks.
-        entries: Where the base stores frozen parameters.
+        base: Open base.
+        plan: Save plans of all ranks.
+        entries: Base's entries of frozen parameters.
     """
 
     def __init__(self, base: BaseCheckpoint, plan: GlobalSavePlan, entries: Mapping[Path, TensorEntry]) -> None:
@@ -211,10 +214,10 @@ class BaseDedup:
         self._key = base.build_location_key(entries) if entries else ""
 
     def ask_for_hashes(self, known: _Hashes) -> None:
-        """Note which files' blocks ranks have to hash.
+        """Choose the files whose blocks the ranks have to hash.
 
         Args:
-            known: Hashes of files that need not be hashed again.
+            known: Block hashes of files that are hashed already.
         """
         self._asked = {name: size for name, size in self._unhashed.items() if self._file_key(name) not in known}
 
@@ -236,9 +239,9 @@ class BaseDedup:
         """Return the references of the step to other folders.
 
         Args:
-            unchanged: For each rank, the positions of the chunks of its plan that it did not write.
-            blocks: For each rank, the hashes of its share.
-            known: Where hashes of files are remembered.
+            unchanged: For each rank, the positions in its plan of the chunks that it did not write.
+            blocks: For each rank, the hashes of its share of the blocks.
+            known: Cache of block hashes; new hashes are added.
 
         Raises:
             UsageError: The step would refer to too many folders.
@@ -265,10 +268,10 @@ class BaseDedup:
         return part
 
     def is_kept(self, files: Sequence[FileRecord]) -> bool:
-        """Return True if the base is unchanged, with every file that the step refers to.
+        """Return True if the base is unchanged and has all files that the step refers to.
 
         Args:
-            files: All of the step.
+            files: All files of the step.
 
         Raises:
             StorageError: The store failed.
@@ -277,7 +280,7 @@ class BaseDedup:
         return not needed or (self._base.is_committed() and has_all_files(self._base.step, needed))
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
-        """Return the records of the folders that files of the step are in."""
+        """Return the records of other folders that contain files of the step."""
         return self._base.bases(files)
 
 
@@ -287,15 +290,18 @@ def open_base_dedup(
     """Open the base of a save.
 
     Args:
-        url: The base; None for none.
-        step: The path of the step.
-        rules: From the model's names to the base's.
-        plan: Which rank writes which chunks.
-        trainable_only: Frozen parameters are to be left there.
+        url: Path or URL of the base; None to save without a base.
+        step: Path or URL of the new step.
+        rules: Replacements by regular expression, which change names of the model to names in the base.
+        plan: Save plans of all ranks.
+        trainable_only: Refer to the base for all frozen parameters.
+
+    Returns:
+        The dedup; None without a base.
 
     Raises:
-        UsageError: Nothing is frozen; a frozen parameter is not in the base, or is another one there; the base is what
-            is saved to.
+        UsageError: No parameter is frozen; a frozen parameter is not in the base, or has another dtype or shape; the
+            base is the step itself.
         CheckpointError: The base cannot be read.
         StorageError: The store failed.
     """

@@ -1,1 +1,1 @@
-"""The steps of a run: find, choose and delete them; when to save the next one."""
+"""Steps of a run: find, choose and delete them; schedule of saves."""

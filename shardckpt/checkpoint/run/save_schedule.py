@@ -1,4 +1,4 @@
-"""When to save the next step: every so many steps, and after a signal."""
+"""Schedule of saves: at multiples of a step number, and after a signal."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _SIGNAL, _FAILURE = 1, 2
 
 @dataclass
 class BackgroundSave:
-    """The last save in the background.
+    """Result of the last save in the background.
 
     Attributes:
-        has_failed: It is over, and nothing was saved.
+        has_failed: Whether the save ended without a committed step.
     """
 
     has_failed: bool = False
 
 
 class SaveSchedule:
-    """Which steps to save.
+    """Schedule of the steps to save.
 
     Args:
-        save_every: Save the steps that this divides; None for none.
+        save_every: Save the steps whose number is a multiple of this; None for no regular saves.
 
     Raises:
         UsageError: `save_every` is not a positive integer.
 
     Attributes:
-        has_signal: A signal came to this process.
-        stop_requested: A signal came to some rank, and all know.
+        has_signal: Whether this process received a signal.
+        stop_requested: Whether any rank received a signal and all ranks have agreed on it.
     """
 
     def __init__(self, save_every: int | None) -> None:
@@ -53,24 +53,24 @@ class SaveSchedule:
         self.has_signal = self.stop_requested = False
 
     def record_restore(self, number: int) -> None:
-        """Record that a step was restored: it is not saved again."""
+        """Record that a step was restored, so that it is not saved again."""
         self._last_step = number
 
     def record_save(self, number: int, background: BackgroundSave | None) -> None:
-        """Record that a step was saved, perhaps because a signal asked for it."""
+        """Record that a step was saved; a request by a signal is fulfilled."""
         self._last_step, self._background, self._is_due = number, background, False
 
     def set_requested(self, is_requested: bool) -> None:
-        """Record that the ranks agreed that a stop was requested, if they did."""
+        """Record whether the ranks agreed that a signal requested a stop."""
         if is_requested and not self.stop_requested:
             self.stop_requested = self._is_due = True
 
     def should_save(self, step: Any, coordinator: Coordinator) -> bool:
-        """Return True if a step is to be saved. Collective while signals are watched.
+        """Return True if a step should be saved. Collective inside `watch`.
 
         Args:
-            step: Its number.
-            coordinator: Of the ranks.
+            step: Number of the step.
+            coordinator: Coordinator of the ranks.
         """
         number, fault = 0, None
         try:
@@ -82,7 +82,7 @@ class SaveSchedule:
             flags = bytes([(_SIGNAL if self.has_signal else 0) | (_FAILURE if has_failed else 0)])
             (answer,) = coordinator.coordinate("agreeing whether to save", fault or flags, _merge_flags)
             self.set_requested(bool(answer & _SIGNAL))
-            if answer & _FAILURE:  # the step was not saved, on any rank
+            if answer & _FAILURE:  # the save failed on all ranks
                 self._last_step = self._background = None
                 self._is_due = self.stop_requested
         elif fault is not None:
@@ -92,10 +92,10 @@ class SaveSchedule:
 
     @contextmanager
     def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:
-        """Note signals, and restore their handlers at the end.
+        """Record signals inside the context; restore their handlers on exit.
 
         Raises:
-            UsageError: Not in the main thread.
+            UsageError: This is not the main thread.
         """
         before: dict[int, Any] = {}
         try:
@@ -120,5 +120,5 @@ def _set_handler(number: int, handler: Callable[[int, FrameType | None], None]) 
 
 
 def _merge_flags(messages: list[bytes]) -> list[bytes]:
-    """Return the flags of all ranks: that a signal came, that a save in the background failed."""
+    """Return the combined flags of all ranks: a signal came, a background save failed."""
     return [bytes([reduce(operator.or_, (flags for (flags,) in messages))])] * len(messages)

@@ -1,4 +1,4 @@
-"""Find the steps of a run: rank 0 reads the folder, every rank gets the answer."""
+"""Find the steps of a run: rank 0 reads the folder and sends all ranks the answer."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from shardckpt.storage.resolve_url import as_url, local_path, open_store
 from shardckpt.storage.store import Store
 
 SHOWN = 5
-"""Steps or faults in a message; the rest is counted."""
+"""Maximum number of steps or faults in a message; others are only counted."""
 
 _MAX_STEP = 10**18
 
 
 class FoundStep(NamedTuple):
-    """The step that rank 0 found.
+    """Step that rank 0 found.
 
     Attributes:
-        faults: What is wrong with newer steps, or with all if none is complete.
-        number: Of the newest complete step.
-        name: Of its folder.
-        save: Id of the save that wrote it; None if no step is complete.
-        branch: The branch of the run that steps belong to which are saved after this one is restored.
-        unreadable: Why this version cannot read a step that is newer than all complete ones.
+        faults: Faults of newer steps, or of all steps if none is complete.
+        number: Number of the newest complete step.
+        name: Name of its folder.
+        save: Id of the save that wrote the step; None if no step is complete.
+        branch: Branch of the run for steps that are saved after this step is restored.
+        unreadable: Reason why this version cannot read a step that is newer than all complete ones; empty without one.
     """
 
     faults: list[str]
@@ -52,18 +52,18 @@ class FoundStep(NamedTuple):
 
 
 class StepFinder:
-    """Finds the steps of a run.
+    """Finder of the steps of a run.
 
     Args:
-        root: Folder of the run.
-        group: The ranks; all if None.
+        root: Path or URL of the run's folder.
+        group: Process group of the ranks; None for all ranks.
 
     Raises:
         UsageError: The root is not a folder's path or URL.
 
     Attributes:
-        root: The folder, without a slash at its end.
-        damaged: Ids of saves whose steps turned out to be damaged.
+        root: Path or URL of the run's folder, without a slash at the end.
+        damaged: Ids of saves whose steps a load found damaged.
     """
 
     def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
@@ -78,25 +78,28 @@ class StepFinder:
         return f"{self.root.rstrip('/')}/{name}"
 
     def open_store(self) -> Store:
-        """Return the store of the run. Raises UsageError if a file has its name."""
+        """Return the store of the run. Raises UsageError if the root is a file."""
         path = local_path(self.root)
         if path is not None and os.path.isfile(path):
             raise UsageError("the folder of a run must not be a file", where=self.root, fix="Choose another.")
         return open_store(self.root)
 
     def read(self) -> RunDirectory:
-        """Return the run; if it has no step, check that no other checkpoint is there. On rank 0."""
+        """Return the run's directory; refuse a folder of another checkpoint. On rank 0."""
         run = read_run(self.open_store())
         if not run.steps:
             require_start_of_run(self.root)
         return run
 
     def is_good(self, step: StepFolder) -> bool:
-        """Return True if a step is complete, and no load found it damaged."""
+        """Return True if a step is complete and no load found it damaged."""
         return step.is_complete and step.save not in self.damaged
 
     def ask_rank0(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
-        """Return rank 0's answer on every rank; or raise on every rank the fault of this one's call. Collective."""
+        """Return rank 0's answer on every rank. Collective.
+
+        If one rank passes a fault, all ranks raise it.
+        """
 
         def decide(messages: list[bytes]) -> list[bytes]:
             return [json.dumps(answer()).encode()] * len(messages)
@@ -107,21 +110,21 @@ class StepFinder:
         """Return the numbers of the complete steps, the oldest first. Collective.
 
         Raises:
-            UnsupportedError: The newest step was written by a newer version of shardckpt.
+            UnsupportedError: A newer version of shardckpt wrote the newest step.
         """
         numbers, unreadable = self.ask_rank0("listing steps", self._list_on_rank0)
         self.require_readable(unreadable)
         return list(numbers)
 
     def _list_on_rank0(self) -> tuple[list[int], str]:
-        """Return the complete steps, and the fault of a newer one that another version wrote."""
+        """Return the complete steps, and the fault of a newer step of another version."""
         run = self.read()
         newest = run.complete[-1].number if run.complete else -1
         unreadable = [step.fault for step in run.steps if step.is_newer and step.number > newest]
         return [step.number for step in run.complete], unreadable[-1] if unreadable else ""
 
     def require_readable(self, fault: str) -> None:
-        """Raise UnsupportedError if there is a reason why this version cannot read the newest step."""
+        """Raise UnsupportedError if this version cannot read the newest step."""
         if fault:
             raise UnsupportedError(
                 "the newest step was written by a version of shardckpt that this one cannot read",
@@ -131,12 +134,12 @@ class StepFinder:
             )
 
     def find_step(self, wanted: int | None, passed: Collection[str], fault: Exception | None) -> FoundStep:
-        """Return the newest step that may be loaded. Collective.
+        """Return the newest step that can be loaded. Collective.
 
         Args:
-            wanted: Its number; None for any.
+            wanted: Number of the step; None for any.
             passed: Ids of saves that were tried already.
-            fault: Why this rank does not load; it is sent to all.
+            fault: Error of this rank, which all ranks raise; None without an error.
         """
         return FoundStep(*self.ask_rank0("looking for a step", lambda: self._find_on_rank0(wanted, passed), fault))
 
@@ -158,7 +161,10 @@ class StepFinder:
         return save in self.ask_rank0("looking again for a step", lambda: [s.save for s in self.read().complete])
 
     def find_base(self, number: int) -> str | None:
-        """Return the newest step that another one can refer to. On rank 0, while no other save is under way."""
+        """Return the newest step that can be the base of a save. On rank 0.
+
+        No other save may be running.
+        """
         store = self.open_store()
         for step in reversed(read_run(store).complete):
             if step.number != number and self.is_good(step) and not manifest_fault(store, step):
@@ -171,7 +177,7 @@ class StepFinder:
         return complete[-1].branch if complete else 0
 
     def is_replaceable(self, number: int) -> bool:
-        """Return True if a save may replace what is stored as a step. On rank 0.
+        """Return True if a save may replace the stored step of a number. On rank 0.
 
         Raises:
             TargetExistsError: A newer version of shardckpt wrote the step.
@@ -190,9 +196,9 @@ class StepFinder:
         """Return the error for a run without a step that can be loaded.
 
         Args:
-            wanted: The step that was asked for; None for any.
-            damages: What is wrong with steps whose load failed.
-            faults: What is wrong with other steps.
+            wanted: Number of the requested step; None for any.
+            damages: Faults of steps whose load failed.
+            faults: Faults of other steps.
         """
         what = "no step here is complete" if wanted is None else f"step {wanted} is not complete, or not here"
         listed = [*damages, *faults]
@@ -203,10 +209,10 @@ class StepFinder:
 
 
 def require_step_number(step: Any) -> int:
-    """Return the number of a step, whatever kind of integer it is.
+    """Return the number of a step as an int, from any type of integer.
 
     Raises:
-        UsageError: It is not an integer from 0.
+        UsageError: The number is not an integer from 0.
     """
     try:
         number = operator.index(step)

@@ -18,8 +18,8 @@ class StepRetention:
     """Retention of a run, on rank 0.
 
     Args:
-        rules: Which steps are kept.
-        finder: The steps of the run.
+        rules: Rules that select the steps to keep.
+        finder: Finder of the run's steps.
     """
 
     def __init__(self, rules: Retention, finder: StepFinder) -> None:
@@ -28,10 +28,10 @@ class StepRetention:
         self._is_tidy = False
 
     def apply(self, saved: int) -> None:
-        """Delete the steps that no rule keeps; an error is a warning, since the step is saved.
+        """Delete the steps that no rule keeps; errors become warnings.
 
         Args:
-            saved: The step that was just saved.
+            saved: Number of the step that was just saved.
         """
         if self._is_tidy and not self._rules.is_needed:
             return
@@ -62,17 +62,17 @@ class StepRetention:
             warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=5)
 
     def _read_metrics(self, store: Store, step: StepFolder) -> Mapping[str, float]:
-        """Return the metrics of a step; those of a save never change, so each manifest is read once."""
+        """Return the metrics of a step, cached by save, since they never change."""
         if step.save not in self._metrics:
             self._metrics[step.save] = read_metrics(store, step)
         return self._metrics[step.save]
 
     def find_ranking_fault(self, number: int, names: Sequence[str]) -> str:
-        """Return why no step has the metric that `keep_best` ranks by; empty if one has, or no metric is given.
+        """Return why `keep_best` cannot rank steps: none has the metric. Empty if it can.
 
         Args:
-            number: The step that is saved.
-            names: Its metrics.
+            number: Number of the step to save.
+            names: Names of its metrics.
         """
         if self._rules.keep_best is None or not names or self._rules.metric in names:
             return ""

@@ -1,1 +1,1 @@
-"""Objects in a state: flatten them, take and give back their state."""
+"""Objects in a state: flatten them, get and load their state."""

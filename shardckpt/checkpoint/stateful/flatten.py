@@ -1,4 +1,4 @@
-"""Flatten a state: from the objects of a user to a tree of plain values and the arrays of this rank."""
+"""Flatten a user's state into a tree of plain values and the arrays of this rank."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from shardckpt.state.optim.optim_state_dict import ForeignParameterError, map_op
 
 @dataclass
 class FlattenedState:
-    """A state as it is on this rank. Nothing in it is copied: it is valid until the state changes.
+    """Flattened state on this rank, without copies: valid until the state changes.
 
     Attributes:
-        tree: Containers and plain values, the same on every rank; arrays as `TensorRef`.
-        arrays: Each array once, in the order of the tree.
-        ties: Further path of an array to its first.
-        optional_values: Values that a rank may lack: what optimizers keep of parameters of which it has no part.
-        per_rank_values: Values that each rank saves for itself, by the path of the list of all ranks'.
-        buffers: Arrays that may differ between ranks; rank 0's are saved.
-        model: Where the first model is; None without a model.
-        frozen: Parameters that take no part in gradients.
-        slots: Where optimizers keep their state, with the names of their parameters in order.
-        variants: Where further weights of a model are, with where that is; None where it is not saved.
+        tree: Containers and plain values, equal on every rank, with arrays as `TensorRef`.
+        arrays: Distinct arrays by path, in the order of the tree.
+        ties: Further paths of shared arrays, each with the first path.
+        optional_values: Values that some ranks do not have: optimizer slots of parameters of which a rank has no part.
+        per_rank_values: Per-rank values, by the path of the list with the values of all ranks.
+        buffers: Paths of arrays that may differ between ranks; those of rank 0 are saved.
+        model: Path of the first model; None without a model.
+        frozen: Paths of parameters that do not require gradients.
+        slots: Paths of optimizer states, with the FQNs of their parameters in order.
+        variants: Paths of variants of a model's weights, with the path of the model; None if it is not saved.
     """
 
     tree: Any = None
@@ -69,10 +69,10 @@ class FlattenedState:
 
 
 class LocalModels:
-    """The models of a state, each looked at once; optimizers find theirs here.
+    """Models in a state, each indexed once; optimizers find their models here.
 
     Args:
-        state: As the user passed it.
+        state: State as the user passed it.
     """
 
     def __init__(self, state: Any) -> None:
@@ -92,15 +92,15 @@ class LocalModels:
                     self._add_models(item, (*path, path_key(key)))
 
     def __iter__(self) -> Iterator[LocalModel]:
-        """Yield this rank's part of each model, in the order of the state."""
+        """Yield this rank's shards of each model, in the order of the state."""
         return (model for _, model in self._models.values())
 
     def get(self, model: nn.Module) -> LocalModel:
-        """Return this rank's part of a model."""
+        """Return this rank's shards of a model."""
         return self._models[id(model)][1]
 
     def find_index_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
-        """Return the one model that has all parameters of an optimizer; None where no single one has."""
+        """Return the index of the model with all parameters of an optimizer, or None."""
         for _, model in self._models.values():
             if model.index is not None:
                 try:
@@ -111,7 +111,7 @@ class LocalModels:
         return None
 
     def find_foreign_for(self, optim: torch.optim.Optimizer) -> nn.Module | None:
-        """Return the model under torch's own wrapper that has an optimizer's parameters; None where none has."""
+        """Return the model under torch's wrapper with an optimizer's parameters, or None."""
         wanted = {id(p) for group in optim.param_groups for p in group["params"]}
         for module, model in self._models.values():
             if model.index is None and wanted <= {id(p) for p in module.parameters()}:
@@ -127,15 +127,17 @@ def _local_model(model: nn.Module, path: Path) -> LocalModel:
 
 
 def require_no_flat_shard(tensor: torch.Tensor, path: Path, shards: FlatShards) -> None:
-    """Refuse a tensor that is a rank's shard of a flat parameter: other ranks have other elements under its name.
+    """Refuse a tensor that is a shard of a flat parameter.
+
+    Under its name, other ranks have other elements.
 
     Args:
-        tensor: As the user passed it.
-        path: Where it is in the state.
-        shards: The flat parameters of this process.
+        tensor: Tensor as the user passed it.
+        path: Path of the tensor in the state.
+        shards: Flat parameter shards of this process.
 
     Raises:
-        FlatShardError: It is one.
+        FlatShardError: The tensor is such a shard.
     """
     if shards.has_tensor(tensor):
         raise FlatShardError(dotted(path))
@@ -145,12 +147,12 @@ def view_as_dtensor(value: torch.Tensor, path: Path) -> DTensor:
     """Return a ShardedTensor as a DTensor over the same memory.
 
     Args:
-        value: The ShardedTensor.
-        path: Where it is in the state.
+        value: ShardedTensor.
+        path: Path of the tensor in the state.
 
     Raises:
-        FlatShardError: It is a flat parameter of a LOCAL state.
-        ShardedTensorError: It is sharded in another way than by rows.
+        FlatShardError: The tensor is a flat parameter of a LOCAL state.
+        ShardedTensorError: The tensor is not sharded by rows.
     """
     if is_flat_part(str(path[-1]) if path else "", value):
         raise FlatShardError(dotted(path))
@@ -158,15 +160,17 @@ def view_as_dtensor(value: torch.Tensor, path: Path) -> DTensor:
 
 
 def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShards) -> None:
-    """Refuse an optimizer of flat parameters whose model is not in the state: nothing names what it keeps.
+    """Refuse an optimizer of flat parameters if its model is not in the state.
+
+    Only the model knows the names of its slots.
 
     Args:
-        optim: The optimizer.
-        path: Where it is in the state.
-        shards: The flat parameters of this process.
+        optim: Optimizer in the state.
+        path: Path of the optimizer in the state.
+        shards: Flat parameter shards of this process.
 
     Raises:
-        UsageError: It is one.
+        UsageError: The optimizer has flat parameters.
     """
     parameters = (parameter for group in optim.param_groups for parameter in group["params"])
     if has_peers() and any(map(shards.has_parameter, parameters)):
@@ -179,16 +183,16 @@ def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShar
 
 
 def flatten_state(state: Any, rank: int, world: int) -> FlattenedState:
-    """Flatten a state; nothing is copied or moved.
+    """Flatten a state, without copies or communication.
 
     Args:
         state: Modules, optimizers, objects with `state_dict` and `load_state_dict`, tensors and plain values, in dicts
             and lists.
-        rank: This rank.
-        world: How many there are.
+        rank: Index of this rank.
+        world: Number of ranks.
 
     Raises:
-        UnsupportedError: Something that cannot be saved; the message names its dotted path.
+        UnsupportedError: A value cannot be saved; the message contains its dotted path.
     """
     return _StateFlattener(LocalModels(state), rank, world).run(state)
 
@@ -203,7 +207,7 @@ class _StateFlattener:
         self._known: dict[Hashable, Path] = {}
         self._places: dict[int, Path] = {}
         self._variants: list[tuple[Path, nn.Module]] = []
-        self._kept: list[torch.Tensor] = []  # so that no identity is used twice
+        self._kept: list[torch.Tensor] = []  # keeps ids unique
         self._shards = FlatShards()
         self._is_per_rank = False
 
@@ -272,7 +276,7 @@ class _StateFlattener:
         return TensorRef(path, kind)
 
     def _sharded_tensor(self, value: torch.Tensor, path: Path) -> TensorRef:
-        """Take what torch's wrapper gives where it has no mesh."""
+        """Add a ShardedTensor, which torch's wrapper returns without a mesh."""
         self._kept.append(value)
         self._add(path, get_tensor_shards(view_as_dtensor(value, path)), ("object", id(value)))
         return TensorRef(path)
@@ -368,12 +372,12 @@ def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> o
     """Return a state tree as tagged JSON.
 
     Args:
-        tree: Of a flattened state.
-        number: Gives each array its index.
-        path: Where it sits.
+        tree: Tree of a flattened state.
+        number: Returns the index of an array.
+        path: Path of the tree in the state.
 
     Raises:
-        UnsupportedError: A value that the format has no form for; the message names its dotted path.
+        UnsupportedError: The format cannot store a value; the message contains its dotted path.
     """
 
     def leaf(value: object, at: Path) -> NamedValue | None:

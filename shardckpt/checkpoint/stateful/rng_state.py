@@ -1,4 +1,4 @@
-"""The random number generators of a process as one object to save: python's, numpy's, torch's; each rank its own."""
+"""Random number generators of Python, numpy and torch as per-rank state."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from shardckpt.checkpoint.stateful.stateful import PerRank
 
 
 class RNGState(PerRank):
-    """The generators of this process: put one into the state, and every rank saves its own.
+    """Random number generators of this process, to put into a state; saved per rank.
 
-    On as many ranks as saved, each goes on exactly where it was. On another number no rank gets another's numbers: each
-    starts a stream of its own, derived from what was saved, the number of ranks and its rank; a warning says so.
+    With the same number of ranks, each rank continues its saved random stream exactly. With another number, each rank
+    starts a new stream that is derived from the saved states, the number of ranks and its rank, so that ranks do not
+    share streams; a warning reports this.
     """
 
     def __init__(self) -> None:
         super().__init__(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the generators: `python`, `numpy`, `torch`, and `cuda` where it is in use."""
+        """Return the generators' states: `python`, `numpy`, `torch`, and `cuda` if in use."""
         kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)
         state: dict[str, Any] = {
             "python": random.getstate(),
@@ -39,7 +40,7 @@ class RNGState(PerRank):
         """Restore the states of the generators.
 
         Args:
-            state: As `state_dict` returned it.
+            state: Result of `state_dict`.
         """
         saved = state["numpy"]
         random.setstate(state["python"])
@@ -49,7 +50,7 @@ class RNGState(PerRank):
             torch.cuda.set_rng_state(state["cuda"].cpu())
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
-        """Begin a stream of this rank's own: none of the saved ones is its own. Arguments are those of `PerRank`."""
+        """Start a new stream on this rank. For the arguments see `PerRank`."""
         digest = hashlib.sha256(f"{rank} of {world}".encode())
         for state in states:
             digest.update(state["torch"].cpu().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""What users put into a state: how each kind of object is taken for what it is."""
+"""Kinds of objects in a user's state: how to recognize, check and convert them."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
 
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
-"""Classes of tensors that are nothing but their elements, if these are dense."""
+"""Tensor classes without data besides their elements."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can give its state and take it back: schedulers, scalers, data loaders, a user's own classes."""
+    """Object that returns and loads its state, such as a scheduler or data loader."""
 
     def state_dict(self) -> Any:
-        """Return the state: plain values, tensors, containers of them."""
+        """Return the state: plain values, tensors, or containers of these."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Take a state back."""
+        """Load a state."""
 
 
 class PerRank:
-    """Marks a value or an object of which every rank has its own: each saves its own, and gets it back.
+    """Mark of a value or object that each rank saves and loads for itself.
 
-    A load fills `held` in place as far as what was saved fits: tensors and arrays of the saved shape and type, the
-    entries of dicts and lists. Anything else is replaced, so that `held` is what was saved.
+    A load fills `held` in place if possible: tensors and arrays of the saved shape and dtype, entries of dicts and
+    lists. All other values are replaced, so that `held` equals the saved value.
 
     Args:
-        held: An object with `state_dict` and `load_state_dict`, a tensor, an array, a plain value, or dicts and lists
-            of them.
+        held: Object with `state_dict` and `load_state_dict`, tensor, array, plain value, or dicts and lists of these.
 
     Attributes:
-        held: As given; after a load, this rank's own.
+        held: The given value; after a load, this rank's saved value.
     """
 
     def __init__(self, held: Any) -> None:
@@ -53,19 +52,19 @@ class PerRank:
         return self.held.state_dict() if _takes_state(self.held) else self.held
 
     def load_state_dict(self, state: Any) -> None:
-        """Take this rank's state back."""
+        """Load this rank's state."""
         self.held = _fill_in_place(self.held, state)
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
-        """Take what another number of ranks saved, if there is a rule for that.
+        """Load states that another number of ranks saved, if the class supports that.
 
         Args:
-            states: Of each rank that saved.
-            rank: This one.
-            world: Ranks there are now.
+            states: Saved states, in rank order.
+            rank: Index of this rank.
+            world: Current number of ranks.
 
         Returns:
-            Whether there is.
+            Whether the class supports it; the base class does not.
         """
         del states, rank, world
         return False
@@ -76,7 +75,7 @@ def _takes_state(held: object) -> bool:
 
 
 def _fill_in_place(held: Any, saved: Any) -> Any:
-    """Return what was saved, in the memory and the containers that are there as far as it fits them."""
+    """Return a saved value, in the memory and containers of `held` if it fits."""
     if _takes_state(held):
         held.load_state_dict(saved)
     elif isinstance(held, torch.Tensor) and isinstance(saved, torch.Tensor):
@@ -101,12 +100,15 @@ def _fill_in_place(held: Any, saved: Any) -> Any:
 
 
 def is_optimizer(value: object) -> bool:
-    """Return True if an object is an optimizer, whose state belongs to parameters of a model."""
+    """Return True if an object is an optimizer with state of a model's parameters."""
     return isinstance(value, torch.optim.Optimizer) and not _keeps_state_elsewhere(value)
 
 
 def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer contains others: it returns their state, and its own `state` is empty."""
+    """Return True if an optimizer returns the state of other optimizers.
+
+    Its own `state` is empty.
+    """
     if type(optim).state_dict is torch.optim.Optimizer.state_dict or optim.state:
         return False
     state: Any = optim.state_dict()
@@ -119,14 +121,14 @@ def is_stateful(value: object) -> bool:
 
 
 def get_state_dict(value: Any, path: Path) -> Any:
-    """Return what the `state_dict` of an object returns.
+    """Return the result of an object's `state_dict`.
 
     Args:
-        value: The object.
-        path: Where it is in the state.
+        value: Object in the state.
+        path: Path of the object in the state.
 
     Raises:
-        StateDictError: It raised an exception.
+        StateDictError: The method raised an exception.
     """
     try:
         return value.state_dict()
@@ -137,27 +139,27 @@ def get_state_dict(value: Any, path: Path) -> Any:
 
 
 def build_call_error(method: str, path: Path, error: Exception) -> StateDictError:
-    """Return the error for a method of an object in the state that raised an exception.
+    """Return the error for an exception in a method of an object in the state.
 
     Args:
-        method: Its name.
-        path: Where the object is in the state.
-        error: What it raised.
+        method: Name of the method.
+        path: Path of the object in the state.
+        error: Exception of the method.
     """
     return StateDictError(f"`{method}` failed", where=dotted(path), found=f"{type(error).__name__}: {error}")
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a type's name as torch spells it."""
+    """Return the name of a dtype as torch spells it."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_tensor(value: torch.Tensor, path: Path) -> None:
-    """Refuse tensors whose elements are not all there, or are more than their bytes.
+    """Refuse tensors that are not fully described by dtype, shape and elements.
 
     Raises:
-        UnsupportedError: It is sparse, quantised, nested, without data, or of a class that keeps more than elements.
+        UnsupportedError: The tensor is sparse, quantized, nested, without data, or of a class with additional data.
     """
     if type(value) in PLAIN_TENSORS and value.is_cpu and _is_dense(value):
         return
@@ -180,7 +182,7 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Return True if the elements of a plain tensor in this machine's memory are all there and of a known type."""
+    """Return True if a plain CPU tensor is dense and of a known dtype."""
     return value.layout is torch.strided and not value.is_nested and _is_known(value.dtype)
 
 
@@ -190,10 +192,10 @@ def _is_known(dtype: torch.dtype) -> bool:
 
 
 def check_array(value: np.ndarray[Any, Any], path: Path) -> None:
-    """Refuse arrays of a class of their own, such as `MaskedArray`: their elements are not all that they are.
+    """Refuse arrays of classes with additional data, such as `MaskedArray`.
 
     Raises:
-        UnsupportedError: It is one; a memory map is not.
+        UnsupportedError: The class is a subclass of `ndarray` other than `memmap`.
     """
     if type(value) not in (np.ndarray, np.memmap):
         raise UnsupportedError(
@@ -208,18 +210,18 @@ def tensor_from_numpy(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
     """Return a numpy array as a tensor of the same elements.
 
     Raises:
-        UnsupportedError: Its elements are not numbers, or its class keeps more than elements.
+        UnsupportedError: The elements are not numbers, or the class has additional data.
     """
     check_array(value, path)
     if not dtypes.is_known(value.dtype.name):
         raise UnsupportedError(f"a numpy array of type {value.dtype} cannot be saved", where=dotted(path))
-    native = value.astype(value.dtype.newbyteorder("="), copy=False)  # torch knows no other byte order
+    native = value.astype(value.dtype.newbyteorder("="), copy=False)  # torch supports native byte order only
     dense = np.ascontiguousarray(native).reshape(value.shape)
     return torch.from_numpy(dense if dense.flags.writeable else dense.copy())
 
 
 def to_named_value(value: object) -> NamedValue | None:
-    """Return a value that only torch or numpy knows by its kind and text; None for any other."""
+    """Return a value of a torch or numpy type as kind and text; None for other values."""
     if isinstance(value, NamedValue):
         return value
     if isinstance(value, torch.dtype):
@@ -234,10 +236,10 @@ def to_named_value(value: object) -> NamedValue | None:
 
 
 def from_named_value(value: NamedValue) -> object:
-    """Return the value that `to_named_value` returned.
+    """Return the value for a result of `to_named_value`.
 
     Raises:
-        UnsupportedError: This torch has no such type.
+        UnsupportedError: This version of torch does not have the type.
     """
     if value.kind == "size":
         return torch.Size(value.value)  # type: ignore[arg-type]

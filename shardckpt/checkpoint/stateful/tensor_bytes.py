@@ -1,4 +1,4 @@
-"""Bytes of tensors in row-major order: views where possible, else staged copies."""
+"""Bytes of tensors in row-major order, as views if possible or as staged copies."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, shift
 from shardckpt.state.local.local_shards import TensorShards
 
 STAGED_BYTES = 16 << 20
-"""Bytes of a tensor that is not contiguous in this machine's memory that are copied at a time."""
+"""Bytes per staged copy of a tensor that is not contiguous in CPU memory."""
 
 _JOINED_BYTES = 256 << 10
-"""Bytes of small tensors that are copied together."""
+"""Bytes of small tensors per joint copy."""
 
 SMALL_BYTES = 64 << 10
-"""Bytes up to which a tensor is copied and written with others: that takes less time than a view of each."""
+"""Maximum size in bytes of a small tensor, which is copied and written with others; views would be slower."""
 
 
 def view_box(array: TensorShards, box: Box) -> torch.Tensor:
     """Return the elements of a box of an array, as a view of this rank's shard.
 
     Args:
-        array: Of which this rank holds all of the box.
-        box: Which elements.
+        array: Array with all elements of the box on this rank.
+        box: Box of the elements.
     """
     for shard in array.shards:
         if shard.box == box:
@@ -45,10 +45,10 @@ def narrow_to_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's elements in row-major order: views if possible, else staged copies.
+    """Yield a tensor's bytes in row-major order, as views if possible.
 
     Args:
-        tensor: Plain, of any strides, on any device.
+        tensor: Plain tensor with any strides, on any device; copied in stages if necessary.
     """
     if not tensor.numel():
         return
@@ -60,12 +60,12 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def join_small(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | torch.Tensor]:
-    """Yield tensors in order: the bytes of small flat ones together, others as they are.
+    """Yield tensors in order; consecutive small flat tensors as joint bytes.
 
-    A call for each small tensor takes several times as long as the copy.
+    A call per small tensor would take several times as long as the copy.
 
     Args:
-        tensors: Plain, of any strides, on any device.
+        tensors: Plain tensors with any strides, on any device.
     """
     small: list[torch.Tensor] = []
     nbytes = 0
@@ -93,24 +93,24 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 def is_flat_on_cpu(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor's memory is its elements in row-major order, on this machine."""
+    """Return True if a tensor's memory is its elements in row-major order, on the CPU."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor that is flat, as bytes."""
+    """Return the memory of a flat tensor as a uint8 tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a flat tensor; writing to it changes the tensor."""
+    """Return the memory of a flat tensor; a write changes the tensor."""
     if tensor.dtype in _PLAIN and tensor.numel():
         return memoryview(tensor.detach().numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(view_as_bytes(tensor).numpy())  # type: ignore[arg-type]
 
 
 def copy_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a copy of the memory of a small flat tensor: it takes a tenth of the time of a view."""
+    """Return a copy of a small flat tensor's memory, in a tenth of the time of a view."""
     return memoryview(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
 
@@ -120,4 +120,4 @@ _PLAIN = frozenset(
         *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     }
 )
-"""Types whose elements memoryview knows."""
+"""Dtypes that memoryview supports."""

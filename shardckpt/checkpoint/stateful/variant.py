@@ -1,4 +1,4 @@
-"""Further weights of a model in one checkpoint: averages over steps, under a name of their own."""
+"""Variants of a model's weights in one checkpoint, such as averages over steps."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from shardckpt.state.local.ema_shards import map_ema_shards
 from shardckpt.state.local.local_shards import LocalModel, TensorShards
 
 EXTRAS = ("n_averaged",)
-"""Names beside a variant's weights, if an average was saved."""
+"""Keys of an average, next to the variant's weights."""
 
 
 class Variant:
-    """Marks further weights of a model: `save({"model": model, "ema": Variant(ema, of=model)}, path)`.
+    """Variant of a model's weights, such as an average, with a name of its own.
 
-    They are saved as they are sharded, under the names that the model's parameters have, and named as their key in the
-    state: `shardckpt consolidate --weights ema` writes them in the place of the model's own.
+    In `save({"model": model, "ema": Variant(ema, of=model)}, path)` its name is `ema`, the key in the state. The weights
+    are saved with their sharding, under the FQNs of the model's parameters; `shardckpt consolidate --weights ema` writes
+    them instead of the model's own weights.
 
     Args:
         weights: `torch.optim.swa_utils.AveragedModel` or another module with the same parameters; or a dict of tensors
-            by the names of `of.named_parameters()`: DTensors, or of the shape that the parameter has on this rank.
-        of: The model.
+            by the names of `of.named_parameters()`, which are DTensors or have the parameter's shape on this rank.
+        of: Model with the parameters.
 
     Raises:
-        UsageError: The arguments mean nothing.
+        UsageError: `weights` is neither a module nor a dict of tensors, or `of` is not a module.
 
     Example:
         >>> ema = {name: p.detach().clone() for name, p in model.named_parameters()}  # doctest: +SKIP
@@ -49,24 +50,24 @@ class Variant:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module whose names are the model's; None for a dict."""
+        """Module with the same FQNs as the model; None for a dict of tensors."""
         if isinstance(self.weights, AveragedModel):
             return self.weights.module
         return self.weights if isinstance(self.weights, nn.Module) else None
 
     @property
     def extras(self) -> dict[str, Any]:
-        """What is kept beside the weights: how often an average was updated."""
+        """Values next to the weights: the number of updates of an average."""
         return {"n_averaged": self.weights.n_averaged} if isinstance(self.weights, AveragedModel) else {}
 
     def arrays(self, model: LocalModel) -> dict[str, TensorShards]:
-        """Return this rank's part of a dict of tensors.
+        """Return this rank's shards of a dict of tensors.
 
         Args:
-            model: This rank's part of the model.
+            model: This rank's shards of the model.
 
         Raises:
-            UnsupportedError: A tensor that does not fit its parameter.
+            UnsupportedError: A tensor does not fit its parameter.
         """
         assert isinstance(self.weights, Mapping), "a module's names are its own"
         return map_ema_shards(self.of, model, self.weights)
