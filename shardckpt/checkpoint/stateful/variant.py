@@ -20,9 +20,9 @@ EXTRAS = ("n_averaged",)
 class Variant:
     """Variant of a model's weights, such as an average, with a name of its own.
 
-    In `save({"model": model, "ema": Variant(ema, of=model)}, path)` its name is `ema`, the key in the state. The weights
-    are saved with their sharding, under the FQNs of the model's parameters; `shardckpt consolidate --weights ema` writes
-    them instead of the model's own weights.
+    In `save({"model": model, "ema": Variant(ema, of=model)}, path)` its name is `ema`, the key in the state. The
+    weights are saved with their sharding, under the FQNs of the model's parameters; `shardckpt consolidate --weights
+    ema` writes them instead of the model's own weights.
 
     Args:
         weights: `torch.optim.swa_utils.AveragedModel` or another module with the same parameters; or a dict of tensors
