@@ -375,6 +375,7 @@ class LocalWriter(ClosingWriter):
         self._buffer: memoryview | None = None
         self._written = 0
         self._started = 0
+        self._lock = threading.Lock()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`.
@@ -403,8 +404,33 @@ class LocalWriter(ClosingWriter):
             self.write(part)
             offset, nbytes = offset + len(part), nbytes - len(part)
 
+    def skip(self, nbytes: int) -> int:
+        """Reserve bytes that `write_at` fills, and return the offset of the first; `write` continues after the last.
+
+        Raises:
+            StorageError: The file cannot be that long.
+        """
+        with convert_os_errors("cannot write", self._path):
+            return os.lseek(self._fd, nbytes, os.SEEK_CUR) - nbytes
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write `data` at an offset in a reserved range; threads may call this at the same time.
+
+        They wait for one another on a lock: the kernel would let them spin, since one at a time may write to a file.
+
+        Raises:
+            StorageError: Writing failed; NoSpaceError where the disk is full.
+        """
+        view = data.cast("B")
+        with convert_os_errors("cannot write", self._path):
+            while view:
+                with self._lock:
+                    count = os.pwrite(self._fd, view, offset)
+                    self._count(count)
+                offset, view = offset + count, view[count:]
+
     def _count(self, nbytes: int) -> None:
-        """Count appended bytes and start their writeback early."""
+        """Count written bytes and start their writeback early."""
         self._written += nbytes
         if self._written - self._started >= STEP_BYTES:
             start_writeback(self._fd, self._started, self._written - self._started)
@@ -447,7 +473,8 @@ class LocalWriter(ClosingWriter):
             pass  # the file or the disk is gone; the original error says more
 
     def _close_fd(self) -> None:
-        fd, self._fd = self._fd, -1
+        with self._lock:  # after this no thread writes: another file may get the number
+            fd, self._fd = self._fd, -1
         if fd >= 0:
             close(fd)
 

@@ -87,6 +87,25 @@ class Writer(Protocol):
     ) -> None: ...
 
 
+@runtime_checkable
+class PositionedWriter(Protocol):
+    """A writer that threads can fill at the same time, each at its own offset."""
+
+    def skip(self, nbytes: int) -> int:
+        """Reserve bytes that `write_at` fills, and return the offset of the first; `write` continues after the last.
+
+        Raises:
+            StorageError: The file cannot be that long.
+        """
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write `data` at an offset in a reserved range; threads may call this at the same time.
+
+        Raises:
+            StorageError: Writing failed.
+        """
+
+
 class ClosingWriter(ABC):
     """Base of writers as context managers: close on success, abort on any exception."""
 

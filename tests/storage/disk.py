@@ -8,7 +8,19 @@ from itertools import combinations, product
 from math import prod
 from random import Random
 
-MUTATORS = ("write", "copy_file_range", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "link", "truncate")
+MUTATORS = (
+    "write",
+    "pwrite",
+    "copy_file_range",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "link",
+    "truncate",
+)
 """Functions of `os` by which files and folders change; opening for writing is one more."""
 
 

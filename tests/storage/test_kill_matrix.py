@@ -23,6 +23,7 @@ from shardckpt.storage import local, local_publication, remote_publication, retr
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.publish import publish
+from shardckpt.storage.store import PositionedWriter
 
 LAST = "model.safetensors.index.json"
 OLD = {
@@ -42,8 +43,14 @@ def publish_folder(
     with publish(str(target), FOLDER, overwrite=overwrite, needed_bytes=1, last=LAST, keep=keep) as publication:
         for name, data in files.items():
             with publication.create(name) as writer:
-                writer.write(data[: len(data) // 2])
-                writer.write(data[len(data) // 2 :])
+                half = len(data) // 2
+                writer.write(data[:half])
+                if isinstance(writer, PositionedWriter):  # behind the first half, its end before its start
+                    start, middle = writer.skip(len(data) - half), half + (len(data) - half) // 2
+                    writer.write_at(start + middle - half, memoryview(data)[middle:])
+                    writer.write_at(start, memoryview(data)[half:middle])
+                else:
+                    writer.write(data[half:])
 
 
 def publish_file(target: Path, files: dict[str, bytes], *, overwrite: bool = True) -> None:
@@ -135,7 +142,7 @@ def run_and_die_at(case: Case, target: Path, k: int, *, half: bool) -> bool:
     child = os.fork()
     if child == 0:
         count = 0
-        whole_write = os.write
+        whole_write, whole_pwrite = os.write, os.pwrite
 
         def before(name: str, args: tuple) -> None:
             nonlocal count
@@ -143,6 +150,8 @@ def run_and_die_at(case: Case, target: Path, k: int, *, half: bool) -> bool:
             if count == k:
                 if half and name == "write":
                     whole_write(args[0], args[1][: len(args[1]) // 2])
+                if half and name == "pwrite":
+                    whole_pwrite(args[0], args[1][: len(args[1]) // 2], args[2])
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with watched(before, lambda *_: None):
