@@ -45,7 +45,7 @@ def consolidate(
     config_from: options.ConfigFrom = "",
     dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
-    jobs: options.Jobs = 1,
+    jobs: options.Jobs = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:

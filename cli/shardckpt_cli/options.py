@@ -53,7 +53,7 @@ MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per f
 MaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory that the process may use beyond its start-up.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the same format at DST.")]
-Jobs = Annotated[int, typer.Option("--jobs", help="Output files to write at once.")]
+Jobs = Annotated[int | None, typer.Option("--jobs", help="Threads that read and write; as many as help if not given.")]
 
 # the same in the words of commands with few options
 ShortMaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB or 5GiB.")]

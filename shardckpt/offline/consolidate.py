@@ -146,9 +146,6 @@ def export(
     is_file = dst.endswith(target.suffixes)
     if options.parallel:
         require_torch("parallel=True, or WORLD_SIZE above 1")  # ranks speak through torch
-        if is_file:
-            fix = "Name a folder; or run one process."
-            raise UsageError("ranks share files, and there is but one", found=dst, fix=fix)
     source = open_source(src, options.base)
     ids = read_param_names(options.param_names) if options.param_names else None
     reader = detect(source).open(source)

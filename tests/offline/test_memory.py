@@ -20,6 +20,8 @@ from shardckpt.offline.select.options import LEAST_MEMORY_BYTES
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
 
 CAP = LEAST_MEMORY_BYTES
+CAP_OF_4 = 40 << 20
+"""The least for 4 threads."""
 ROWS, COLUMNS = 8 * CAP // 4 // 2048, 2048
 FEWER_ROWS = 3 * CAP // 4 // 2048
 """Of what is put in order element by element, which takes long."""
@@ -66,20 +68,20 @@ def flat(folder: Path) -> None:
     (folder / "flat_param_metadata_rank0.json").write_text(json.dumps({"handles": [handle]}))
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "times"),
-    [(by_columns, "", 8), (whole, "", 8), (whole, "dtype='bf16', ", 4), (transposed, "", 3), (flat, "", 3)],
-    ids=["by columns", "whole", "cast", "transposed", "flat"],
-)
+ALL = [(by_columns, "", 8), (whole, "", 8), (whole, "dtype='bf16', ", 4), (transposed, "", 3), (flat, "", 3)]
+
+
+@pytest.mark.parametrize(("jobs", "cap"), [(1, CAP), (4, CAP_OF_4)], ids=["1 thread", "4 threads"])
+@pytest.mark.parametrize(("make", "options", "times"), ALL, ids=["by columns", "whole", "cast", "transposed", "flat"])
 def test_a_tensor_of_many_times_the_cap_is_written_under_it(
-    make: Callable[[Path], None], options: str, times: int, tmp_path: Path
+    make: Callable[[Path], None], options: str, times: int, jobs: int, cap: int, tmp_path: Path
 ) -> None:
     src = tmp_path / "src"
     make(src)
     start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r})")
-    call = f"shardckpt.consolidate({str(src)!r}, {str(tmp_path / 'out')!r}, {options}max_memory={CAP})"
-    added = peak_bytes(f"import shardckpt; {call}") - start
-    assert added <= CAP, f"{added / 2**20:.1f} MiB"
+    options += f"max_memory={cap}, jobs={jobs}"
+    added = peak_bytes(f"import shardckpt; shardckpt.consolidate({str(src)!r}, {str(tmp_path / 'out')!r}, {options})")
+    assert added - start <= cap, f"{(added - start) / 2**20:.1f} MiB"
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > times * CAP
 
 
@@ -93,14 +95,15 @@ def test_the_measure_sees_a_tensor_that_is_held(tmp_path: Path) -> None:
     assert held - start > 7 * CAP
 
 
+@pytest.mark.parametrize(("jobs", "cap"), [(1, CAP), (4, CAP_OF_4)], ids=["1 thread", "4 threads"])
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_other_formats_are_written_under_the_cap_too(to: str, tmp_path: Path) -> None:
+def test_other_formats_are_written_under_the_cap_too(to: str, jobs: int, cap: int, tmp_path: Path) -> None:
     by_columns(tmp_path / "src")
     start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
-    options = f"to={to!r}, max_shard_size=10**12, max_memory={CAP}"
+    options = f"to={to!r}, max_shard_size=10**12, max_memory={cap}, jobs={jobs}"
     call = f"shardckpt.consolidate({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
     added = peak_bytes(f"import shardckpt; {call}") - start
-    assert added <= CAP, f"{added / 2**20:.1f} MiB"
+    assert added <= cap, f"{added / 2**20:.1f} MiB"
     assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > 8 * CAP
 
 

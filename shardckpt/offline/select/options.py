@@ -65,7 +65,7 @@ class Options:
         config_from: Folder whose config and tokenizer files are carried along.
         overwrite: Replace one checkpoint of the same format at the target.
         dry_run: Plan and check, write nothing.
-        jobs: Output files written side by side.
+        jobs: Threads that read and write, in each process; None for as many as help, at most 4.
         parallel: Share the output files among the ranks of the job, each of which makes this very call.
     """
 
@@ -91,7 +91,7 @@ class Options:
     config_from: str = ""
     overwrite: bool = False
     dry_run: bool = False
-    jobs: int = 1
+    jobs: int | None = None
     parallel: bool = False
 
     def validated(self) -> Options:
@@ -110,6 +110,6 @@ class Options:
             raise UsageError(
                 "--max-memory is too small to work in", found=str(self.max_memory), expected="24MiB or more"
             )
-        if self.jobs < 1:
-            raise UsageError("--jobs is not a number of files", found=str(self.jobs), expected="1 or more")
+        if self.jobs is not None and self.jobs < 1:
+            raise UsageError("--jobs is not a number of threads", found=str(self.jobs), expected="1 or more")
         return self

@@ -6,13 +6,22 @@ import posixpath
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shardckpt.errors import UsageError
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.report import OnProgress, Report, WrittenFile
-from shardckpt.offline.write.stream import CountingWriter, MemoryBudget, Meter, OutputFile, TensorStream
+from shardckpt.offline.write.stream import (
+    RESERVED_BYTES,
+    CountingWriter,
+    MemoryBudget,
+    Meter,
+    OutputFile,
+    TensorStream,
+)
+from shardckpt.offline.write.worker_pool import WorkerPool, count_threads, limit_threads
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import publish
 from shardckpt.storage.replaceable import FolderKind, Kind
@@ -125,7 +134,7 @@ class ConversionPlan:
         report: The report, without files and times.
         max_memory: Bytes that the process may add to its start-up.
         overwrite: Replace a checkpoint of the same format.
-        jobs: Files written side by side.
+        jobs: Threads that read and write; None for as many as help.
         allow_overflow: Accept finite values that become infinite in a cast.
         copied: Name to size of files of `copied_from` that are copied unchanged.
         copied_from: Where they are.
@@ -136,7 +145,7 @@ class ConversionPlan:
     report: Report
     max_memory: int
     overwrite: bool = False
-    jobs: int = 1
+    jobs: int | None = None
     allow_overflow: bool = False
     copied: Mapping[str, int] = field(default_factory=dict)
     copied_from: Store | None = None
@@ -164,27 +173,28 @@ class ConversionPlan:
     def write_payload(
         self, files: Sequence[OutputFile], publication: Publication, on_progress: OnProgress | None
     ) -> Hashes:
-        """Write payload files, `jobs` of them side by side, and return the hashes of their blocks.
+        """Write payload files, as many side by side as there are threads, and return the hashes of their blocks.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
             StorageError: Reading or writing failed.
             UsageError: A file has another size than planned.
         """
-        writers = max(min(self.jobs, len(files)), 1)
+        threads = self._count_threads(files)
+        writers = max(min(threads, len(files)), 1)
         meter = Meter(self.files.nbytes, on_progress)
-        budget = MemoryBudget.share(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
-        stream = TensorStream(self.reader, budget, meter, allow_overflow=self.allow_overflow)
-        if writers == 1:
-            return {file.name: _write_file(file, stream, publication) for file in files}
-        with ThreadPoolExecutor(writers) as pool:
-            started = {pool.submit(_write_file, file, stream, publication): file.name for file in files}
-            try:
-                return {started[done]: done.result() for done in as_completed(started)}
-            except BaseException:
-                meter.stop()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        budget = MemoryBudget.share(self.max_memory, threads, is_local=self.reader.store.capabilities.is_local)
+        with closing(WorkerPool(threads, writers)) as pool:
+            stream = TensorStream(self.reader, budget, meter, pool, allow_overflow=self.allow_overflow)
+            if writers == 1:
+                return {file.name: _write_file(file, stream, publication) for file in files}
+            return _write_files(files, writers, stream, publication, meter)
+
+    def _count_threads(self, files: Sequence[OutputFile]) -> int:
+        if self.jobs is not None:
+            return limit_threads(self.jobs, self.max_memory - RESERVED_BYTES)
+        is_local = self.reader.store.capabilities.is_local and local_path(self.report.target) is not None
+        return count_threads(sum(file.nbytes for file in files), self.max_memory, is_local=is_local)
 
     def finish(self, layout: Layout, hashes: Hashes, publication: Publication) -> None:
         """Write the files beside the payload, the last file last. Raises StorageError."""
@@ -194,6 +204,20 @@ class ConversionPlan:
                     with publication.create(name) as writer:
                         writer.copy_from(self.copied_from, name, 0, size)
         layout.write_rest(hashes, publication)
+
+
+def _write_files(
+    files: Sequence[OutputFile], writers: int, stream: TensorStream, publication: Publication, meter: Meter
+) -> Hashes:
+    """Write files side by side; once one fails, the others stop."""
+    with ThreadPoolExecutor(writers) as pool:
+        started = {pool.submit(_write_file, file, stream, publication): file.name for file in files}
+        try:
+            return {started[done]: done.result() for done in as_completed(started)}
+        except BaseException:
+            meter.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def _write_file(file: OutputFile, stream: TensorStream, publication: Publication) -> tuple[int, ...]:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.reader import Reader
+from shardckpt.manifest import Encoded
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.report import OnProgress, Progress
+from shardckpt.offline.write.worker_pool import PoolTask, WorkerPool
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.storage.store import Store, Writer
+from shardckpt.storage.store import PositionedWriter, Read, Store, Writer
 
-_RESERVED_BYTES = 20 * 2**20
+_T = TypeVar("_T")
+
+RESERVED_BYTES = 20 * 2**20
 """What the modules of a conversion add to those of `inspect`, measured as resident memory (numpy: 16 MiB)."""
 
 _BUFFERS = 4
-"""A batch exists at most so many times: being written, and as stored, as staged and as cast of the one after it."""
+"""For each thread a batch exists at most so many times: as stored, as staged, as cast, and written meanwhile."""
 
 _LEAST_BATCH_BYTES = 1 << 16
 _LOCAL_BATCH_BYTES = 1 << 20
@@ -38,10 +43,13 @@ _WIDE_BATCH_BYTES = 1 << 25
 _COPY_BYTES = 1 << 18
 _COPY_STEP_BYTES = 1 << 28
 
+_BATCHES_OF_A_TASK = 8
+"""Threads share a long copy in tasks of so many batches."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """How much memory one writer may use.
+    """How much memory one thread may use.
 
     Attributes:
         batch_bytes: Most bytes of one batch.
@@ -54,15 +62,15 @@ class MemoryBudget:
     step_bytes: int
 
     @classmethod
-    def share(cls, max_memory: int, writers: int, *, is_local: bool) -> MemoryBudget:
-        """Share a cap on added memory, in bytes, among writers that run side by side.
+    def share(cls, max_memory: int, threads: int, *, is_local: bool) -> MemoryBudget:
+        """Share a cap on added memory, in bytes, among threads that run side by side.
 
         Args:
             max_memory: The cap.
-            writers: How many share it.
+            threads: How many share it.
             is_local: Whether the source's files are on this machine.
         """
-        share = max(max_memory - _RESERVED_BYTES, 0) // (_BUFFERS * writers)
+        share = max(max_memory - RESERVED_BYTES, 0) // (_BUFFERS * threads)
         share = max(share, _LEAST_BATCH_BYTES)
         batch = min(share, _LOCAL_BATCH_BYTES if is_local else _REMOTE_BATCH_BYTES)
         return cls(batch, min(share, _WIDE_BATCH_BYTES), _COPY_STEP_BYTES if is_local else 2 * batch)
@@ -103,6 +111,22 @@ class CountingWriter:
         self._writer.copy_from(source, name, offset, nbytes)
         self.nbytes += nbytes
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether threads can fill the file at the same time."""
+        return isinstance(self._writer, PositionedWriter)
+
+    def skip(self, nbytes: int) -> int:
+        """Reserve bytes that `write_at` fills, and return the offset of the first. Raises StorageError."""
+        assert isinstance(self._writer, PositionedWriter), "the file is written from its start to its end"
+        self.nbytes += nbytes
+        return self._writer.skip(nbytes)
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write data at an offset in a reserved range. Raises StorageError."""
+        assert isinstance(self._writer, PositionedWriter), "the file is written from its start to its end"
+        self._writer.write_at(offset, data)
+
 
 class Stopped(BaseException):
     """Unwinds a writing thread after another one failed; no error, so that no target takes it for one."""
@@ -118,7 +142,7 @@ class Meter:
 
     def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
         self._total, self._on_progress = total_bytes, on_progress
-        self._done, self._start, self._lock = 0, time.perf_counter(), Lock()
+        self._done, self._start, self._lock = 0, time.perf_counter(), threading.Lock()
         self._stopped = False
         self._raised: list[BaseException] = []
 
@@ -167,11 +191,16 @@ class TensorStream:
         reader: The open checkpoint.
         budget: Memory that may be used.
         meter: Counts the bytes written.
+        pool: Threads that read, cast and write.
         allow_overflow: Accept finite values that become infinite in a cast.
     """
 
-    def __init__(self, reader: Reader, budget: MemoryBudget, meter: Meter, *, allow_overflow: bool = False) -> None:
-        self._reader, self._budget, self._meter, self._allow_overflow = reader, budget, meter, allow_overflow
+    def __init__(
+        self, reader: Reader, budget: MemoryBudget, meter: Meter, pool: WorkerPool, *, allow_overflow: bool = False
+    ) -> None:
+        self._reader, self._budget, self._meter, self._pool = reader, budget, meter, pool
+        self._allow_overflow = allow_overflow
+        self._scratch = _Scratch()
 
     def is_from_caller(self, error: BaseException) -> bool:
         """Return True if an error is what the caller's `on_progress` raised, to stop the work."""
@@ -180,40 +209,94 @@ class TensorStream:
     def write_tensors(self, tensors: Sequence[OutputTensor], writer: FileSink) -> None:
         """Write full tensors back to back; bytes that do not change are copied from file to file.
 
+        Several threads fill the file if it can be written at any offset.
+
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
             StorageError: Reading or writing failed.
         """
         budget = self._budget
         plan = steps(tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES, wide_bytes=budget.wide_bytes)
-        self._write(plan, writer, writer)
+        if self._pool.threads > 1 and isinstance(writer, CountingWriter) and writer.has_positions:
+            self._write_side_by_side(plan, writer, sum(tensor.nbytes for tensor in tensors))
+        else:
+            self._write_in_order(plan, writer, writer)
 
     def write_parts(self, parts: Iterable[TensorPart], sink: Sink) -> None:
-        """Write parts of tensors back to back.
+        """Write parts of tensors back to back; threads assemble them, this one writes them.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
             StorageError: Reading or writing failed.
         """
-        self._write(batches(parts, self._budget.batch_bytes, self._budget.wide_bytes), sink)
+        self._write_in_order(batches(parts, self._budget.batch_bytes, self._budget.wide_bytes), sink)
 
-    def _write(self, plan: Iterable[Copy | Batch], sink: Sink, writer: FileSink | None = None) -> None:
-        pieces = PieceReader(self._reader.store)
-        current: OutputTensor | None = None
-        with _WriteBehind(sink, self._budget.batch_bytes) as behind:
-            for step in plan:
+    def _write_side_by_side(self, plan: Iterable[Copy | Batch], writer: CountingWriter, total: int) -> None:
+        start = writer.skip(total)
+        with self._pool.run(self._plan_tasks(plan, writer, start), 2 * self._pool.threads) as done:
+            for written in done:
+                self._meter.add(written)
+                total -= written
+        assert not total, "the steps of a plan have the bytes of its tensors"
+
+    def _plan_tasks(self, plan: Iterable[Copy | Batch], writer: CountingWriter, at: int) -> Iterator[PoolTask[int]]:
+        """Yield tasks that write a plan from an offset of the file on; each returns how many bytes it wrote."""
+        assembler = _Assembler(self._reader.store, self._scratch, allow_overflow=self._allow_overflow)
+        for step in split_copies(plan, _BATCHES_OF_A_TASK * self._budget.batch_bytes):
+            if isinstance(step, Copy):
+                yield PoolTask(partial(self._copy_to, writer, at, step))
+            else:
+                is_decoded = assembler.is_decoded(step)
+                yield PoolTask(partial(self._assemble_to, writer, at, step, assembler, is_decoded), is_decoded)
+            at += step.nbytes
+
+    def _copy_to(self, writer: CountingWriter, at: int, copy: Copy) -> int:
+        buffer = self._scratch.get("out", min(copy.nbytes, self._budget.batch_bytes))
+        for start in range(0, copy.nbytes, len(buffer)):
+            part = buffer[: copy.nbytes - start]
+            self._reader.store.read([Read(copy.file, copy.offset + start, part)])
+            writer.write_at(at + start, part)
+        return copy.nbytes
+
+    def _assemble_to(
+        self, writer: CountingWriter, at: int, batch: Batch, assembler: _Assembler, is_decoded: bool
+    ) -> int:
+        data = self._scratch.get("out", batch.nbytes)
+        assembler.assemble(batch, data, is_decoded=is_decoded)
+        writer.write_at(at, data)
+        return batch.nbytes
+
+    def _write_in_order(self, plan: Iterable[Copy | Batch], sink: Sink, writer: FileSink | None = None) -> None:
+        free: deque[bytearray] = deque()
+        with self._pool.run(self._assemble_ahead(plan, free), self._pool.ahead) as done:
+            for step, data in done:
                 if isinstance(step, Copy):
                     assert writer is not None, "only full files are copied"
-                    behind.wait()
                     self._copy(step, writer)
                     continue
-                if step.takes[-1].tensor is not current:
-                    pieces.forget()
-                    current = step.takes[-1].tensor
-                data = behind.buffer(step.nbytes)
-                assemble(pieces, step, data, self._allow_overflow)
-                behind.write(data)
+                sink.write(memoryview(data)[: step.nbytes])
+                free.append(data)
                 self._meter.add(step.nbytes)
+
+    def _assemble_ahead(
+        self, plan: Iterable[Copy | Batch], free: deque[bytearray]
+    ) -> Iterator[PoolTask[tuple[Copy | Batch, bytearray]]]:
+        """Yield tasks that assemble batches, in buffers whose last content is written."""
+        assembler = _Assembler(self._reader.store, self._scratch, allow_overflow=self._allow_overflow)
+
+        def assemble(batch: Batch, data: bytearray, is_decoded: bool) -> tuple[Copy | Batch, bytearray]:
+            assembler.assemble(batch, memoryview(data)[: batch.nbytes], is_decoded=is_decoded)
+            return batch, data
+
+        for step in plan:
+            if isinstance(step, Copy):
+                yield PoolTask(partial(_return, (step, bytearray())))
+                continue
+            data = free.popleft() if free else bytearray()
+            if len(data) < step.nbytes:
+                data = bytearray(max(step.nbytes, self._budget.batch_bytes))
+            is_decoded = assembler.is_decoded(step)
+            yield PoolTask(partial(assemble, step, data, is_decoded), is_decoded)
 
     def _copy(self, step: Copy, writer: FileSink) -> None:
         most = self._budget.step_bytes
@@ -221,6 +304,105 @@ class TensorStream:
             size = min(most, step.nbytes - start)
             writer.copy_from(self._reader.store, step.file, step.offset + start, size)
             self._meter.add(size)
+
+
+def _return(value: _T) -> _T:
+    return value
+
+
+def split_copies(plan: Iterable[Copy | Batch], most: int) -> Iterator[Copy | Batch]:
+    """Yield the steps of a plan, with long copies as several of at most `most` bytes."""
+    for step in plan:
+        if isinstance(step, Batch):
+            yield step
+            continue
+        for start in range(0, step.nbytes, most):
+            yield Copy(step.file, step.offset + start, min(most, step.nbytes - start))
+
+
+class _Scratch:
+    """Buffers of each thread by use, kept for its next task."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def get(self, use: str, nbytes: int) -> memoryview:
+        """Return a buffer of `nbytes`; what it held before is lost."""
+        kept: bytearray = self._local.__dict__.get(use, b"")
+        if len(kept) < nbytes:
+            kept = self._local.__dict__[use] = bytearray(nbytes)
+        return memoryview(kept)[:nbytes]
+
+
+class _Assembler:
+    """Assembles the batches of one file on any thread; the decoders of encoded pieces run forward only.
+
+    Args:
+        store: Store of the source.
+        scratch: Memory for what is cast.
+        allow_overflow: Accept finite values that become infinite in a cast.
+    """
+
+    def __init__(self, store: Store, scratch: _Scratch, *, allow_overflow: bool) -> None:
+        self._store, self._scratch, self._allow_overflow = store, scratch, allow_overflow
+        self._decoding = PieceReader(store)
+        self._decoded: OutputTensor | None = None
+        self._last: tuple[OutputTensor | None, bool] = (None, False)
+
+    def is_decoded(self, batch: Batch) -> bool:
+        """Return True if a batch has encoded pieces, so that it can only follow the one before it."""
+        return any(self._has_encoded_pieces(take.tensor) for take in batch.takes)
+
+    def _has_encoded_pieces(self, tensor: OutputTensor) -> bool:
+        if self._last[0] is not tensor:
+            self._last = tensor, any(isinstance(piece.layout, Encoded) for piece in tensor.entry.pieces)
+        return self._last[1]
+
+    def assemble(self, batch: Batch, out: memoryview, *, is_decoded: bool) -> None:
+        """Fill a buffer with a batch, cast where its tensors are cast.
+
+        Args:
+            batch: What is wanted.
+            out: Exactly the batch's bytes.
+            is_decoded: What the method of that name has returned.
+
+        Raises:
+            CheckpointError: The source's bytes cannot be read, or a cast overflows.
+            StorageError: Reading failed.
+        """
+        pieces = self._pieces(batch) if is_decoded else PieceReader(self._store)
+        targets = self._targets(batch, out)
+        wants = zip(batch.takes, targets, strict=True)
+        pieces.fill([ReadItem(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in wants])
+        for take, data in zip(batch.takes, targets, strict=True):
+            if take.tensor.is_computed:
+                self._compute(take, data, out[take.offset : take.offset + take.nbytes])
+
+    def _pieces(self, batch: Batch) -> PieceReader:
+        """Return the reader that decodes; the decoders of a tensor are dropped once another one is wanted."""
+        if batch.takes[-1].tensor is not self._decoded:
+            self._decoding.forget()
+            self._decoded = batch.takes[-1].tensor
+        return self._decoding
+
+    def _targets(self, batch: Batch, out: memoryview) -> list[memoryview]:
+        """Return where each block of a batch is read to: its place, or memory from which it is cast."""
+        sizes = [nbytes(t.tensor.entry.stored, t.box.volume) if t.tensor.is_computed else 0 for t in batch.takes]
+        stored = self._scratch.get("stored", sum(sizes))
+        targets: list[memoryview] = []
+        for take, size in zip(batch.takes, sizes, strict=True):
+            if take.tensor.is_computed:
+                targets.append(stored[:size])
+                stored = stored[size:]
+            else:
+                targets.append(out[take.offset : take.offset + take.nbytes])
+        return targets
+
+    def _compute(self, take: Take, data: memoryview, out: memoryview) -> None:
+        tensor, stored = take.tensor, take.tensor.entry.stored
+        if tensor.change is not None:
+            data, stored = tensor.change(take.box, data, stored)
+        cast_into(data, stored, out, tensor.dtype, name=tensor.name, allow_overflow=self._allow_overflow)
 
 
 Encoder = Callable[[TensorStream, FileSink], tuple[int, ...]]
@@ -274,89 +456,3 @@ def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[B
             size += written
     if takes:
         yield Batch(size, tuple(takes))
-
-
-class _WriteBehind:
-    """Writes one batch on a thread of its own while the next one is assembled, through two buffers.
-
-    Leaving the block waits for the last write, whatever happened, so that nobody closes the file under it.
-
-    Args:
-        writer: Where the batches go, in order.
-        nbytes: Bytes of a usual batch.
-    """
-
-    def __init__(self, writer: Sink, nbytes: int) -> None:
-        self._writer = writer
-        self._free, self._busy = bytearray(nbytes), bytearray(nbytes)
-        self._thread = ThreadPoolExecutor(1)
-        self._pending: Future[None] | None = None
-
-    def buffer(self, nbytes: int) -> memoryview:
-        """Return a buffer of `nbytes` that no write is reading."""
-        if len(self._free) < nbytes:
-            self._free = bytearray(nbytes)
-        return memoryview(self._free)[:nbytes]
-
-    def write(self, batch: memoryview) -> None:
-        """Begin to write what the last buffer holds, once the write before is done.
-
-        Raises:
-            StorageError: The write before failed.
-        """
-        self.wait()
-        self._pending = self._thread.submit(self._writer.write, batch)
-        self._free, self._busy = self._busy, self._free
-
-    def wait(self) -> None:
-        """Wait for the write that is under way.
-
-        Raises:
-            StorageError: It failed.
-        """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def __enter__(self) -> _WriteBehind:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._thread.shutdown(wait=True)
-        if kind is None:
-            self.wait()
-
-
-def assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow: bool) -> None:
-    """Fill a buffer with a batch, cast where its tensors are cast.
-
-    Args:
-        pieces: Reads from the source.
-        batch: What is wanted.
-        out: Exactly the batch's bytes.
-        allow_overflow: Accept finite values that become infinite in a cast.
-
-    Raises:
-        CheckpointError: The source's bytes cannot be read, or a cast overflows.
-        StorageError: Reading failed.
-    """
-    staged: Sequence[tuple[Take, memoryview]] = [
-        (take, memoryview(bytearray(nbytes(take.tensor.entry.stored, take.box.volume))))
-        if take.tensor.is_computed
-        else (take, out[take.offset : take.offset + take.nbytes])
-        for take in batch.takes
-    ]
-    pieces.fill([ReadItem(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in staged])
-    for take, data in staged:
-        if take.tensor.is_computed:
-            stored = take.tensor.entry.stored
-            if take.tensor.change is not None:
-                data, stored = take.tensor.change(take.box, data, stored)
-            cast_into(
-                data,
-                stored,
-                out[take.offset : take.offset + take.nbytes],
-                take.tensor.dtype,
-                name=take.tensor.name,
-                allow_overflow=allow_overflow,
-            )

@@ -14,7 +14,6 @@ import torch
 from harness import raised_everywhere, run
 
 import shardckpt
-from shardckpt.errors import UsageError
 from shardckpt.offline.write.parallel import share_out
 
 ROWS = 64
@@ -109,9 +108,19 @@ def test_a_target_that_exists_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "mine").read_text() == "x"
 
 
-def test_one_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="ranks share files, and there is but one"):
-        shardckpt.consolidate(write(tmp_path), tmp_path / "out.pt", parallel=True)
+def _convert_to_one(_rank: int, _world: int, folder: Path, name: str) -> int:
+    return len(shardckpt.consolidate(folder / "src.pt", folder / name, overwrite=True, parallel=True).files)
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_one_file_is_written_by_the_first_rank(name: str, tmp_path: Path) -> None:
+    source = write(tmp_path)
+    (tmp_path / "alone").mkdir()
+    shardckpt.consolidate(source, tmp_path / "alone" / name)
+    for _ in range(2):  # the second time it is replaced
+        assert run(2, _convert_to_one, tmp_path, name) == [1, 1]
+        assert (tmp_path / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["alone", name, "src.pt"])
 
 
 def test_files_are_shared_out_by_size() -> None:

@@ -1,0 +1,200 @@
+"""One file by several threads: the bytes that one thread writes, the first error, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import shardckpt
+from shardckpt.errors import NoSpaceError, PrecisionError, StorageError
+from shardckpt.offline.write import stream
+from shardckpt.storage.local import LocalStore
+
+ROWS, COLUMNS = 96, 64
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor takes many batches, and every copy many tasks."""
+    monkeypatch.setattr(stream, "_LEAST_BATCH_BYTES", 512)
+    monkeypatch.setattr(stream, "_LOCAL_BATCH_BYTES", 512)
+    monkeypatch.setattr(stream, "_WIDE_BATCH_BYTES", 2048)
+    monkeypatch.setattr(stream, "_COPY_BYTES", 2048)
+    monkeypatch.setattr(stream, "_BATCHES_OF_A_TASK", 2)
+
+
+def by_rows_and_columns(folder: Path) -> Path:
+    """Two ranks: `rows` is copied run by run, `columns` is put together, and many are small."""
+    folder.mkdir()
+    random = np.random.default_rng(7)
+    for rank in range(2):
+        arrays, offsets = {}, {}
+        for number in range(3):
+            arrays[f"rows.{number}"] = random.standard_normal((ROWS // 2, COLUMNS)).astype(np.float32)
+            offsets[f"rows.{number}"] = [rank * ROWS // 2, 0]
+            arrays[f"columns.{number}"] = random.standard_normal((ROWS, COLUMNS // 2)).astype(np.float32)
+            offsets[f"columns.{number}"] = [0, rank * COLUMNS // 2]
+        if rank == 0:
+            small = {f"small.{number}": random.standard_normal(5).astype(np.float32) for number in range(40)}
+            arrays |= small
+            offsets |= {name: [0] for name in small}
+        info = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
+        header = {"DCP_SHARDING_INFO": str(info).replace("'", '"')}
+        save_file(arrays, folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors", header)
+    return folder
+
+
+def transposed(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save({"t": torch.randn(COLUMNS, ROWS).T, "w": torch.randn(ROWS, COLUMNS)}, folder / "a.pt")
+    return folder
+
+
+def deflated(folder: Path) -> Path:
+    """Streams that are decoded forward only, beside one that is not encoded."""
+    folder.mkdir()
+    torch.save({f"w{n}": torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS) + n for n in range(4)}, folder / "a.pt")
+    plain = (folder / "a.pt").rename(folder / "plain")
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(folder / "a.pt", "w") as target:
+        for number, info in enumerate(source.infolist()):
+            target.writestr(
+                info.filename, source.read(info), zipfile.ZIP_DEFLATED if number % 3 else zipfile.ZIP_STORED
+            )
+    plain.unlink()
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder; a save's id is the only thing that differs."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    return {re.sub(r"^[0-9a-z]{15}-", "", file.name): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("make", [by_rows_and_columns, transposed, deflated])
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("one.safetensors", {}),
+        ("many", {"max_shard_size": 30_000}),
+        ("half", {"dtype": "bf16"}),
+        ("torch", {"to": "torch"}),
+        ("dcp", {"to": "dcp"}),
+    ],
+)
+def test_any_number_of_threads_writes_the_same_bytes(
+    make: Callable[[Path], Path], target: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    source = make(tmp_path / "src")
+    written = []
+    for jobs in (1, 2, 4, 7):
+        out = tmp_path / str(jobs) / target
+        shardckpt.consolidate(source, out, jobs=jobs, **options)
+        written.append(content(out))
+    assert sum(map(len, written[0].values())) > 15_000
+    assert all(each == written[0] for each in written[1:])
+
+
+@pytest.mark.parametrize("jobs", [2, 4])
+def test_a_step_written_by_threads_is_verified(jobs: int, tmp_path: Path) -> None:
+    source = by_rows_and_columns(tmp_path / "src")
+    shardckpt.convert(source, tmp_path / "step", to="native", jobs=jobs)
+    assert shardckpt.verify(tmp_path / "step").problems == ()
+    assert shardckpt.diff(source, tmp_path / "step").same
+    shardckpt.consolidate(tmp_path / "step", tmp_path / "back", jobs=jobs)
+    assert shardckpt.diff(source, tmp_path / "back").same
+
+
+def test_threads_are_many_and_the_progress_is_told_by_the_calling_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers, tellers, sizes, whole = set(), set(), [], os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        writers.add(threading.get_ident())
+        sizes.append(len(data))
+        return whole(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    done = []
+
+    def tell(progress: shardckpt.Progress) -> None:
+        tellers.add(threading.get_ident())
+        done.append(progress.done_bytes)
+
+    source = by_rows_and_columns(tmp_path / "src")
+    report = shardckpt.consolidate(source, tmp_path / "one.safetensors", jobs=3, on_progress=tell)
+    assert 1 < len(writers) <= 3
+    assert tellers == {threading.get_ident()}
+    assert done == sorted(done) and done[-1] == report.nbytes
+    assert max(sizes) <= 512
+
+
+@pytest.mark.parametrize("target", ["one.safetensors", "many"])
+def test_a_disk_that_is_full_stops_all_threads_and_leaves_nothing(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, count = os.pwrite, iter(range(10**6))
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if next(count) > 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(fd, data, offset)
+
+    source = by_rows_and_columns(tmp_path / "src")
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(NoSpaceError, match=r"\.safetensors"):
+        shardckpt.consolidate(source, tmp_path / target, jobs=3, max_shard_size=30_000)
+    assert next(count) < 60
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_the_first_batch_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = by_rows_and_columns(tmp_path / "src")
+    whole, lock, calls = LocalStore.read, threading.Lock(), [0]
+
+    def broken(self: LocalStore, reads: list) -> None:
+        with lock:
+            calls[0] += any(read.buffer.nbytes == 512 for read in reads)
+        if calls[0] > 10 and any("shard-00002" in read.name for read in reads):
+            raise StorageError("cannot read", where=reads[0].name)
+        whole(self, reads)
+
+    monkeypatch.setattr(LocalStore, "read", broken)
+    with pytest.raises(StorageError, match="cannot read"):
+        shardckpt.consolidate(source, tmp_path / "one.safetensors", jobs=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_a_value_that_is_lost_in_a_thread_is_named(tmp_path: Path) -> None:
+    values = np.ones((ROWS, COLUMNS), np.float32)
+    values[50, 3] = 1e38
+    (tmp_path / "src").mkdir()
+    save_file({"a": np.ones((ROWS, COLUMNS), np.float32), "w": values}, tmp_path / "src" / "model.safetensors")
+    with pytest.raises(PrecisionError, match=r"1 finite values of 'w'"):
+        shardckpt.consolidate(tmp_path / "src", tmp_path / "out", dtype="fp16", jobs=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize("target", ["one.safetensors", "many"])
+def test_an_interrupt_stops_all_threads_and_leaves_nothing(target: str, tmp_path: Path) -> None:
+    source = by_rows_and_columns(tmp_path / "src")
+    before = threading.active_count()
+
+    def stop(progress: shardckpt.Progress) -> None:
+        if progress.done_bytes > 20_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shardckpt.consolidate(source, tmp_path / target, jobs=3, max_shard_size=30_000, on_progress=stop)
+    assert threading.active_count() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
