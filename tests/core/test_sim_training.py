@@ -19,7 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from under_test import core
+from under_test import TORCH, core
+
+if not TORCH:
+    from shardckpt.core.comm.collectives import ShardGroup
 
 WORLDS = pytest.mark.parametrize("world", [1, 2])
 FRONTS = pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -317,6 +320,34 @@ def step_in_many_ways(rank: int, world: int, front_end: str, device: str) -> lis
 @FRONTS
 def test_the_host_waits_for_no_copy_with_clipping_accumulation_and_low_precision(front_end):
     assert sim.ranks(2, step_in_many_ways, front_end, "sim") == [[0, 0]] * 2
+
+
+def note_rows(rank: int, world: int, front_end: str, is_low: bool, device: str) -> tuple[set[int], list[int]]:
+    """Return how far the rows of reduce-scatters are from a multiple of 128 bytes, and the sizes of the shards."""
+    types = {"param_dtype": torch.bfloat16}
+    low = {"mp_policy": core.MixedPrecisionPolicy(**types)} if front_end == "in place" else {}
+    low = low or {"mixed_precision": core.MixedPrecision(**types)}
+    model = build(front_end, device, **(low if is_low else {}))
+    rows: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        reduce_scatter = ShardGroup.reduce_scatter
+
+        def noted(group: ShardGroup, out: torch.Tensor, full: torch.Tensor, *more: Any) -> Any:
+            rows.add(full.nbytes // group.size % 128)
+            return reduce_scatter(group, out, full, *more)
+
+        patch.setattr(ShardGroup, "reduce_scatter", noted)
+        loss_of(model, 0, device).backward()
+    return rows, [local(parameter).numel() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("is_low", [False, True], ids=["fp32", "bf16"])
+@FRONTS
+def test_rows_of_reduce_scatters_are_aligned_on_a_device_and_shards_are_those_of_the_cpu(front_end, is_low):
+    on_device, on_cpu = on_both(2, note_rows, front_end, is_low)
+    assert [rows for rows, _ in on_device] == [{0}] * 2
+    assert [sizes for _, sizes in on_device] == [sizes for _, sizes in on_cpu]
+    assert all(rows != {0} for rows, _ in on_cpu)
 
 
 def are_pinned(model: nn.Module) -> set[bool]:

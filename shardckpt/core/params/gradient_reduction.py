@@ -17,6 +17,9 @@ from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
 from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_event, record_stream
 
+_ROW_ALIGNMENT = 128
+"""Bytes that the length of a row of a reduce-scatter is a multiple of on a device: kernels use full cache lines."""
+
 
 @dataclass(frozen=True)
 class ReduceOptions:
@@ -226,6 +229,8 @@ class GradientReducer:
         chunk, size, count = self._layout.packing.layout.chunk, self._group.size, len(gradients)
         row = chunk + count
         device = how.device
+        if size > 1 and has_streams(device):
+            row += -row % (_ROW_ALIGNMENT // how.dtype.itemsize)
         own = self._comms.reduce_scatter
         source = allocate(own, size * row, how.dtype, device)
         rows = source.view(size, row)
@@ -304,7 +309,7 @@ class GradientReducer:
             gradient.div_(after)
         if self._comms.all_reduce_hook is not None:
             self._comms.all_reduce_hook(gradient)
-        return self._move_to_shard(_build_result(gradient, reduction.has, out[chunk:]))
+        return self._move_to_shard(_build_result(gradient, reduction.has, out[chunk : chunk + len(reduction.has)]))
 
     def _keep_partial(self, out: torch.Tensor) -> None:
         self._partial = self._add_partial(out)
