@@ -19,6 +19,7 @@ __all__ = [
     "TorchStreams",
     "copy_to_pinned",
     "get_current_stream",
+    "has_pinned_copies",
     "has_pinned_memory",
     "has_streams",
     "is_device_error",
@@ -201,6 +202,11 @@ def has_pinned_memory() -> bool:
     """Return True if an accelerator copies from and to pinned memory asynchronously to the host."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found is not None and found.type not in _WITHOUT_PINNED_MEMORY
+
+
+def has_pinned_copies(device: torch.device) -> bool:
+    """Return True if copies between a device and pinned memory run beside the host."""
+    return has_streams(device) and is_gpu_used()
 
 
 def is_gpu_used() -> bool:

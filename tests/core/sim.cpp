@@ -136,10 +136,14 @@ int64_t launched = 0;
 
 void finish_uploads();
 
-Tensor host(const Tensor& tensor) {
-  finish_uploads();
+Tensor view_on_host(const Tensor& tensor) {
   auto options = tensor.options().device(at::kCPU).requires_grad(false);
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
+}
+
+Tensor host(const Tensor& tensor) {
+  finish_uploads();
+  return view_on_host(tensor);
 }
 
 void finish(int64_t until) {
@@ -178,6 +182,12 @@ void launch(const Tensor& from, const Tensor& to) {
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (from.numel() == 0) return to;
+  bool is_upload = from.is_cpu() && !to.is_cpu() && !is_internal && non_blocking && is_pinned(from.data_ptr());
+  if (is_upload && from.sizes() == to.sizes()) {
+    ++to_device.pinned;
+    launch_upload(from, view_on_host(to));
+    return to;
+  }
   Tensor source = from.is_cpu() ? from : host(from), target = to.is_cpu() ? to : host(to);
   if (from.is_cpu() == to.is_cpu() || is_internal) {
     target.copy_(source.expand_as(target));
@@ -188,10 +198,6 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   ++(beside ? copies.pinned : non_blocking ? copies.pageable : copies.blocking);
   if (beside && to.is_cpu()) {
     launch(source.expand_as(target), to);
-    return to;
-  }
-  if (beside && source.sizes() == target.sizes()) {
-    launch_upload(source, target);
     return to;
   }
   if (!beside) finish_all();

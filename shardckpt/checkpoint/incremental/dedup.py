@@ -22,6 +22,7 @@ from shardckpt.checkpoint.incremental.base_checkpoint import (
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, RankSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
+from shardckpt.devices import CurrentStreams
 from shardckpt.errors import UsageError
 from shardckpt.format.native.base_refs import Base
 from shardckpt.format.native.commit import MAX_BASES
@@ -61,8 +62,14 @@ def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorSh
     """
     if sum(chunk.nbytes for chunk in chunks) < _WORTH_THREADS_BYTES:
         return [chunk_digest(chunk, arrays) for chunk in chunks]
+    streams = CurrentStreams(shard.tensor.device for chunk in chunks for shard in arrays[chunk.path].shards)
+
+    def digest(chunk: PayloadChunk) -> bytes:
+        with streams.use():
+            return chunk_digest(chunk, arrays)
+
     with ThreadPoolExecutor(_HASHERS, thread_name_prefix="shardckpt-hash") as pool:
-        return list(pool.map(lambda chunk: chunk_digest(chunk, arrays), chunks))
+        return list(pool.map(digest, chunks))
 
 
 @dataclass(frozen=True)

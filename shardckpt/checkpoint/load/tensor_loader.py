@@ -12,7 +12,16 @@ import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, shift
 from shardckpt.checkpoint.load import torch_casts
+from shardckpt.checkpoint.load.uploads import (
+    PINNED_BYTES,
+    PlacedUpload,
+    Upload,
+    UploadBuffers,
+    copy_to_device,
+    place_uploads,
+)
 from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cpu, narrow_to_box
+from shardckpt.devices import has_pinned_copies
 from shardckpt.dtypes import nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
@@ -43,9 +52,10 @@ class ElementReader:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._pieces = PieceReader(store)
+        self._buffers = UploadBuffers(0, ())
 
     def read(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read what is ready.
+        """Read what is ready; when this returns, it is in its place, on devices too.
 
         Args:
             wanted: As `CheckpointSource.ready` returned it, or some of that.
@@ -54,9 +64,10 @@ class ElementReader:
             CheckpointError: Elements are damaged, or of a kind that cannot be read.
             StorageError: The store failed.
         """
+        self._buffers = _make_buffers(wanted)
         if any(isinstance(piece.layout, Encoded) for entry, _ in wanted for piece in entry.pieces):
             for batch in _batches(wanted):  # a decoder runs forward through all of them
-                batch.carry_out(self._pieces)
+                batch.carry_out(self._pieces, self._buffers)
             self._pieces.forget()
             return
         self._in_threads(self._planned(sorted(wanted, key=_place)))
@@ -81,12 +92,12 @@ class ElementReader:
         begun = list(islice(batches, 2))
         if len(begun) < 2:
             for batch in begun:
-                batch.carry_out(self._pieces)
+                batch.carry_out(self._pieces, self._buffers)
             return
         with ThreadPoolExecutor(_READERS, thread_name_prefix="shardckpt-read") as pool:
             running: deque[Future[None]] = deque()
             for batch in chain(begun, batches):
-                running.append(pool.submit(batch.carry_out, PieceReader(self._store)))
+                running.append(pool.submit(batch.carry_out, PieceReader(self._store), self._buffers))
                 if len(running) > _READERS:
                     running.popleft().result()
             for future in running:
@@ -171,18 +182,39 @@ def _shards(array: TensorShards, entry: TensorEntry) -> Iterator[LocalShard]:
 
 @dataclass
 class _Batch:
-    """What is read at once, and what is to be done then."""
+    """What is read at once, and what is to be done then.
+
+    Attributes:
+        wants: What is put together in this machine's memory.
+        uploads: What goes to devices; one pinned buffer has place for all of it.
+        reads: What is read besides.
+        after: Called when everything is read.
+        nbytes: Bytes of all.
+    """
 
     wants: list[ReadItem] = field(default_factory=list)
+    uploads: list[Upload] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
     nbytes: int = 0
 
-    def carry_out(self, pieces: PieceReader) -> None:
+    def carry_out(self, pieces: PieceReader, buffers: UploadBuffers) -> None:
         """Read, and put what was staged into its place."""
+        if self.uploads:
+            with buffers.take() as buffer:
+                self._read_and_copy(pieces, buffer)
+            return
         pieces.fill(self.wants, self.reads)
         for finish in self.after:
             finish()
+
+    def _read_and_copy(self, pieces: PieceReader, buffer: torch.Tensor) -> None:
+        placed = place_uploads(self.uploads, buffer)
+        pieces.fill([*self.wants, *map(_read_item, placed)], self.reads)
+        for finish in self.after:
+            finish()
+        for each in placed:
+            each.start()
 
 
 def _place(request: ReadRequest) -> tuple[str, int]:
@@ -200,19 +232,36 @@ def _straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
 
 def _batches(wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
     """Divide requests into batches; no buffer is made before its batch is asked for."""
-    batch = _Batch()
+    batch, uploaded = _Batch(), 0
     for entry, array in wanted:
         for box, tensor in _parts(array, entry):
-            buffer, finish = _buffer(tensor, entry)
-            batch.wants.append(ReadItem(entry.pieces, box, entry.stored, buffer))
-            if finish is not None:
-                batch.after.append(finish)
-            batch.nbytes += buffer.nbytes
+            if has_pinned_copies(tensor.device):
+                part = Upload(entry, box, tensor)
+                if uploaded + part.nbytes > PINNED_BYTES:
+                    yield batch
+                    batch, uploaded = _Batch(), 0
+                batch.uploads.append(part)
+                batch.nbytes += part.nbytes
+                uploaded += part.nbytes
+            else:
+                buffer, finish = _buffer(tensor, entry)
+                batch.wants.append(ReadItem(entry.pieces, box, entry.stored, buffer))
+                if finish is not None:
+                    batch.after.append(finish)
+                batch.nbytes += buffer.nbytes
             if batch.nbytes >= BATCH_BYTES:
                 yield batch
-                batch = _Batch()
-    if batch.wants:
+                batch, uploaded = _Batch(), 0
+    if batch.nbytes:
         yield batch
+
+
+def _make_buffers(wanted: Sequence[ReadRequest]) -> UploadBuffers:
+    """Return the buffers for what goes to devices."""
+    shards = [(entry, shard) for entry, array in wanted for shard in array.shards]
+    uploads = [Upload(entry, *shard) for entry, shard in shards if has_pinned_copies(shard.tensor.device)]
+    nbytes = min(PINNED_BYTES, sum(each.nbytes for each in uploads))
+    return UploadBuffers(nbytes, {each.tensor.device for each in uploads})
 
 
 def _windows(wanted: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
@@ -249,14 +298,27 @@ def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
 
 def _parts(array: TensorShards, entry: TensorEntry) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield what is wanted in parts that fit a batch."""
-    most = max(BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
     for box, tensor in array.shards:
+        most = _most_elements(tensor, box, entry)
         if box.volume <= most:
             if box.volume:
                 yield box, tensor
             continue
         for part in contiguous_blocks(box, most):
             yield part, narrow_to_box(tensor, shift(part, box.offset))
+
+
+def _most_elements(tensor: torch.Tensor, box: Box, entry: TensorEntry) -> int:
+    """Return how many elements of an array fit a batch."""
+    most = max(BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
+    if has_pinned_copies(tensor.device):
+        most = min(most, Upload(entry, box, tensor).most_elements)
+    return most
+
+
+def _read_item(placed: PlacedUpload) -> ReadItem:
+    entry, box, _ = placed.upload
+    return ReadItem(entry.pieces, box, entry.stored, flat_bytes(placed.values))
 
 
 def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Callable[[], object] | None]:
@@ -266,8 +328,9 @@ def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Calla
         return flat_bytes(tensor), None
     staged = torch.empty(tuple(tensor.shape), dtype=stored)
     delivered = getattr(torch, entry.dtype)
+    put = copy_to_device if has_pinned_copies(tensor.device) else torch_casts.put
 
     def finish() -> None:
-        torch_casts.put(staged.to(delivered) if delivered != stored else staged, tensor, entry)
+        put(staged.to(delivered) if delivered != stored else staged, tensor, entry)
 
     return flat_bytes(staged), finish

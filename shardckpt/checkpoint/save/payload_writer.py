@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
-from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, join_small, tensor_bytes, view_box
+from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, iter_bytes, view_box
 from shardckpt.format.native.partial_manifest import WrittenPayload
 from shardckpt.format.native.payload import FileHasher, PayloadFile
 from shardckpt.manifest import Path
@@ -54,17 +54,13 @@ def write_payloads(
 
 
 def iter_contents(payload: PayloadFile, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
-    """Yield the bytes of a file behind its header from memory.
+    """Yield the bytes of a file behind its header from memory; each part is valid until the next one is asked for.
 
     Args:
         payload: The layout of the file.
         arrays: The arrays of this rank.
     """
-    for part in join_small(view_box(arrays[chunk.path], chunk.box) for chunk in payload.chunks):
-        if isinstance(part, bytes):
-            yield memoryview(part)
-        else:
-            yield from tensor_bytes(part)
+    return iter_bytes((view_box(arrays[chunk.path], chunk.box) for chunk in payload.chunks), payload.nbytes)
 
 
 class _Hashing:

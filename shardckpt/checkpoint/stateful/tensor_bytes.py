@@ -1,4 +1,4 @@
-"""Bytes of tensors in row-major order, as views if possible or as staged copies."""
+"""Bytes of tensors in row-major order, as views if possible or as staged copies, from devices in pinned memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, shift
+from shardckpt.checkpoint.stateful.pinned_pieces import PinnedPieces
+from shardckpt.devices import has_pinned_copies
 from shardckpt.state.local.local_shards import TensorShards
 
 STAGED_BYTES = 16 << 20
@@ -50,13 +52,46 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     Args:
         tensor: Plain tensor with any strides, on any device; copied in stages if necessary.
     """
+    return iter_bytes((tensor,), tensor.nbytes)
+
+
+def iter_bytes(tensors: Iterable[torch.Tensor], most: int = STAGED_BYTES) -> Iterator[memoryview]:
+    """Yield the bytes of tensors in row-major order; each part is valid until the next one is requested.
+
+    Tensors on a device are copied through two pinned buffers of 16 MiB each: one is filled while the other is read.
+
+    Args:
+        tensors: Plain tensors with any strides, on any devices.
+        most: Total size of the tensors in bytes, or an upper bound of it.
+    """
+    pieces = PinnedPieces(max(min(STAGED_BYTES, most), 1))
+    for part in join_small(tensors):
+        if isinstance(part, torch.Tensor) and not part.is_cpu and has_pinned_copies(part.device):
+            for flat in (part,) if is_flat(part) else _flat_copies(part):
+                yield from pieces.add(view_as_bytes(flat))
+            continue
+        yield from pieces.flush()
+        if isinstance(part, bytes):
+            yield memoryview(part)
+        else:
+            yield from _host_bytes(part)
+    yield from pieces.flush()
+
+
+def _host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     if not tensor.numel():
         return
     if is_flat_on_cpu(tensor):
-        yield copy_bytes(tensor) if tensor.nbytes <= SMALL_BYTES else flat_bytes(tensor)
+        yield flat_bytes(tensor)
         return
+    for part in _flat_copies(tensor):
+        yield flat_bytes(part.cpu())
+
+
+def _flat_copies(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in parts that are flat, on its device."""
     for box in contiguous_blocks(full_box(tuple(tensor.shape)), max(STAGED_BYTES // tensor.element_size(), 1)):
-        yield flat_bytes(narrow_to_box(tensor, box).resolve_conj().resolve_neg().contiguous().cpu())
+        yield narrow_to_box(tensor, box).resolve_conj().resolve_neg().contiguous()
 
 
 def join_small(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | torch.Tensor]:
@@ -107,11 +142,6 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.dtype in _PLAIN and tensor.numel():
         return memoryview(tensor.detach().numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(view_as_bytes(tensor).numpy())  # type: ignore[arg-type]
-
-
-def copy_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a copy of a small flat tensor's memory, in a tenth of the time of a view."""
-    return memoryview(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
 
 _PLAIN = frozenset(

@@ -1,0 +1,185 @@
+"""Elements from this machine's memory to devices through two pinned buffers: one is filled, the other is copied."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from shardckpt.boxes import Box, contiguous_blocks, full_box
+from shardckpt.checkpoint.load import torch_casts
+from shardckpt.checkpoint.stateful.tensor_bytes import STAGED_BYTES, narrow_to_box
+from shardckpt.devices import CurrentStreams, Event, has_pinned_memory, record_event
+from shardckpt.manifest import TensorEntry
+
+__all__ = ["PINNED_BYTES", "PlacedUpload", "Upload", "UploadBuffers", "copy_to_device", "place_uploads"]
+
+PINNED_BYTES = 64 << 20
+"""Bytes of each of the two buffers that files are read to."""
+
+_ALIGNMENT_BYTES = 64
+_BUFFERS = 2
+
+
+class Upload(NamedTuple):
+    """Elements that go to a device.
+
+    Attributes:
+        entry: The array in the checkpoint.
+        box: Which of its elements.
+        tensor: Where they go.
+    """
+
+    entry: TensorEntry
+    box: Box
+    tensor: torch.Tensor
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The type of the elements in the files."""
+        stored: torch.dtype = getattr(torch, self.entry.stored)
+        return stored
+
+    @property
+    def needs_cast(self) -> bool:
+        """Whether the type in the files is another than on the device."""
+        return self.entry.dtype != self.entry.stored or self.tensor.dtype != self.stored
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a buffer that an element needs, before and after a cast."""
+        return self.stored.itemsize + (self.tensor.dtype.itemsize if self.needs_cast else 0)
+
+    @property
+    def most_elements(self) -> int:
+        """As many elements fit a buffer."""
+        return (PINNED_BYTES - 2 * _ALIGNMENT_BYTES) // self.element_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer that it needs."""
+        return prod(self.tensor.shape) * self.element_bytes + 2 * _ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class PlacedUpload:
+    """An upload that has its place in a buffer.
+
+    Attributes:
+        upload: The upload.
+        values: Where its elements are read to.
+        cast: Where they are cast to; None if they are not cast.
+    """
+
+    upload: Upload
+    values: torch.Tensor
+    cast: torch.Tensor | None
+
+    def start(self) -> None:
+        """Start the copy to the device, on the current stream.
+
+        Raises:
+            PrecisionError: A value does not fit the type.
+        """
+        values, entry = self.values, self.upload.entry
+        if self.cast is not None:
+            torch_casts.put(values.to(getattr(torch, entry.dtype)), self.cast, entry)
+            values = self.cast
+        with torch.no_grad():
+            self.upload.tensor.copy_(values, non_blocking=True)
+
+
+class UploadBuffers:
+    """Two pinned buffers for the threads of one load, which copy on the streams that are current where this is made.
+
+    Args:
+        nbytes: Bytes of each.
+        devices: To which they copy.
+    """
+
+    def __init__(self, nbytes: int, devices: Iterable[torch.device]) -> None:
+        self._nbytes = nbytes
+        self._streams = CurrentStreams(devices)
+        self._idle: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        for _ in range(_BUFFERS):
+            self._idle.put(None)
+
+    @contextmanager
+    def take(self) -> Iterator[torch.Tensor]:
+        """Wait for a buffer, and yield it; copies from it are done when the context ends."""
+        buffer = self._idle.get()
+        try:
+            if buffer is None:
+                buffer = _pinned_bytes(self._nbytes)
+            with self._streams.use():
+                try:
+                    yield buffer
+                finally:
+                    for event in self._streams.record_events():
+                        event.synchronize()
+        finally:
+            self._idle.put(buffer)
+
+
+def place_uploads(uploads: Sequence[Upload], buffer: torch.Tensor) -> list[PlacedUpload]:
+    """Give uploads their places in a buffer that is large enough."""
+    placed, at = [], 0
+    for each in uploads:
+        shape = tuple(each.tensor.shape)
+        values, at = _take(buffer, at, shape, each.stored)
+        cast = None
+        if each.needs_cast:
+            cast, at = _take(buffer, at, shape, each.tensor.dtype)
+        placed.append(PlacedUpload(each, values, cast))
+    return placed
+
+
+def copy_to_device(values: torch.Tensor, tensor: torch.Tensor, entry: TensorEntry) -> None:
+    """Copy elements from any memory to a device, on the current stream, and wait for the copy.
+
+    Args:
+        values: On the CPU.
+        tensor: Of the same shape, of any type.
+        entry: The array that they are a part of.
+
+    Raises:
+        PrecisionError: A value does not fit the type.
+    """
+    if values.dtype != tensor.dtype:
+        cast = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+        torch_casts.put(values, cast, entry)
+        values = cast
+    most = max(STAGED_BYTES // values.element_size(), 1)
+    buffers = [_pinned_bytes(min(STAGED_BYTES, values.nbytes)) for _ in range(_BUFFERS)]
+    copied: deque[Event | None] = deque()
+    for number, box in enumerate(contiguous_blocks(full_box(tuple(values.shape)), most)):
+        if len(copied) == _BUFFERS:
+            _wait(copied.popleft())
+        piece, _ = _take(buffers[number % _BUFFERS], 0, box.size, values.dtype)
+        piece.copy_(narrow_to_box(values, box))
+        with torch.no_grad():
+            narrow_to_box(tensor, box).copy_(piece, non_blocking=True)
+        copied.append(record_event(tensor.device))
+    while copied:
+        _wait(copied.popleft())
+
+
+def _wait(event: Event | None) -> None:
+    if event is not None:
+        event.synchronize()
+
+
+def _take(buffer: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Return a tensor in a buffer, and where the next one may begin."""
+    stop = at + prod(shape) * dtype.itemsize
+    return buffer[at:stop].view(dtype).view(shape), -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _pinned_bytes(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=has_pinned_memory())
