@@ -214,6 +214,39 @@ def test_compiled_units_give_the_bits_of_the_cpu(front_end):
     assert found == expected
 
 
+class Passing(nn.Module):
+    """Returns its input: nothing is computed that would wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return inputs["x"]
+
+
+def refill_inputs(rank: int, world: int, front_end: str, device: str) -> tuple[list[float], list[float], int]:
+    """Return what a model has got from memory, pinned and other, that was refilled behind its forward."""
+    if front_end == "in place":
+        model = core.fully_shard(Passing().to(device), mesh=init_device_mesh(device, (world,)))
+    else:
+        settings = {"device_id": torch.device(device), "sharding_strategy": core.ShardingStrategy.NO_SHARD}
+        model = core.FullyShardedDataParallel(Passing(), use_orig_params=front_end == "orig", **settings)
+    found = []
+    with torch.no_grad(), sim.counted() as counts:
+        for buffer in (torch.ones(4).pin_memory(), torch.ones(4)):
+            passed = model({"x": buffer})
+            buffer.fill_(2.0)
+            found.append(passed)
+        blocking = counts().blocking
+    return *(passed.tolist() for passed in found), blocking
+
+
+@FRONTS
+def test_pinned_inputs_may_be_refilled_behind_a_forward(front_end):
+    assert sim.ranks(1, refill_inputs, front_end, "sim") == [([1.0] * 4, [1.0] * 4, 0)]
+
+
 class Reader(nn.Module):
     """Reads sequences of several lengths."""
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from extensions import Scaled
 from harness import run
 from models import PLAIN, WIDTH, Case, built, case, floats, square
-from streams import UnorderedError, checked
+from streams import Checker, UnorderedError, checked
 from torch import nn
 from under_test import LOW, TORCH, Strategy, Style, core, grid, no_sync, sharder
 
@@ -30,6 +30,7 @@ if not TORCH:
     from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
     from shardckpt.core import comm_hooks
     from shardckpt.core.comm.collectives import ShardGroup
+    from shardckpt.core.comm.streams import RateLimiter
     from shardckpt.core.params.gradient_reduction import GradientReducer
     from shardckpt.format.native.payload import PayloadChunk, plan_payloads
     from shardckpt.state.local.local_shards import get_tensor_shards
@@ -172,6 +173,19 @@ def test_a_collective_is_ordered_for_the_stream_that_waited(other_waits):
     collective(False, other_waits)
     with pytest.raises(AssertionError, match=r"read by mul on the compute stream(.|\n)*after write by _?all_?gather"):
         collective(True, other_waits)
+
+
+def test_the_limiter_waits_for_the_device_of_the_unit_whichever_is_current(monkeypatch):
+    asked = []
+
+    class Noted(devices.TorchStreams):
+        def get_current(self, device: torch.device) -> Any:
+            asked.append(device)
+            return Checker().current
+
+    monkeypatch.setattr(devices, "_streams", Noted())
+    RateLimiter().record_free_event(torch.device("cuda", 1))
+    assert asked == [torch.device("cuda", 1)]
 
 
 # ------------------------------------------------------------------------------------------------- scenarios

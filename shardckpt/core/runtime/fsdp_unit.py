@@ -363,6 +363,7 @@ class FSDPUnit:
         self.pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
         self._has_unsynced_grads = False
         self.full_precision = False  # whether the last forward computed in the stored types
+        self._inputs_event: Event | None = None  # behind copies of inputs from pinned memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
         """Return a unit of the copied modules, sharded, idle and without a root."""
@@ -502,7 +503,8 @@ class FSDPUnit:
             device = active[0].bucket.unsharded.device if active else self._device
             if device is not None and has_streams(device):
                 with profile_range("inputs_to_device"):
-                    inputs = mixed_precision.move_tensors(inputs, device)
+                    inputs, event = mixed_precision.move_tensors(inputs, device)
+                self._inputs_event = event or self._inputs_event
         casts = precision.cast_inputs or (precision.cast_root_inputs and is_root)
         if not casts or precision.param_dtype is None or self.params.is_checked_out or self.runs_in_full_precision:
             return inputs
@@ -537,6 +539,9 @@ class FSDPUnit:
 
     def finalize_forward(self, *, is_root: bool = False) -> None:
         """Reshard, or keep the parameters, if some module of the unit has computed and none computes now."""
+        if self._inputs_event is not None:  # the user may refill pinned memory from now on
+            event, self._inputs_event = self._inputs_event, None
+            event.synchronize()
         if not self._modules_run or self._running_calls:
             return
         config = self.config

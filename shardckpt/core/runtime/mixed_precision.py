@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardckpt.core.modules.pytree import mapped
-from shardckpt.devices import has_streams
+from shardckpt.devices import Event, has_streams, record_event
 
 FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """Set to 1, this environment variable lets units that are in eval mode compute in the stored types."""
@@ -32,11 +32,24 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     return mapped(value, change)
 
 
-def move_tensors(value: Any, device: torch.device) -> Any:
-    """Move the tensors anywhere in a value to a device with streams; do nothing if it has none."""
+def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
+    """Move the tensors anywhere in a value to a device with streams; do nothing if it has none.
+
+    Returns:
+        The value; the event to wait for before the pinned memory of tensors is written again, None if there is none.
+    """
     if not has_streams(device):
-        return value
-    return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+        return value, None
+    is_pinned = False
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal is_pinned
+        if tensor.device.type == "cpu" != device.type:
+            is_pinned = is_pinned or type(tensor) is not torch.Tensor or tensor.is_pinned()
+        return tensor.to(device, non_blocking=True)
+
+    moved = mapped(value, move)
+    return moved, record_event(device) if is_pinned else None
 
 
 class Buffers:
