@@ -91,7 +91,7 @@ LIBRARIES: dict[str, set[str]] = {
     "pytest": {"testing"},
     "click": {"cli"},
     "rich": {"cli"},
-    "safetensors": set(),
+    "safetensors": {"format"},
     "transformers": set(),
     "accelerate": set(),
 }

@@ -81,7 +81,14 @@ class LocalPublication(Publication):
 
     def create(self, name: str) -> LocalWriter:
         """Start a file of the result. Raises StorageError."""
-        return self._store.create(os.path.basename(self._target) if isinstance(self._kind, FileKind) else name)
+        return self._store.create(self._get_name(name))
+
+    def find_written(self, name: str) -> str:
+        """Return the path of a closed file."""
+        return os.path.join(self._partial, self._get_name(name))
+
+    def _get_name(self, name: str) -> str:
+        return os.path.basename(self._target) if isinstance(self._kind, FileKind) else name
 
     def commit(self) -> None:
         """Move the result to its final path, sync the move, and remove the old content. Raises StorageError."""

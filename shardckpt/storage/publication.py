@@ -34,6 +34,17 @@ class Publication(ABC):
             StorageError: The file cannot be created.
         """
 
+    def find_written(self, name: str) -> str:  # noqa: ARG002  (a disk has it)
+        """Return the path on this machine at which a closed file of the result can be read before the commit.
+
+        Args:
+            name: As for `create`.
+
+        Returns:
+            The path; empty on other stores.
+        """
+        return ""
+
     @abstractmethod
     def commit(self) -> None:
         """Move the result to its target atomically. Called by `publish`.

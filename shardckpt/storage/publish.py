@@ -112,6 +112,11 @@ class JoinedPublication(Publication):
         self._writers[name] = self._store.create(name)
         return self._writers[name]
 
+    def find_written(self, name: str) -> str:
+        """Return the path of a closed file; empty on a remote store."""
+        path = local_path(self.staging_url)
+        return "" if path is None else os.path.join(path, name)
+
     def commit(self) -> None:
         """Do nothing: the process that began the publication commits it."""
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, iter_bytes, view_box
+from shardckpt.format.encodings.safetensors_check import create_checked
 from shardckpt.format.native.partial_manifest import WrittenPayload
 from shardckpt.format.native.payload import FileHasher, PayloadFile
 from shardckpt.manifest import Path
@@ -37,13 +38,14 @@ def write_payloads(
         digests: Hash every chunk too.
 
     Raises:
+        FormatError: The safetensors library refuses a file that was written.
         StorageError: The storage failed.
     """
     written = []
     with closing(_Hashing()) as hashing:
         for payload in payloads:
             hasher = FileHasher(payload, blocks=checksums, chunks=digests)
-            with publication.create(payload.name) as writer:
+            with create_checked(publication, payload.name) as writer:
                 stream = _Stream(writer, hasher if checksums or digests else None, hashing)
                 stream.add(memoryview(payload.header))
                 for part in source(payload):

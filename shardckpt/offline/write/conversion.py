@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shardckpt.errors import UsageError
+from shardckpt.format.encodings.safetensors_check import create_checked
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.report import OnProgress, Report, WrittenFile
 from shardckpt.offline.write.stream import (
@@ -176,7 +177,7 @@ class ConversionPlan:
         """Write payload files, as many side by side as there are threads, and return the hashes of their blocks.
 
         Raises:
-            CheckpointError: The source's bytes cannot be read, or a cast overflows.
+            CheckpointError: The source's bytes cannot be read, a cast overflows, or a written file cannot be read.
             StorageError: Reading or writing failed.
             UsageError: A file has another size than planned.
         """
@@ -221,7 +222,7 @@ def _write_files(
 
 
 def _write_file(file: OutputFile, stream: TensorStream, publication: Publication) -> tuple[int, ...]:
-    with publication.create(file.name) as writer:
+    with create_checked(publication, file.name) as writer:
         counting = CountingWriter(writer)
         hashes = file.encode(stream, counting)
         if counting.nbytes != file.nbytes:

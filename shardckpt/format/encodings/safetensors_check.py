@@ -1,0 +1,203 @@
+"""Check written safetensors files with the reader of the safetensors library, before they are published.
+
+Our own reader would repeat a misunderstanding of our own writer
+(docs/decisions/0031-the-library-checks-written-files.md).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import safetensors
+
+from shardckpt.dtypes import TORCH_NAMES
+from shardckpt.errors import FormatError, TruncatedError
+from shardckpt.format.encodings.safetensors import MAX_HEADER_BYTES
+from shardckpt.storage.publication import Publication
+from shardckpt.storage.store import ClosingWriter, Store, Writer, convert_os_errors, read_bytes
+
+_SUFFIX = ".safetensors"
+_LENGTH_BYTES = 8
+_END = re.compile(rb'"data_offsets":\[\d+,(\d+)\]')
+_FIX = "This is a fault of the writer, not of the checkpoint that was read; nothing was published."
+
+
+@contextmanager
+def create_checked(publication: Publication, name: str) -> Iterator[Writer]:
+    """Start a file of the result, and check it once it is closed if it is a safetensors file.
+
+    A file on a disk of this machine is read back. Of any other the header is checked as it was written.
+
+    Args:
+        publication: The result.
+        name: As for `Publication.create`.
+
+    Yields:
+        Its writer.
+
+    Raises:
+        FormatError: The library refuses the file.
+        StorageError: The file cannot be created, written or read back.
+    """
+    if not name.endswith(_SUFFIX):
+        with publication.create(name) as writer:
+            yield writer
+        return
+    path = publication.find_written(name)
+    with publication.create(name) as writer:
+        header = HeaderCopy(writer)
+        yield writer if path else header
+    content, nbytes = _read_header(path) if path else (bytes(header.content), header.nbytes)
+    require_readable(content, nbytes, where=name)
+
+
+def _read_header(path: str) -> tuple[bytes, int]:
+    """Return the header of a file, with its length before it, and the size of the file."""
+    with convert_os_errors("cannot read back", path), open(path, "rb") as file:
+        nbytes = file.seek(0, 2)
+        file.seek(0)
+        start = file.read(_LENGTH_BYTES)
+        return start + file.read(_get_header_bytes(start)), nbytes
+
+
+def _get_header_bytes(start: bytes | bytearray) -> int:
+    """Return how long the JSON of a header is, given its first 8 bytes; no more than the format allows."""
+    return min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)
+
+
+def require_readable(header: bytes, nbytes: int, *, where: str) -> None:
+    """Refuse a header that the safetensors library refuses; warn if it does not know a type that the format has.
+
+    Args:
+        header: The first bytes of the file: the length and the JSON.
+        nbytes: Size of the file.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: The library refuses it.
+        TruncatedError: The file does not end with its data.
+    """
+    refusal = _parse(header)
+    if refusal not in {"", _get_missing_data()}:
+        unknown = _list_unknown_dtypes(header)
+        if not unknown:
+            raise FormatError("the safetensors library refuses the written file", where=where, found=refusal, fix=_FIX)
+        warnings.warn(
+            f"safetensors {safetensors.__version__} does not know the type {', '.join(unknown)}:"
+            " written files of it were not checked by it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    end = len(header) + _find_end(header, nbytes - len(header))
+    if end != nbytes:
+        raise TruncatedError(
+            "the written file does not end with its data",
+            where=where,
+            found=f"{nbytes} bytes",
+            expected=f"{end} bytes",
+            fix=_FIX,
+        )
+
+
+def _parse(header: bytes) -> str:
+    """Return why the library refuses a file that consists of a header alone; an empty text if it does not."""
+    try:
+        safetensors.deserialize(header)
+    except safetensors.SafetensorError as error:
+        return str(error)
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _get_missing_data() -> str:
+    """Return what the library reports of a correct header without its data."""
+    return _parse(_encode_tensor("U8", 1))
+
+
+def _find_end(header: bytes, expected: int) -> int:
+    """Return how many bytes of data a correct header promises.
+
+    Args:
+        header: The header.
+        expected: The likely answer, which is looked for in the text: the header is parsed only if it is not found.
+    """
+    if max(map(int, _END.findall(header)), default=-1) == expected:
+        return expected
+    return max((entry["data_offsets"][1] for entry in _parse_entries(header).values()), default=0)
+
+
+def _list_unknown_dtypes(header: bytes) -> list[str]:
+    """Return the types in a header that are documented, and that this version of the library does not know."""
+    try:
+        dtypes = {entry["dtype"] for entry in _parse_entries(header).values()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+    return sorted(dtype for dtype in dtypes & TORCH_NAMES.keys() if _parse(_encode_tensor(dtype, 0)))
+
+
+def _parse_entries(header: bytes) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = json.loads(header[_LENGTH_BYTES:])
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _encode_tensor(dtype: str, elements: int) -> bytes:
+    """Return the header of one tensor of so many bytes."""
+    body = json.dumps({"a": {"dtype": dtype, "shape": [elements], "data_offsets": [0, elements]}}).encode()
+    return struct.pack("<Q", len(body)) + body
+
+
+class HeaderCopy(ClosingWriter):
+    """A writer that keeps the header of what it writes.
+
+    Args:
+        writer: Where it writes.
+
+    Attributes:
+        content: The length and the JSON, once they are written.
+        nbytes: Bytes that were written.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.content = bytearray()
+        self.nbytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append data. Raises StorageError."""
+        self._writer.write(data)
+        rest = memoryview(data).cast("B")
+        self.nbytes += len(rest)
+        while rest and (missing := self._count_missing()):
+            self.content += rest[:missing]
+            rest = rest[missing:]
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`. Raises as `Writer.copy_from` does."""
+        while nbytes and (missing := min(self._count_missing(), nbytes)):
+            self.write(read_bytes(source, name, offset, missing))
+            offset, nbytes = offset + missing, nbytes - missing
+        self._writer.copy_from(source, name, offset, nbytes)
+        self.nbytes += nbytes
+
+    def _count_missing(self) -> int:
+        """Return how many bytes of the header are still to come, as far as is known."""
+        start = self.content[:_LENGTH_BYTES]
+        wanted = _LENGTH_BYTES if len(start) < _LENGTH_BYTES else _LENGTH_BYTES + _get_header_bytes(start)
+        return wanted - len(self.content)
+
+    def close(self) -> None:
+        """Finish the file. Raises StorageError."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Drop what was written; never raises."""
+        self._writer.abort()
