@@ -1,1 +1,1 @@
-"""Load a checkpoint: plan, read, cast, broadcast."""
+"""Load of a checkpoint: plan, read, cast, broadcast."""

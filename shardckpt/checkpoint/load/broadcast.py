@@ -1,4 +1,7 @@
-"""Broadcast reads: one rank reads replicated data and sends it to the others, while the next segments are read."""
+"""Broadcast reads: one rank reads replicated data and sends it to the other ranks.
+
+Segments are sent while the next segments are read.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,29 @@ from shardckpt.plan.layout.read_sharing import BroadcastGroup, FileSegments
 from shardckpt.storage.store import Read, Store
 
 _AHEAD = 4
-"""Segments that are read ahead; each is kept until the ranks that it was sent to have it."""
+"""Number of segments to read ahead; each is kept until all receiving ranks have it."""
 
 _FINE, _STOPPED = 0, 1
 
 
 class BroadcastReader:
-    """One rank's part in reading replicated data once.
+    """Reader of one rank that reads each segment of replicated data once per group.
 
-    Every rank goes through the same rounds. In each it sends what it has read to those that want the same, then takes
-    what they have read. Nobody waits for one that waits for him: what is sent in a round depends on earlier ones alone.
-    A rank that fails says so in place of what it owes, and whoever hears that stops in the same way, so that all come
-    to an end and can be sent the name of the failed rank.
+    All ranks run the same rounds. In each round a rank sends the segments that it has read to the other ranks of its
+    groups, then receives their segments. Ranks cannot deadlock, because the sends of a round depend on earlier rounds
+    only. A failing rank sends a stop marker instead of its segments; every rank that receives one stops too. All ranks
+    then reach the end, where they get the name of the failed rank.
 
     Args:
-        coordinator: Of the ranks.
-        store: What is read through.
-        segments: Of the checkpoint's files.
-        groups: The broadcast groups of this rank.
-        wanted: Its reads, of any segment.
+        coordinator: Coordinator of the ranks.
+        store: Store to read from.
+        segments: Segments of the checkpoint's files.
+        groups: Broadcast groups of this rank.
+        wanted: Reads of this rank, of any segments.
 
     Attributes:
-        own: Reads that no other rank needs, of pending reads that are shared in part.
-        alone: Requests that no other rank shares.
+        own: Parts of pending reads that no other rank needs.
+        alone: Requests that share no segment with another rank.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class BroadcastReader:
         self._sent: deque[tuple[int, int, dist.Work, torch.Tensor]] = deque()
 
     def _divide(self, pending_read: PendingRead) -> None:
-        """Divide a read into segments that are shared and parts that this rank reads alone."""
+        """Divide a read into shared segments and parts that this rank reads alone."""
         reads, pending_read.reads = pending_read.reads, []
         pieces = [
             (read, [*self._segments.split(read.name, read.offset, read.offset + len(read.buffer))]) for read in reads
@@ -94,13 +97,13 @@ class BroadcastReader:
             pending_read.mark_arrived()
 
     def run(self, failure: Exception | None = None) -> Exception | None:
-        """Read and send, receive and put in place. Collective among the broadcast groups.
+        """Read, send and receive segments. Collective among the broadcast groups.
 
         Args:
-            failure: Why this rank has stopped already; the others receive it.
+            failure: Error of this rank before the call, which stops the other ranks too; None without an error.
 
         Returns:
-            Why this rank stopped; None also where another did, which will say so itself.
+            The error of this rank; None without one, and if another rank failed, which reports its own error.
         """
         self._failure = failure
         self._is_over = failure is not None
@@ -111,7 +114,7 @@ class BroadcastReader:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank stopped, for itself or because another did."""
+        """Whether this rank stopped, because of its own error or that of another rank."""
         return self._is_over
 
     def _go_round(self, pool: ThreadPoolExecutor) -> None:
@@ -137,7 +140,7 @@ class BroadcastReader:
         self._settle(rounds)
 
     def _own_numbers(self) -> Iterator[int]:
-        """Yield the segments that this rank reads, in order."""
+        """Yield the numbers of the segments that this rank reads, in order."""
         for at in range(max(group.rounds for group in self._groups)):
             for group in self._groups:
                 yield from (number for owner, number in group.turns(at) if owner == self._coordinator.rank)
@@ -149,7 +152,7 @@ class BroadcastReader:
         return row
 
     def _send(self, group: BroadcastGroup, number: int, at: int, ahead: deque[Future[torch.Tensor]]) -> None:
-        """Read a segment to its end, send it to the rest of its group, and put it in place."""
+        """Wait for a segment's read, send it to the group, and copy it to its place."""
         row = None
         if not self._is_over:
             try:
@@ -169,14 +172,14 @@ class BroadcastReader:
 
     def _start_send(self, member: int, at: int, row: torch.Tensor) -> None:
         if member in self._stopped_peers and row.numel() != 1:
-            return  # it is gone since
+            return  # the rank is lost
         try:
             self._sent.append((at, member, self._coordinator.send(row, member), row))
         except RankError as error:
             self._lose(member, error)
 
     def _recv(self, owner: int, number: int) -> None:
-        """Receive a segment from the rank that reads it, unless that has stopped."""
+        """Receive a segment from the rank that reads it, unless that rank has stopped."""
         if owner in self._silent:
             return
         word = torch.empty(1, dtype=torch.uint8)
@@ -206,13 +209,13 @@ class BroadcastReader:
         self._is_over = True
 
     def _lose(self, rank: int, error: RankError) -> None:
-        """Neither receive from nor send to a rank that is lost."""
+        """Stop communication with a lost rank."""
         self._silent.add(rank)
         self._stopped_peers.add(rank)
         self._stop(error)
 
     def _settle(self, until: int) -> None:
-        """Wait for what was sent up to a round, and let it go."""
+        """Wait for all sends up to a round, and free their segments."""
         while self._sent and self._sent[0][0] <= until:
             _, member, work, _row = self._sent.popleft()
             if member in self._stopped_peers and self._coordinator.has_lost_rank:

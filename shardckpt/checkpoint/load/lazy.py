@@ -1,4 +1,4 @@
-"""`open`: a checkpoint that is looked into: one tensor, or a slice of it, without reading the rest."""
+"""`open`: lazy access to the tensors of a checkpoint and to slices of them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ OpenedTensors: TypeAlias = Opened[CheckpointSource]
 
 
 class SavedTensor(StoredTensor[CheckpointSource, torch.Tensor]):
-    """A tensor of an open checkpoint; indexing reads what is asked for, `[...]` all of it."""
+    """Tensor of an open checkpoint; an index reads its elements, `[...]` all of them."""
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape, in elements."""
+        """Shape of the tensor, in elements."""
         return torch.Size(self._entry.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its tensors."""
+        """Dtype of the tensor."""
         return torch_dtype(self._entry)
 
     def _read(self, saved: CheckpointSource, box: Box) -> torch.Tensor:
-        (entry,) = saved.locate([self._entry])  # before memory is taken for it
+        (entry,) = saved.locate([self._entry])  # before memory is allocated
         tensor = allocate(entry, box.size)
         saved.elements.read([(entry, TensorShards(entry.shape, tensor.dtype, (LocalShard(box, tensor),)))])
         return tensor
@@ -42,19 +42,19 @@ class SavedTensor(StoredTensor[CheckpointSource, torch.Tensor]):
 
 
 def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) -> OpenedTensors:
-    """Open a checkpoint of any format to look into it: `open(path)["model.layers.0.weight"][0:128]`.
+    """Open a checkpoint of any format: `open(path)["model.layers.0.weight"][0:128]`.
 
     `with open(path) as checkpoint:` closes its files at the end of the block.
 
     Args:
-        path: The path or URL of the checkpoint.
-        verify: `"read"`: blocks that are touched are checked against their hashes; False: they are not.
-        base: As `load` takes it.
+        path: Path or URL of the checkpoint.
+        verify: `"read"` to check the hashes of all blocks that are read; False for no checks.
+        base: As for `load`.
 
     Raises:
-        SourceNotFoundError: Nothing is stored there.
-        CheckpointError: It cannot be read.
-        UsageError: An unknown way to verify.
+        SourceNotFoundError: Nothing is stored at `path`.
+        CheckpointError: The checkpoint cannot be read.
+        UsageError: `verify` has an unknown value.
     """
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint of any format into what a job holds, on any number of ranks; or into a tree of tensors."""
+"""`load`: load a checkpoint of any format into a state, or as a tree of tensors."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ _SHOWN_CHARACTERS = 40_000
 
 
 class MismatchError(StateMismatchError, UsageError):
-    """A checkpoint does not fit what it is loaded into.
+    """A checkpoint does not fit the state to load.
 
     Args:
-        problems: Everything that is wrong, a sentence each.
-        shown: The same in fewer words, for the message.
-        besides: What the checkpoint holds besides, in few words.
+        problems: All mismatches, one sentence each.
+        shown: Shorter version of the problems for the message; empty to use `problems`.
+        besides: Names of parts that only the checkpoint has.
 
     Attributes:
-        problems: As given.
+        problems: All mismatches, one sentence each.
     """
 
     def __init__(self, problems: Sequence[str], shown: Sequence[str] = (), besides: Sequence[str] = ()) -> None:
@@ -93,7 +93,7 @@ EARLIER_PARAMS: dict[str, str | Replace] = {
     "partial": _replace_partial,
     "rules": _replace_rules,
 }
-"""Earlier parameters of a load, which go with the next release."""
+"""Deprecated parameters of a load, which the next release removes."""
 
 
 @renamed_params(group="process_group", **EARLIER_PARAMS)
@@ -113,49 +113,50 @@ def load(
     unequal_steps: UnequalSteps = "error",
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the tree that was saved.
+    """Load a checkpoint: `load(state, path)` into a state, `load(path)` as a tree.
 
-    With a state it is collective; each rank reads the elements that it holds, whoever wrote them, and no others. What
-    can be seen from the manifest is checked on every rank before anything is changed: names, shapes, types, whether all
-    elements are there, and that all ranks opened the same checkpoint. What fails after that is raised on every rank
-    too, and leaves the state filled in part; with `verify="full"` no damaged byte gets so far.
+    With a state the call is collective; each rank reads exactly the elements of its shards, whichever ranks wrote them.
+    Every rank checks the manifest before anything is changed: names, shapes, dtypes, whether all elements exist, and
+    that all ranks opened the same checkpoint. A later error is raised on every rank too, and leaves the state partly
+    filled; `verify="full"` finds damaged bytes before that.
 
     Args:
         state: As for `save`: models, optimizers (also new ones), objects and tensors are filled in place,
-            plain values in its dicts replaced. Without `path`, the path of the checkpoint.
-        path: The path or URL of the checkpoint, in any readable format.
-        strict: Names that are missing or unexpected are errors, parameters of optimizers and globs without a match
-            among them; otherwise they are left alone.
-        include: Globs of dotted names, of parts (`"model"`) or of what is in them: nothing else is loaded or missed.
-        ignore_extra: Values that only the checkpoint has are not errors.
-        key_map: Regular expressions to their replacements, for every key of the checkpoint's names, after `rules`.
-        rules: A TOML file of rules, or the name of a set that comes with the package: they change names and shapes of
-            the model and its optimizer.
-        cast: Convert where a type differs from the saved one; otherwise that is an error.
-        verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are, before
-            anything is changed; False: none, except in folders that have changed since the checkpoint referred to them.
-        base: The folder that the checkpoint refers to, if it was moved or is on another store, where it is
-            opened only if it is named here: a path or URL for the one that is not beside it, or a dict from what it
-            calls them. False: do not load what is stored in other folders, since the state has it already.
-        broadcast_reads: What several ranks hold alike is read by one of them and sent to the others: data-parallel
-            replicas then read every byte once, not once each. None: if the checkpoint is behind a URL. A file in
-            a folder is kept in memory by the operating system, and read again from there faster than it is sent; True
-            is for folders on a network.
-        unequal_steps: What becomes of an optimizer's steps that differ among parameters that are one flat parameter
-            now, of which it keeps one: `"error"`, or the `"largest"`. Other targets keep each parameter's.
-        process_group: The ranks; all where None.
+            plain values in its dicts are replaced. Without `path`, the path of the checkpoint.
+        path: Path or URL of the checkpoint, in any readable format.
+        strict: Raise an error for missing or unexpected names, including parameters of optimizers and globs without a
+            match; otherwise they are skipped.
+        include: Globs of dotted names, of parts (`"model"`) or of values in them: other names are neither loaded nor
+            reported as missing.
+        ignore_extra: Accept values that only the checkpoint has.
+        key_map: Replacements by regular expression, for every key of the checkpoint's names, after `rules`.
+        rules: TOML file of rules, or the name of a set in the package; rules change names and shapes of the model and
+            its optimizer.
+        cast: Convert values whose dtype differs from the saved one; otherwise that is an error.
+        verify: `"read"` to check the hashes of blocks that are read; `"full"` to check all blocks before anything is
+            changed; False for no checks, except in folders that have changed since the checkpoint referred to them.
+        base: Folder that the checkpoint refers to, if it was moved or is on another store, which is opened only if it
+            is given here: a path or URL of the one folder that is not next to the checkpoint, or a dict by the names in
+            the checkpoint. False to skip data in other folders, because the state has it already.
+        broadcast_reads: Let one rank read replicated data and send it to the other ranks, so that data-parallel
+            replicas read every byte once together. None to do so for checkpoints behind a URL. The operating system
+            caches local files, so that reading them again is faster than sending; use True for network folders.
+        unequal_steps: Handling of an optimizer's steps that differ among the members of one flat parameter, for which
+            the optimizer has one step: `"error"`, or use the `"largest"`. Without flat parameters each parameter keeps
+            its step.
+        process_group: Ranks that load; None for all ranks.
 
     Returns:
-        The state that was given; without one the tree, with tensors on the CPU. Values that only another library can
-        read safely, such as pickled generators of numpy, are left out of it with a warning.
+        The given state; without a state the tree, with tensors on the CPU. Values that only another library can read
+        safely, such as pickled generators of numpy, are omitted from the tree with a warning.
 
     Raises:
-        UsageError: An argument is of no use.
-        MismatchError: The checkpoint does not fit; the message lists everything that is wrong.
-        SourceNotFoundError: Nothing is stored there.
-        CheckpointError: It is damaged, incomplete, or cannot be read.
-        StateDictError: The `load_state_dict` of an object raised an exception: the message names the object.
-        RankError: Another rank failed or is gone.
+        UsageError: An argument has an invalid value.
+        MismatchError: The checkpoint does not fit; the message lists all mismatches.
+        SourceNotFoundError: Nothing is stored at `path`.
+        CheckpointError: The checkpoint is damaged, incomplete, or cannot be read.
+        StateDictError: The `load_state_dict` of an object raised an exception; the message names the object.
+        RankError: Another rank failed or is lost.
         StorageError: The storage failed.
     """
 
@@ -207,7 +208,7 @@ def _named(base: NamedBases | bool | None) -> NamedBases:
 
 
 class _SourceArgs(NamedTuple):
-    """The arguments of `CheckpointSource`."""
+    """Arguments of `CheckpointSource`."""
 
     path: str
     verify: Verify
@@ -217,7 +218,7 @@ class _SourceArgs(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """The arguments of a load: the source, the options, and whether reads are broadcast."""
+    """Arguments of a load: source, options, and whether reads are broadcast."""
 
     source: _SourceArgs
     options: LoadOptions
@@ -229,10 +230,10 @@ class LoadSession:
     """One load on one rank, from its plan to its last read.
 
     Attributes:
-        saved: The checkpoint.
-        plan: Which data goes where.
-        wanted: Arrays with their places.
-        pending_reads: The others, whose reads may be broadcast.
+        saved: Open checkpoint.
+        plan: Plan of the load.
+        wanted: Requests for arrays that this rank reads itself.
+        pending_reads: Reads of all other arrays, which may be broadcast.
     """
 
     saved: CheckpointSource
@@ -246,7 +247,7 @@ class LoadSession:
         return FileSegments(self.saved.manifest.files)
 
     def encode_request(self) -> bytes:
-        """Return the message of this rank: the checkpoint's identity and the segments that it reads."""
+        """Return this rank's message: identity of the checkpoint and segments to read."""
         if not self.pending_reads:
             return self.saved.identity
         reads = (read for pending in self.pending_reads for read in pending.reads)
@@ -254,12 +255,12 @@ class LoadSession:
         return self.saved.identity + self.segments.wanted(ranges, self.saved.grain).tobytes()
 
     def carry_out(self, coordinator: Coordinator, groups: Sequence[BroadcastGroup], failure: Exception | None) -> None:
-        """Read everything; segments that other ranks need too are broadcast.
+        """Read all requests; broadcast segments that other ranks need too.
 
         Args:
-            coordinator: Of the ranks.
-            groups: The broadcast groups of this rank.
-            failure: Why this rank cannot go on; the others receive it.
+            coordinator: Coordinator of the ranks.
+            groups: Broadcast groups of this rank.
+            failure: Error of this rank before the call, which stops the other ranks too; None without an error.
         """
         if not self.pending_reads:
             if failure is not None:
@@ -297,7 +298,7 @@ def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Co
 
 
 def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:
-    """Plan the load, and check that everything is there and fits; nothing is changed."""
+    """Plan the load and check it, without changing the state."""
     source, options, broadcast_reads = order
     models = cache(lambda: LocalModels(state))
     saved = CheckpointSource(*source, get_shapes=lambda: find_param_shapes(models()))
@@ -329,7 +330,7 @@ def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[Br
             finish()
         for at, taker in enumerate(values):
             try:
-                taker.put(taker.tree)  # from here, so that what is warned of on the way points at the caller of `load`
+                taker.put(taker.tree)  # called here, so that warnings point at the caller of `load`
             except ShardckptError as error:
                 _name_taker(error, values, at)
                 raise
@@ -343,7 +344,7 @@ def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[Br
 
 
 def _name_taker(error: ShardckptError, takers: Sequence[Taker], at: int) -> None:
-    """Say in an error which object did not take what was read for it, which ones did, and which got nothing yet."""
+    """Add to an error which object failed, and which objects were loaded or not yet."""
     before, after = (_listed(taker.path for taker in some) for some in (takers[:at], takers[at + 1 :]))
     text = f"{dotted(takers[at].path) or 'the state'} did not take what was loaded"
     text += (f", {before} did" if before else "") + (f", and {after} got nothing yet" if after else "")
@@ -356,7 +357,7 @@ def _listed(paths: Iterable[Path]) -> str:
 
 
 def _shared(messages: list[bytes]) -> list[bytes]:
-    """Assign segments to ranks. On rank 0."""
+    """Assign segments to ranks, and return the answers. On rank 0."""
     identities = [message[:_IDENTITY_BYTES] for message in messages]
     odd = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
     if odd is not None:
@@ -374,14 +375,14 @@ def _shared(messages: list[bytes]) -> list[bytes]:
 _IDENTITY_BYTES = 16
 
 MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
-"""Note on an error of a load that failed while it read."""
+"""Note on an error after the first read of a load."""
 
 
 _SHOWN_NAMES = 10
 
 
 def _add_note(error: Exception, note: str) -> None:
-    """Add a sentence to the message of an error, or beside it where the class of the error is not ours."""
+    """Add a sentence to an error's message, or as a note if its class is not ours."""
     if isinstance(error, ShardckptError):
         error.args = (f"{error} {note}" if str(error).endswith(".") else f"{error}. {note}", *error.args[1:])
     elif hasattr(error, "add_note"):
@@ -389,7 +390,11 @@ def _add_note(error: Exception, note: str) -> None:
 
 
 def _read_globs(include: Any) -> tuple[str, ...] | None:
-    """Return globs as a tuple; None for None. Raises UsageError if they are not text, or if there is none."""
+    """Return globs as a tuple; None for None.
+
+    Raises:
+        UsageError: A glob is not text, or the sequence is empty.
+    """
     if include is None:
         return None
     globs = (include,) if isinstance(include, str) else tuple(include) if isinstance(include, Iterable) else (include,)
@@ -412,19 +417,22 @@ def _require_fit(plan: LoadPlan) -> None:
 
 
 def find_param_shapes(models: Iterable[LocalModel]) -> ParamShapes | None:
-    """Return the names, shapes, order and ties of the parameters of models; None without a model.
+    """Return names, shapes, order and ties of parameters of models; None without one.
 
-    A reader needs them for flat parameters if no file has them.
+    A reader needs them for flat parameters if the files do not list the members.
 
     Args:
-        models: The models of a state, each once.
+        models: Distinct models of a state.
     """
     shapes = [_model_shapes(model) for model in models]
     return replace(shapes[0], others=tuple(shapes[1:])) if shapes else None
 
 
 def _model_shapes(model: LocalModel) -> ParamShapes:
-    """Return a model's parameters, tied ones under each name; buffers are not in flat parameters."""
+    """Return a model's parameters, shared ones under each name, without buffers.
+
+    Flat parameters do not contain buffers.
+    """
     names = {name: model.aliases.get(name, name) for name in model.names}
     shapes = {
         name: model.arrays[first].shape

@@ -1,4 +1,4 @@
-"""The plan of a load: which data of a checkpoint goes into which objects of a state."""
+"""Plan of a load: data of a checkpoint and their targets in a state."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Put = Callable[[Any], None]
 
 
 class Taker(NamedTuple):
-    """A value that is built from the checkpoint and passed to an object.
+    """Saved value with the function that puts it into the state.
 
     Attributes:
-        path: What the user calls who takes it.
-        tree: As it was saved, arrays as `TensorRef`.
-        put: Takes it.
+        path: Path of the target in the state.
+        tree: Saved tree, with arrays as `TensorRef`.
+        put: Function that puts the value into the state.
     """
 
     path: Path
@@ -38,12 +38,12 @@ class Taker(NamedTuple):
 
 
 class LoadItem(NamedTuple):
-    """A saved array, and where its elements go.
+    """Saved array with its target on this rank.
 
     Attributes:
-        path: What the user calls it.
-        entry: The saved array.
-        array: The places on this rank.
+        path: Path of the array in the state.
+        entry: Entry of the saved array.
+        array: Shards of this rank to fill.
     """
 
     path: Path
@@ -53,15 +53,15 @@ class LoadItem(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    """The plan of a load, and every reason not to do it.
+    """Plan of a load, with all mismatches.
 
     Attributes:
-        arrays: Arrays that are read straight into their places.
-        values: Values that are built from the checkpoint and passed to objects, in order.
-        after: Called when the arrays are filled: models and optimizers take over their values.
-        problems: What does not fit, one sentence each.
-        taken: Paths of the checkpoint that the state wants, with all below them.
-        missing: Paths that the checkpoint lacks.
+        arrays: Arrays to read directly into the state's memory.
+        values: Values to put into the state, in order.
+        after: Functions to call after the arrays are filled, in which models and optimizers use the new values.
+        problems: Mismatches, one sentence each.
+        taken: Paths of the checkpoint that are loaded, with everything below them.
+        missing: Paths that the checkpoint does not have.
         unexpected: Paths that only the checkpoint has.
     """
 
@@ -74,7 +74,7 @@ class LoadPlan:
     unexpected: list[Path] = field(default_factory=list)
 
     def unexpected_shown(self) -> list[str]:
-        """Return the unexpected paths, an unexpected subtree in one line."""
+        """Return the unexpected paths as text, with one line per unexpected subtree."""
         return [
             f"unexpected: {dotted(paths[0])}"
             if len(paths) == 1
@@ -83,7 +83,7 @@ class LoadPlan:
         ]
 
     def unexpected_roots(self) -> dict[Path, list[Path]]:
-        """Return the unexpected paths, by the shortest path below which all are unexpected."""
+        """Return the unexpected paths by their highest unexpected parent."""
         known = {path[:n] for path in (*self.taken, *self.missing) for n in range(len(path) + 1)}
         groups: dict[Path, list[Path]] = {}
         for path in self.unexpected:
@@ -97,13 +97,13 @@ class LoadOptions:
     """Options of a load.
 
     Attributes:
-        strict: Names that are missing or unexpected are problems.
-        include: Globs of dotted names: nothing else is loaded; None for everything. One that matches the name of a part
-            takes all that is below it.
-        ignore_extra: Values that only the checkpoint has are not problems.
-        cast: Another type than the saved one is not a problem.
-        is_own_only: Files in other folders than the checkpoint are not read.
-        unequal_steps: What becomes of steps that differ among parameters that are one flat parameter now.
+        strict: Whether missing or unexpected names are problems.
+        include: Globs of dotted names to load; None for all names. A glob that matches a part includes everything below
+            it.
+        ignore_extra: Whether to accept values that only the checkpoint has.
+        cast: Whether to accept other dtypes than the saved ones.
+        is_own_only: Whether to skip files in other folders than the checkpoint.
+        unequal_steps: Handling of steps that differ among the members of one flat parameter.
     """
 
     strict: bool = True
@@ -115,12 +115,12 @@ class LoadOptions:
 
     @property
     def is_selective(self) -> bool:
-        """Whether some of the state is to stay as it is."""
+        """Whether a part of the state may stay unchanged."""
         return self.include is not None and "*" not in self.include
 
     @property
     def takes_all(self) -> bool:
-        """Whether the state has to have all that the checkpoint has."""
+        """Whether the state must have all values of the checkpoint."""
         return self.include is None and not self.ignore_extra
 
     def matching_globs(self, path: Path) -> Iterator[str]:
@@ -131,23 +131,23 @@ class LoadOptions:
                 yield glob
 
     def may_want_below(self, path: Path) -> bool:
-        """Return True if a glob may match something below a path."""
+        """Return True if a glob may match a path below a path."""
         name = f"{dotted(path)}."
         heads = [re.split(r"[*?\[]", glob, maxsplit=1)[0] for glob in self.include or ("*",)]
         return any(name.startswith(head) or head.startswith(name) for head in heads)
 
 
 class LoadPlanBuilder:
-    """Adds arrays and values of a checkpoint to a plan, and notes what does not fit.
+    """Builder of a load plan, which records mismatches.
 
     Args:
-        source: The checkpoint.
+        source: Open checkpoint.
         options: Options of the load.
 
     Attributes:
-        source: As given.
-        options: As given.
-        plan: The plan so far.
+        source: Open checkpoint.
+        options: Options of the load.
+        plan: Plan so far.
     """
 
     def __init__(self, source: CheckpointSource, options: LoadOptions) -> None:
@@ -156,7 +156,7 @@ class LoadPlanBuilder:
         self._matched: set[str] = set()
 
     def wants(self, path: Path) -> bool:
-        """Return True if something is to be loaded."""
+        """Return True if the options include a path."""
         if self.options.include is None:
             return True
         globs = set(self.options.matching_globs(path))
@@ -164,13 +164,16 @@ class LoadPlanBuilder:
         return bool(globs)
 
     def unmatched_globs(self) -> list[str]:
-        """Return the globs that match nothing, in the state or in the checkpoint: other ranks' states may have more."""
+        """Return the globs that match neither this rank's state nor the checkpoint.
+
+        The states of other ranks may have more paths.
+        """
         left = [glob for glob in self.options.include or () if glob not in self._matched and glob != "*"]
         known = {glob for path in self.source.paths for glob in self.options.matching_globs(path)} if left else set()
         return [glob for glob in left if glob not in known]
 
     def add_problem(self, path: Path, text: str) -> None:
-        """Add a problem, if its path is to be loaded."""
+        """Add a problem, if the options include its path."""
         if self.wants(path):
             self.plan.problems.append(text)
 
@@ -184,8 +187,8 @@ class LoadPlanBuilder:
         """Add a value, or the state of an object.
 
         Args:
-            path: Its path in the state.
-            put: Receives it.
+            path: Path of the value in the state.
+            put: Function that puts the value into the state.
         """
         value, is_there = self.source.find(path)
         if not is_there:
@@ -199,9 +202,9 @@ class LoadPlanBuilder:
         """Add an array.
 
         Args:
-            path: Its path in the state.
-            source: Its path in the checkpoint.
-            array: Where its elements go.
+            path: Path of the array in the state.
+            source: Path of the array in the checkpoint.
+            array: Shards of this rank to fill.
         """
         entry = self.source.arrays.get(source)
         if entry is None:
@@ -222,12 +225,15 @@ class LoadPlanBuilder:
         self.plan.arrays.append(LoadItem(path, entry, array))
 
     def _without_repeats(self, path: Path, entry: TensorEntry, array: TensorShards) -> TensorShards:
-        """Return the places of an expanded tensor, each once; the saved values have to be equal where it repeats."""
+        """Return the distinct elements of an expanded tensor as targets.
+
+        Saved values of elements that share memory must be equal.
+        """
         shards = []
         for shard in array.shards:
             size, at = shard.tensor.shape, _once(shard.tensor)
             if not shard.tensor.is_meta:
-                (located,) = self.source.locate([entry])  # before memory is taken for it
+                (located,) = self.source.locate([entry])  # before memory is allocated
                 values = allocate(located, size)
                 self.source.elements.read([(located, array._replace(shards=(LocalShard(shard.box, values),)))])
                 if not _are_alike(values, values[at].expand(size)):
@@ -242,7 +248,7 @@ class LoadPlanBuilder:
 
 
 def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can_cast: bool) -> Iterator[str]:
-    """Yield why the saved array cannot be read to its place."""
+    """Yield reasons why a saved array cannot be read into its target."""
     name, dtype = dotted(path), dtype_name(array.dtype)
     if any(shard.tensor.is_meta for shard in array.shards):
         yield f"no memory for {name}: it is on the meta device (`to_empty` gives some)"
@@ -253,12 +259,12 @@ def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
-    """Return True if elements of a tensor share memory, as `expand` makes them."""
+    """Return True if elements of a tensor share memory, as after `expand`."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _once(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return the index that takes each element of an expanded tensor once."""
+    """Return the index of the distinct elements of an expanded tensor."""
     return tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
 
 
@@ -267,14 +273,14 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def model_names(saved: CheckpointSource, path: Path, names: Iterable[str]) -> Mapping[str, Path]:
-    """Return the names of a model's tensors in the checkpoint, with where they are.
+    """Return the paths of a model's tensors in the checkpoint, by name.
 
-    They are at the model's own path; in a checkpoint of another tool, where that has its model, as it spells them.
+    They are below the model's path; in a checkpoint of another tool, in that tool's place and spelling.
 
     Args:
-        saved: The checkpoint.
-        path: Where the model is in the state.
-        names: Of its tensors.
+        saved: Open checkpoint.
+        path: Path of the model in the state.
+        names: Names of the model's tensors.
     """
     n = len(path)
     here = {str(at[n]): at for at in saved.arrays if len(at) == n + 1 and at[:n] == path}

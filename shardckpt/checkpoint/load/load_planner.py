@@ -1,4 +1,4 @@
-"""Plan a load: visit a state, and add what it wants of a checkpoint to a plan."""
+"""Planning of a load: visit a state, and plan a source for each of its values."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from shardckpt.state.local.local_shards import get_tensor_shards
 def plan_load(
     state: Any, saved: CheckpointSource, options: LoadOptions, rank: int, world: int, models: LocalModels
 ) -> LoadPlan:
-    """Plan a load: compare a state with a checkpoint; nothing of either is changed.
+    """Plan a load: compare a state with a checkpoint, without changing the state.
 
     Args:
-        state: The state as `load` takes it.
-        saved: The checkpoint.
+        state: State as passed to `load`.
+        saved: Open checkpoint.
         options: Options of the load.
-        rank: This rank.
-        world: The number of ranks.
-        models: The models of the state.
+        rank: Index of this rank.
+        world: Number of ranks.
+        models: Models of the state.
     """
     builder = LoadPlanBuilder(saved, options)
     planner = _LoadPlanner(builder, rank, world, models)
@@ -64,7 +64,7 @@ def plan_load(
 
 
 def _refuse(value: Any) -> None:
-    """Raise the error for a value that is not inside a container, and cannot be replaced."""
+    """Raise the error for a value outside of a container, which cannot be replaced."""
     kind = type(value).__name__
     raise UsageError(
         "a plain value cannot be loaded in place",
@@ -79,11 +79,11 @@ def _refuse(value: Any) -> None:
 
 
 class _LoadPlanner:
-    """Visits a state, and adds what is wanted to a plan."""
+    """Visitor of a state that plans a source for each of its values."""
 
     def __init__(self, builder: LoadPlanBuilder, rank: int, world: int, models: LocalModels) -> None:
         self._builder, self._rank, self._world, self._models = builder, rank, world, models
-        self._opened: set[Path] = set()  # lists whose entries are visited one by one
+        self._opened: set[Path] = set()  # paths of lists whose entries are visited
         self._shards = FlatShards()
 
     def find_unexpected(self) -> Iterator[Path]:
@@ -95,14 +95,17 @@ class _LoadPlanner:
                     yield path
 
     def _parts(self, path: Path) -> Iterable[Path]:
-        """Yield a path; those of the entries of a list that is one value in the checkpoint and several objects here."""
+        """Yield a path, or the paths of entries of a list with objects in the state.
+
+        In the checkpoint such a list is one value.
+        """
         if path not in self._opened:
             return (path,)
         saved, _ = self._builder.source.find(path)
         return _iter_parts(saved, path, set(self._builder.source.arrays))
 
     def visit(self, value: Any, path: Path, put: Put) -> None:
-        """Add what is wanted of a value and everything in it."""
+        """Plan the load of a value and everything in it."""
         if len(path) > MAX_DEPTH:
             raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
         if is_sharded_tensor(value):
@@ -132,7 +135,7 @@ class _LoadPlanner:
             self._value_in_place(path, put, value)
 
     def _numpy_array(self, value: np.ndarray[Any, Any], path: Path, put: Put) -> None:
-        """Want an array: in place where the saved one fits it, else in its stead where that can be."""
+        """Plan the load of an array: in place if the saved one fits, else as replacement."""
         check_array(value, path)
         is_fillable = (
             value.flags.writeable and value.size and value.dtype.isnative and dtypes.is_known(value.dtype.name)
@@ -146,7 +149,10 @@ class _LoadPlanner:
             self._value_in_place(path, put, value)
 
     def _fits(self, value: np.ndarray[Any, Any], entry: TensorEntry) -> bool:
-        """Return True if an array is filled in place: by a saved array of its shape and type, or by a tensor."""
+        """Return True if an array is filled in place.
+
+        Sources are a tensor, or an array of its shape and dtype.
+        """
         saved = self._builder.source.find(entry.path)[0]
         has_form = entry.shape == value.shape and (entry.dtype == value.dtype.name or self._builder.options.cast)
         return has_form or not (isinstance(saved, TensorRef) and saved.kind == "numpy")
@@ -170,7 +176,7 @@ class _LoadPlanner:
         self._builder.add_value(path, put)
 
     def _stateful(self, value: Stateful, path: Path) -> None:
-        """Want the tensors of an object's state in place, and hand it the rest with them."""
+        """Plan to fill an object's tensors in place, and to pass it the complete state."""
         saved, _ = self._builder.source.find(path)
         if next(iter_refs(saved), None) is None or not self._builder.wants(path):
             self._builder.add_value(path, value.load_state_dict)
@@ -267,7 +273,7 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _iter_parts(value: Any, path: Path, arrays: Set[Path]) -> Iterator[Path]:
-    """Yield the paths of the values in a tree, without those of arrays."""
+    """Yield the paths of the values in a tree, without arrays."""
     if isinstance(value, dict) and value:
         for key, part in value.items():
             yield from _iter_parts(part, (*path, path_key(key)), arrays)

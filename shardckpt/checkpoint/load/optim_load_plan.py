@@ -1,4 +1,4 @@
-"""Plan the load of optimizers: which saved state goes to which parameter."""
+"""Planning of the load of optimizers, which matches saved state to parameters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shardckpt.state.local.optim_shards import OptimTargets, SavedSlot, paramete
 
 
 class OptimizerLoadPlanner:
-    """Adds the states of optimizers to a plan, by the names that their models have.
+    """Planner of optimizer states, which are matched by the FQNs of their models.
 
     Args:
-        builder: The plan.
-        models: The models of the state.
-        shards: The flat parameters of this process.
+        builder: Builder of the load plan.
+        models: Models of the state.
+        shards: Flat parameter shards of this process.
     """
 
     def __init__(self, builder: LoadPlanBuilder, models: LocalModels, shards: FlatShards) -> None:
@@ -39,8 +39,8 @@ class OptimizerLoadPlanner:
         """Add the state of an optimizer.
 
         Args:
-            optim: The optimizer.
-            path: Its path in the state.
+            optim: Optimizer in the state.
+            path: Path of the optimizer in the state.
         """
         index = self._models.find_index_for(optim)
         root = self._find_root(path)
@@ -68,7 +68,10 @@ class OptimizerLoadPlanner:
     def _compare_parameters(
         self, optim: torch.optim.Optimizer, index: ModelIndex, state: optimizers.OptimizerState, path: Path
     ) -> None:
-        """Add the parameters that only one of the live and the saved optimizer has; groups may differ."""
+        """Report parameters that only the live or only the saved optimizer has.
+
+        Their param groups may differ.
+        """
         live = dict.fromkeys(name for names in parameter_names(index, optim) for name in names)
         groups: Sequence[Mapping[str, Any]] = state.groups
         saved = dict.fromkeys(_first(str(name), index) for group in groups for name in group.get("params", ()))
@@ -81,7 +84,7 @@ class OptimizerLoadPlanner:
                 self._builder.add_problem((*path, "state", name), f"missing: {dotted((*path, 'state', name))}")
 
     def _find_root(self, path: Path) -> Path | None:
-        """Return where the checkpoint has an optimizer's state: at its path, or the only one there is."""
+        """Return the path of an optimizer's saved state: its own, or the only saved one."""
         if self._builder.source.find(path)[1]:
             return path
         roots = find_sections(self._builder.source.manifest).optimizers
@@ -121,7 +124,7 @@ class OptimizerLoadPlanner:
         return optimizers.key_by_name(raw, shapes, numbers, clean=lambda name: _first(name, index))
 
     def _select(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
-        """Return what is to be loaded of an optimizer's state."""
+        """Return the part of an optimizer's state that the options include."""
         if not self._builder.options.is_selective:
             return state
 
@@ -154,7 +157,7 @@ class OptimizerLoadPlanner:
         )
 
     def _fill_optim_targets(self, targets: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
-        """Request the values of the targets; numbers that several parameters share are compared first."""
+        """Plan the reads of the targets; compare numbers that several parameters share."""
         shared: dict[int, list[LoadItem]] = {}
         for name, slot, array in targets.arrays:
             wanted = LoadItem((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
@@ -166,7 +169,7 @@ class OptimizerLoadPlanner:
             self._builder.plan.arrays += rows if len(rows) == 1 else self._read_shared_number(rows, path)
 
     def _read_shared_number(self, rows: Sequence[LoadItem], path: Path) -> Sequence[LoadItem]:
-        """Return what is read into the one number that an optimizer keeps of all parameters of a flat one."""
+        """Return the sources of the one number that an optimizer has for a flat parameter."""
         values = [self._read_number(tensor.entry) for tensor in rows]
         if all(value == values[0] for value in values):
             return rows[:1]
@@ -186,7 +189,10 @@ class OptimizerLoadPlanner:
 
 
 def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, str] | None:
-    """Return the names of numbered parameters: as torch does, by their position in groups of the same sizes."""
+    """Return FQNs by parameter id, matched by position in groups of the same sizes.
+
+    torch matches ids in the same way.
+    """
     if not isinstance(groups, (list, tuple)) or len(groups) != len(live):
         return None
     numbers = [list(group.get("params", ())) for group in groups if isinstance(group, dict)]
@@ -197,7 +203,10 @@ def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, st
 
 
 def _without_state(tree: Any) -> Any:
-    """Return an optimizer's tree without the tensors of its state, which are read straight to their places."""
+    """Return an optimizer's tree without the tensors of its state.
+
+    These are read directly into the optimizer's memory.
+    """
     if not isinstance(tree, dict):
         return tree
     if "state" not in tree:  # flattened: `state.{name}.{slot}`
@@ -222,7 +231,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _leaves(tree: Any, root: Path) -> dict[Path, Any]:
-    """Return the values of an optimizer's tree by path, groups as one value."""
+    """Return the values of an optimizer's tree by path; each param group is one value."""
     leaves: dict[Path, Any] = {}
     if isinstance(tree, dict):
         for key, value in tree.items():

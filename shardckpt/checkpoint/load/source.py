@@ -1,4 +1,4 @@
-"""An open checkpoint as a load reads it: its state tree, whatever the format, and where its arrays are."""
+"""Open checkpoint of any format as the source of a load: state tree and arrays."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
 
 KeyMap = Mapping[str, str] | None
-"""Regular expressions to their replacements, for every key of the names of a checkpoint."""
+"""Replacements by regular expression, for every key of a checkpoint's names."""
 
 Rules = str | os.PathLike[str] | None
-"""A TOML file of rules, or the name of a set that comes with the package."""
+"""TOML file of rules, or the name of a set in the package."""
 
 Verify = str | bool
 VERIFY = (False, "read", "full")
 
 
 class CheckpointSource:
-    """A checkpoint that is open.
+    """Open checkpoint of any format.
 
     Args:
-        url: Its path or URL.
-        verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
-        rules: A file of rules.
-        key_map: Regular expressions to their replacements, for every key of every path, after the rules.
-        bases: Folders that the caller names of those that it refers to.
-        get_shapes: Returns the parameters of flat parameters, where known; called where no file has them.
+        url: Path or URL of the checkpoint.
+        verify: Blocks to check against their hashes: none, those that are read, or all blocks when it is opened.
+        rules: TOML file of rules, or the name of a set in the package.
+        key_map: Replacements by regular expression, for every key of every path, after the rules.
+        bases: Locations of folders that the checkpoint refers to.
+        get_shapes: Returns the members of flat parameters, or None; called if the files do not list them.
 
     Raises:
-        SourceNotFoundError: Nothing is stored there.
-        CheckpointError: It cannot be read, or is damaged.
-        UsageError: An unknown way to verify; it refers to no folder that could have been moved; flat parameters of
-            which no file lists the members.
+        SourceNotFoundError: Nothing is stored at `url`.
+        CheckpointError: The checkpoint cannot be read, or is damaged.
+        UsageError: `verify` has an unknown value; `bases` is given but the checkpoint does not refer to a folder that
+            could have been moved; or the members of flat parameters are unknown.
     """
 
     def __init__(
@@ -77,32 +77,32 @@ class CheckpointSource:
 
     @property
     def reader(self) -> Reader:
-        """The reader of its format."""
+        """Reader of the checkpoint's format."""
         return self._reader
 
     @property
     def is_native(self) -> bool:
-        """Whether it is in the native format."""
+        """Whether the checkpoint has the native format."""
         return isinstance(self._reader, NativeReader)
 
     def expect_most(self) -> None:
-        """Say that most arrays will be asked for: they are described in one go, which is cheaper than one by one."""
+        """Prepare for access to most arrays: parsing all entries at once is cheaper."""
         self.manifest.tensors.values()
 
     def is_elsewhere(self, entry: TensorEntry) -> bool:
-        """Return True if an array is stored in other folders than the checkpoint."""
+        """Return True if an array is stored in another folder than the checkpoint."""
         return bool(entry.pieces) and all(piece.file in self.manifest.elsewhere for piece in entry.pieces)
 
     def check_blocks(self, share: int = 0, shares: int = 1, *, own_only: bool = False) -> None:
-        """Hash every block of this share of the files.
+        """Check the hashes of all blocks in a share of the files.
 
         Args:
-            share: Which, from 0.
-            shares: How many there are.
+            share: Index of the share, from 0.
+            shares: Number of shares.
             own_only: Skip files in other folders.
 
         Raises:
-            ChecksumError: A block is not what was saved.
+            ChecksumError: A block differs from its saved hash.
         """
         hashed = self._files.block_hashes() if isinstance(self._files, NativeReader) else {}
         left_out = self.manifest.elsewhere if own_only else {}
@@ -112,7 +112,7 @@ class CheckpointSource:
                 self._store.read([Read(name, start, memoryview(bytearray(min(BATCH_BYTES, size - start))))])
 
     def rename_key(self, key: Any) -> Any:
-        """Return a key as the rules have it."""
+        """Return a key after the rules and the key map."""
         if isinstance(key, str):
             for pattern, new in self._key_map:
                 key = pattern.sub(new, key)
@@ -120,7 +120,7 @@ class CheckpointSource:
 
     @cached_property
     def arrays(self) -> Mapping[Path, TensorEntry]:
-        """The arrays, by path."""
+        """Entries of the arrays by path."""
         if not self._key_map:
             return self.manifest.tensors
         arrays: dict[Path, TensorEntry] = {}
@@ -138,12 +138,12 @@ class CheckpointSource:
 
     @cached_property
     def paths(self) -> list[Path]:
-        """Where arrays and other values are."""
+        """Paths of arrays and other values."""
         return [*self.arrays, *map(self._renamed_path, self.manifest.objects)]
 
     @cached_property
     def tree(self) -> Any:
-        """What was saved; arrays as `TensorRef`."""
+        """Saved state tree, with arrays as `TensorRef`."""
         tree = build_tree(self._reader, self.arrays, self.manifest.objects, from_named_value, self._renamed_path)
         return self._renamed_keys(tree) if self.is_native else tree
 
@@ -160,22 +160,23 @@ class CheckpointSource:
         return tree
 
     def find(self, path: Path) -> tuple[Any, bool]:
-        """Return what was saved at a path, and whether anything was."""
+        """Return the saved value at a path, and whether the path exists."""
         return find(self.tree, path)
 
     def read_tree(self, tree: Any, skipped: list[Path] | None = None) -> Any:
-        """Return a part of the tree with its arrays read, on the CPU.
+        """Return a part of the tree with its arrays as tensors on the CPU.
 
         Args:
-            tree: The part.
-            skipped: Gets the paths of what only its own library can read, which is left out; None: that is an error.
+            tree: Part of the state tree.
+            skipped: List to extend with the paths of values that only their own library can read, which are omitted;
+                None to raise an error for such values.
 
         Raises:
-            CheckpointError: It cannot be read.
+            CheckpointError: The part cannot be read.
             NoMemoryError: An array does not fit into memory.
         """
         paths = list(dict.fromkeys(at.path for at in iter_refs(tree)))
-        entries = self.locate([self.arrays[path] for path in paths])  # before memory is taken for them
+        entries = self.locate([self.arrays[path] for path in paths])  # before memory is allocated
         tensors: dict[Path, torch.Tensor] = {}
         wanted = []
         for path, entry in zip(paths, entries, strict=True):
@@ -190,47 +191,49 @@ class CheckpointSource:
         return fill_tree(tree, get_array, skipped)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read the elements that this rank holds, and no others, into their places.
+        """Read exactly the elements of this rank's shards into them.
 
         Args:
-            wanted: Arrays with where their elements go, of any type.
+            wanted: Entries with the shards to fill, of any dtype.
 
         Raises:
-            CheckpointError: Elements are missing, damaged, or of a kind that cannot be read.
+            CheckpointError: Elements are missing, damaged, or of an unreadable kind.
             StorageError: The store failed.
         """
         self.elements.read(self.locate_requests(wanted))
 
     def locate_requests(self, wanted: Sequence[ReadRequest]) -> list[ReadRequest]:
-        """Return what is wanted, once it is sure that all of its elements are there; nothing is read.
+        """Return requests with located pieces, after a check that all elements exist.
+
+        Elements are not read.
 
         Args:
-            wanted: Arrays with where their elements go, of any type.
+            wanted: Entries with the shards to fill, of any dtype.
 
         Raises:
-            CheckpointError: Elements are missing or doubled, or a container is damaged.
+            CheckpointError: Elements are missing or duplicated, or a container is damaged.
         """
         entries = self.locate([entry for entry, _ in wanted])
         return [(entry, array) for entry, (_, array) in zip(entries, wanted, strict=True)]
 
     @cached_property
     def elements(self) -> ElementReader:
-        """Reads what is `ready`."""
+        """Reader of requests that `locate_requests` returned."""
         return ElementReader(self._store)
 
     @property
     def store(self) -> Store:
-        """What is read through: it checks what it reads where that was asked for."""
+        """Store to read from; it checks hashes if `verify` is set."""
         return self._store
 
     @property
     def grain(self) -> int:
-        """Bytes that are read together, however few of them are wanted: blocks, where they are checked."""
+        """Smallest number of bytes per read: a block if hashes are checked, otherwise 1."""
         return BLOCK_BYTES if self._store is not self._reader.raw_store else 1
 
     @cached_property
     def identity(self) -> bytes:
-        """16 bytes that differ for another checkpoint under the same path."""
+        """Identity of the checkpoint, 16 bytes: another one under its path has another."""
         if isinstance(self._reader, NativeReader):
             content: object = self._reader.commit.manifest_sha256
         else:
@@ -238,16 +241,19 @@ class CheckpointSource:
         return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
     def locate(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-        """Return arrays with every piece located, once it is sure that all of their elements are there.
+        """Return entries with located pieces, after a check that all elements exist.
 
         Raises:
-            CheckpointError: Elements are missing or doubled, or a container is damaged.
+            CheckpointError: Elements are missing or duplicated, or a container is damaged.
         """
         return locate(self._reader, self.manifest, entries)
 
 
 def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -> Reader:
-    """Return a reader that knows the members of its flat parameters; the same one if files list them."""
+    """Return a reader that knows the members of its flat parameters.
+
+    It is the same reader if the files list them.
+    """
     known = get_shapes() if reader.needs_param_shapes else None
     if known is not None:
         reader = reader.with_param_shapes(known)
@@ -262,23 +268,23 @@ def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -
 
 
 def require_way_to_verify(verify: Any) -> None:
-    """Check what `verify` is.
+    """Check the argument `verify`.
 
     Raises:
-        UsageError: It means nothing.
+        UsageError: The argument has an unknown value.
     """
     if not (isinstance(verify, bool) or (isinstance(verify, str) and verify in VERIFY)):
         raise UsageError("`verify` must be False, 'read' or 'full'", found=repr(verify))
 
 
 def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:
-    """Return regular expressions and their replacements.
+    """Return compiled regular expressions with their replacements.
 
     Args:
-        key_map: Both, as strings.
+        key_map: Replacements by regular expression, as strings.
 
     Raises:
-        UsageError: It is not a mapping of strings to strings, or a string is not a regular expression.
+        UsageError: The key map is not a mapping of strings to strings, or one of them is invalid.
     """
     if key_map is not None and not isinstance(key_map, Mapping):
         expected = "a dict of regular expressions to their replacements"
@@ -298,21 +304,21 @@ def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:
 
 
 def require_rules(rules: Any) -> None:
-    """Raise UsageError unless rules are a file, the name of a set or None."""
+    """Raise UsageError unless rules are a path, the name of a set, or None."""
     if rules is not None and not isinstance(rules, (str, os.PathLike)):
         raise UsageError("`rules` must be a file of rules", found=rules, fix="Pass a dict of expressions as `key_map`.")
 
 
 def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
-    """Return memory on the CPU for elements of an array.
+    """Return an uninitialized CPU tensor for elements of an array.
 
     Args:
-        entry: The array.
-        size: How many of its elements along each dimension.
+        entry: Entry of the array.
+        size: Shape of the tensor, in elements.
 
     Raises:
-        UnsupportedError: This torch has no such type.
-        NoMemoryError: There is not as much memory.
+        UnsupportedError: This version of torch does not have the dtype.
+        NoMemoryError: The memory cannot be allocated.
     """
     dtype = torch_dtype(entry)
     try:
@@ -327,10 +333,10 @@ def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
-    """Return the type that an array is loaded as.
+    """Return the torch dtype of an array.
 
     Raises:
-        UnsupportedError: This torch has no such type.
+        UnsupportedError: This version of torch does not have the dtype.
     """
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):

@@ -1,7 +1,7 @@
-"""Objects with `state_dict` and `load_state_dict`: which tensors of their state are filled in place, and what they get.
+"""Load of `Stateful` objects by filling the tensors of their current state.
 
-A checkpoint has full tensors; an object that holds a sharded model takes DTensors with its own sharding. So the tensors
-that its `state_dict()` returns are filled, each rank with its shard, and passed back in the tree that was saved.
+A checkpoint has full tensors, but an object with a sharded model loads DTensors with its own sharding. Therefore the
+tensors that its `state_dict()` returns are filled, each rank with its shard, and passed back in the saved tree.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MISSING = object()
 
 
 class Fill(NamedTuple):
-    """A tensor of an object's state that is filled in place.
+    """Tensor of an object's state to fill in place.
 
     Attributes:
-        path: What the user calls it.
-        source: Where the checkpoint has it.
-        tensor: The tensor that `state_dict()` returned.
+        path: Path in the state.
+        source: Path in the checkpoint.
+        tensor: Tensor from `state_dict()`.
     """
 
     path: Path
@@ -40,13 +40,13 @@ class Fill(NamedTuple):
 
 @dataclass
 class Handover:
-    """The state that an object receives.
+    """State to pass to an object.
 
     Attributes:
-        tree: As it was saved; what is filled in place are the object's own tensors.
-        fills: These.
-        missing: DTensors of the object's state that the checkpoint does not have.
-        unplaced: Tensors of the checkpoint for which an object that has DTensors has no tensor.
+        tree: Saved tree, with the object's own tensors where they are filled in place.
+        fills: Tensors to fill in place.
+        missing: Paths of DTensors in the object's state that the checkpoint does not have.
+        unplaced: Paths of saved tensors for which an object with DTensors does not have a tensor.
     """
 
     tree: Any = None
@@ -56,13 +56,13 @@ class Handover:
 
 
 def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntry]) -> Handover:
-    """Match what was saved of an object with what its `state_dict()` returns now; nothing is changed.
+    """Match an object's saved state with its current `state_dict()`, without changes.
 
     Args:
-        saved: The tree that was saved, arrays as `TensorRef`.
-        own: What `state_dict()` returns.
-        path: Where the object is in the state.
-        arrays: The arrays of the checkpoint.
+        saved: Saved tree of the object, with arrays as `TensorRef`.
+        own: Result of the object's `state_dict()`.
+        path: Path of the object in the state.
+        arrays: Entries of the checkpoint's arrays by path.
     """
     match = _Match(arrays)
     handover = match.made
@@ -82,7 +82,7 @@ class _Match:
         self.made = Handover()
 
     def visit(self, saved: Any, own: Any, path: Path) -> Any:
-        """Return what the object receives for a part of the tree."""
+        """Return the value to pass to the object for a part of the tree."""
         if isinstance(saved, TensorRef):
             return self._array(saved, own, path)
         if isinstance(saved, dict):
@@ -109,7 +109,7 @@ class _Match:
 
 
 def _expanded(own: Any, path: Path) -> Any:
-    """Return a tree with the objects in it as the states that are saved of them."""
+    """Return a tree with objects replaced by their states."""
     if is_optimizer(own) or is_stateful(own):
         own = own.state_dict()
     if len(path) > MAX_DEPTH:
@@ -122,7 +122,7 @@ def _expanded(own: Any, path: Path) -> Any:
 
 
 def _member(own: Any, key: Any) -> Any:
-    """Return what a mapping has under a key, which another format may have spelled as text."""
+    """Return a mapping's value of a key, which another format may store as text."""
     if not isinstance(own, dict):
         return _MISSING
     if key in own:
@@ -131,7 +131,7 @@ def _member(own: Any, key: Any) -> Any:
 
 
 def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
-    """Return True if a plain tensor has memory for what was saved; if not, the object gets a new one."""
+    """Return True if a plain tensor can be filled; if not, the object gets a new one."""
     return (
         tuple(own.shape) == entry.shape
         and dtype_name(own.dtype) == entry.dtype
@@ -143,7 +143,7 @@ def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
 
 
 def _dtensors(own: Any, path: Path) -> Iterator[Path]:
-    """Yield where an object's state has DTensors."""
+    """Yield the paths of DTensors in an object's state."""
     if isinstance(own, DTensor) or is_sharded_tensor(own):
         yield path
     elif isinstance(own, dict):

@@ -1,4 +1,4 @@
-"""Elements from the files of a checkpoint to where they belong: in batches, of which few are under way at once."""
+"""Read elements of a checkpoint's files into tensors, in a few concurrent batches."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
 
 BATCH_BYTES = 64 << 20
-"""Bytes of one batch of reads; as much is held besides where elements do not go straight to where they belong."""
+"""Bytes of one batch of reads; staging buffers may need as many bytes again."""
 
 _WINDOW_BYTES = 1 << 29
 _WINDOW_PIECES = 100_000
-"""As much is planned ahead."""
+"""Maximum bytes and pieces that are planned ahead."""
 
 _READERS = 2
-"""Batches that are under way at once: one is read while the other is hashed and goes to where it belongs."""
+"""Number of concurrent batches: one is read while the other is hashed and copied to its target."""
 
 ReadRequest = tuple[TensorEntry, TensorShards]
-"""A saved array, and where its elements go."""
+"""Entry of a saved array, and the shards to fill."""
 
 
 class ElementReader:
-    """Reads the elements of arrays whose pieces are located.
+    """Reader of the elements of arrays with located pieces.
 
     Args:
-        store: The store of the files; it checks what it reads if that was asked for.
+        store: Store of the files; it checks hashes if `verify` is set.
     """
 
     def __init__(self, store: Store) -> None:
@@ -66,23 +66,26 @@ class ElementReader:
         """
         self._buffers = _make_buffers(wanted)
         if any(isinstance(piece.layout, Encoded) for entry, _ in wanted for piece in entry.pieces):
-            for batch in _batches(wanted):  # a decoder runs forward through all of them
+            for batch in _batches(wanted):  # a decoder reads forward through all pieces
                 batch.carry_out(self._pieces, self._buffers)
             self._pieces.forget()
             return
         self._in_threads(self._planned(sorted(wanted, key=_place)))
 
     def read_straight(self, reads: Sequence[Read]) -> None:
-        """Read bytes to where they belong.
+        """Read bytes directly into their targets.
 
         Raises:
-            CheckpointError: They are damaged.
+            CheckpointError: The bytes are damaged.
             StorageError: The store failed.
         """
         self._in_threads(_batches_of_reads(reads))
 
     def _planned(self, wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
-        """Yield batches of reads; what is planned ahead is bounded, since it may be a million pieces."""
+        """Yield batches of reads, with a bounded number of pieces planned ahead.
+
+        An array may have a million pieces.
+        """
         for some in _windows(wanted):
             reads, rest = _divided(some)
             yield from _batches_of_reads(reads)
@@ -106,13 +109,13 @@ class ElementReader:
 
 @dataclass
 class PendingRead:
-    """A read of bytes of files, by this rank or by another one that sends them.
+    """Read of file bytes by this rank, or by another rank that sends them.
 
     Attributes:
-        reads: The bytes, with where they go; emptied once they are divided.
-        finish: Moves arrived bytes to their place; None where they arrive there.
-        request: The same elements, for a read by this rank alone.
-        left: Parts that have not arrived.
+        reads: Byte ranges with their targets; emptied when they are divided.
+        finish: Copies arrived bytes from a buffer to their target; None without a buffer.
+        request: Request for the same elements, for a read by this rank alone.
+        left: Number of parts that have not arrived.
     """
 
     reads: list[Read]
@@ -121,7 +124,7 @@ class PendingRead:
     left: int = 0
 
     def mark_arrived(self) -> None:
-        """Note that a part has arrived; the last one finishes the read."""
+        """Record that a part has arrived; the last part finishes the read."""
         self.left -= 1
         if not self.left and self.finish is not None:
             self.finish()
@@ -129,12 +132,12 @@ class PendingRead:
 
 
 def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], list[ReadRequest]]:
-    """Return what is wanted as bytes of files, and what has to be put together by other means.
+    """Return requests as reads of file bytes, and all other requests.
 
-    What is on a device, or of another type, gets a buffer, whose memory is not touched before bytes arrive.
+    Targets on a device, or of another dtype, get a buffer, whose memory is not touched before bytes arrive.
 
     Args:
-        wanted: As `CheckpointSource.ready` returned it.
+        wanted: Requests from `CheckpointSource.locate_requests`.
     """
     pending: list[PendingRead] = []
     rest: list[ReadRequest] = []
@@ -154,7 +157,7 @@ def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], 
 
 
 def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadRequest]]:
-    """Return the reads that put bytes straight to where they belong, and what is wanted besides."""
+    """Return reads directly into targets, and all other requests."""
     reads: list[Read] = []
     rest: list[ReadRequest] = []
     for entry, array in wanted:
@@ -171,7 +174,7 @@ def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadReques
 
 
 def _shards(array: TensorShards, entry: TensorEntry) -> Iterator[LocalShard]:
-    """Yield what is held; what needs a buffer on its way in parts that fit a batch."""
+    """Yield the shards of an array; split those that need a buffer to fit a batch."""
     for shard in array.shards:
         if is_flat_on_cpu(shard.tensor) and shard.tensor.dtype == getattr(torch, entry.stored):
             if shard.box.volume:
@@ -199,7 +202,7 @@ class _Batch:
     nbytes: int = 0
 
     def carry_out(self, pieces: PieceReader, buffers: UploadBuffers) -> None:
-        """Read, and put what was staged into its place."""
+        """Read, then copy staged elements to their targets."""
         if self.uploads:
             with buffers.take() as buffer:
                 self._read_and_copy(pieces, buffer)
@@ -218,20 +221,20 @@ class _Batch:
 
 
 def _place(request: ReadRequest) -> tuple[str, int]:
-    """Return about where elements are stored, so that they are read in the order of files and offsets."""
+    """Return the approximate location of elements, to sort reads by file and offset."""
     pieces = request[0].pieces
     return (pieces[0].file, getattr(pieces[0].layout, "offset", 0)) if pieces else ("", 0)
 
 
 def _straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
-    """Return the reads that fill a shard of an array; None if its elements are stored in another form."""
+    """Return the reads that fill a shard; None if its elements have another form."""
     if not is_flat_on_cpu(shard.tensor) or shard.tensor.dtype != getattr(torch, entry.stored):
         return None
     return straight_reads(ReadItem(entry.pieces, shard.box, entry.stored, flat_bytes(shard.tensor)))
 
 
 def _batches(wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
-    """Divide requests into batches; no buffer is made before its batch is asked for."""
+    """Divide requests into batches; buffers are allocated when their batch is yielded."""
     batch, uploaded = _Batch(), 0
     for entry, array in wanted:
         for box, tensor in _parts(array, entry):
@@ -278,7 +281,10 @@ def _windows(wanted: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
 
 
 def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
-    """Divide reads into batches in the order of their offsets, at borders of blocks, so that no block is in two."""
+    """Divide reads into batches in the order of their offsets.
+
+    Batches end at block boundaries, so that no block is in two batches.
+    """
     batch = _Batch()
     last: tuple[str, int] = ("", 0)
     for name, offset, buffer in sorted(reads, key=lambda read: read[:2]):
@@ -297,7 +303,7 @@ def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
 
 
 def _parts(array: TensorShards, entry: TensorEntry) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield what is wanted in parts that fit a batch."""
+    """Yield boxes and targets of an array, in parts that fit a batch."""
     for box, tensor in array.shards:
         most = _most_elements(tensor, box, entry)
         if box.volume <= most:
@@ -322,7 +328,10 @@ def _read_item(placed: PlacedUpload) -> ReadItem:
 
 
 def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Callable[[], object] | None]:
-    """Return where to read to: the tensor's own memory where that is what is stored, else a copy to take from."""
+    """Return memory to read into, and a function that copies it to the tensor.
+
+    If the stored bytes are those of the tensor, it is the tensor's own memory, and the function is None.
+    """
     stored = getattr(torch, entry.stored)
     if is_flat_on_cpu(tensor) and tensor.dtype == stored:
         return flat_bytes(tensor), None

@@ -1,4 +1,4 @@
-"""Casts of what is loaded: a value that the type cannot hold is an error, never another value."""
+"""Casts of loaded values; a value that the dtype cannot represent is an error."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shardckpt.manifest import TensorEntry, dotted
 
 
 def put(values: torch.Tensor, into: torch.Tensor, entry: TensorEntry) -> None:
-    """Copy elements to where they belong, in the type of that place.
+    """Copy elements to a target, converted to its dtype.
 
     Args:
-        values: What was read.
-        into: Of the same shape, of any type.
-        entry: What it is a part of.
+        values: Elements that were read.
+        into: Target of the same shape, of any dtype.
+        entry: Entry of the saved array.
 
     Raises:
-        PrecisionError: One would lose more than rounding: a finite value would become infinite, a number would be
-            another integer, an imaginary part would be dropped.
+        PrecisionError: A value would change by more than rounding: a finite value would become infinite, a number would
+            become another integer, or an imaginary part would be dropped.
     """
     with torch.no_grad():
         lost = _copy(values, into)
@@ -35,7 +35,7 @@ def put(values: torch.Tensor, into: torch.Tensor, entry: TensorEntry) -> None:
 
 
 def _copy(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor | None:
-    """Copy elements; return which of them became others by more than rounding, or None."""
+    """Copy elements; return a mask of those that changed too much, or None."""
     if values.is_complex() and not into.is_complex():
         lost = values.imag != 0  # NaN too
         return lost if lost.any() else _copy(values.real, into)
@@ -54,7 +54,7 @@ def _copy(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor | None:
 
 
 def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
-    """Return True if a type holds every value of another, rounding aside; neither is complex."""
+    """Return True if a real dtype represents all values of another, up to rounding."""
     if stored in (wanted, torch.bool):
         return True
     if wanted.is_floating_point:
@@ -75,7 +75,7 @@ def _lost(values: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(dtype: torch.dtype) -> float:
-    """Return up to where numbers are rounded to the largest of a type: some types saturate beyond."""
+    """Return the largest number that rounds to a dtype's maximum; some saturate."""
     info = torch.finfo(dtype)
     return info.max + info.eps / 2 * 2.0 ** (math.frexp(info.max)[1] - 1)
 
