@@ -138,8 +138,8 @@ def load(
         base: Folder that the checkpoint refers to, if it was moved or is on another store, which is opened only if it
             is given here: a path or URL of the one folder that is not next to the checkpoint, or a dict by the names in
             the checkpoint. False to skip data in other folders, because the state has it already.
-        broadcast_reads: Let one rank read replicated data and send it to the other ranks, so that data-parallel
-            replicas read every byte once together. None to do so for checkpoints behind a URL. The operating system
+        broadcast_reads: Read replicated data on one rank and send it to the other ranks, so that data-parallel
+            replicas together read every byte once. None to do so for checkpoints behind a URL. The operating system
             caches local files, so that reading them again is faster than sending; use True for network folders.
         unequal_steps: Handling of an optimizer's steps that differ among the members of one flat parameter, for which
             the optimizer has one step: `"error"`, or use the `"largest"`. Without flat parameters each parameter keeps

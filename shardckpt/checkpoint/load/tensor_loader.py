@@ -55,13 +55,13 @@ class ElementReader:
         self._buffers = UploadBuffers(0, ())
 
     def read(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read what is ready; when this returns, it is in its place, on devices too.
+        """Read the elements of requests; they are in their targets when this returns.
 
         Args:
-            wanted: As `CheckpointSource.ready` returned it, or some of that.
+            wanted: Some or all requests from `CheckpointSource.locate_requests`, with targets on any device.
 
         Raises:
-            CheckpointError: Elements are damaged, or of a kind that cannot be read.
+            CheckpointError: Elements are damaged, or of an unreadable kind.
             StorageError: The store failed.
         """
         self._buffers = _make_buffers(wanted)
@@ -185,14 +185,14 @@ def _shards(array: TensorShards, entry: TensorEntry) -> Iterator[LocalShard]:
 
 @dataclass
 class _Batch:
-    """What is read at once, and what is to be done then.
+    """Batch of reads, with the copies to make after them.
 
     Attributes:
-        wants: What is put together in this machine's memory.
-        uploads: What goes to devices; one pinned buffer has place for all of it.
-        reads: What is read besides.
-        after: Called when everything is read.
-        nbytes: Bytes of all.
+        wants: Items to read into CPU memory.
+        uploads: Items to read into a pinned buffer and copy to devices; one buffer has space for all of them.
+        reads: Other reads of byte ranges.
+        after: Functions to call after all reads.
+        nbytes: Number of bytes of all reads.
     """
 
     wants: list[ReadItem] = field(default_factory=list)
@@ -260,7 +260,7 @@ def _batches(wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
 
 
 def _make_buffers(wanted: Sequence[ReadRequest]) -> UploadBuffers:
-    """Return the buffers for what goes to devices."""
+    """Return the buffers for targets on devices."""
     shards = [(entry, shard) for entry, array in wanted for shard in array.shards]
     uploads = [Upload(entry, *shard) for entry, shard in shards if has_pinned_copies(shard.tensor.device)]
     nbytes = min(PINNED_BYTES, sum(each.nbytes for each in uploads))
@@ -315,7 +315,7 @@ def _parts(array: TensorShards, entry: TensorEntry) -> Iterator[tuple[Box, torch
 
 
 def _most_elements(tensor: torch.Tensor, box: Box, entry: TensorEntry) -> int:
-    """Return how many elements of an array fit a batch."""
+    """Return the maximum number of elements of an array in a batch."""
     most = max(BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
     if has_pinned_copies(tensor.device):
         most = min(most, Upload(entry, box, tensor).most_elements)

@@ -1,4 +1,4 @@
-"""Elements from this machine's memory to devices through two pinned buffers: one is filled, the other is copied."""
+"""Uploads of elements to devices through two pinned buffers, in turn."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shardckpt.manifest import TensorEntry
 __all__ = ["PINNED_BYTES", "PlacedUpload", "Upload", "UploadBuffers", "copy_to_device", "place_uploads"]
 
 PINNED_BYTES = 64 << 20
-"""Bytes of each of the two buffers that files are read to."""
+"""Maximum bytes of each of the two buffers into which files are read."""
 
 _ALIGNMENT_BYTES = 64
 _BUFFERS = 2
 
 
 class Upload(NamedTuple):
-    """Elements that go to a device.
+    """Elements to read into a tensor on a device.
 
     Attributes:
-        entry: The array in the checkpoint.
-        box: Which of its elements.
-        tensor: Where they go.
+        entry: Entry of the array in the checkpoint.
+        box: Box of the elements.
+        tensor: Target on the device.
     """
 
     entry: TensorEntry
@@ -42,39 +42,39 @@ class Upload(NamedTuple):
 
     @property
     def stored(self) -> torch.dtype:
-        """The type of the elements in the files."""
+        """Dtype of the elements in the files."""
         stored: torch.dtype = getattr(torch, self.entry.stored)
         return stored
 
     @property
     def needs_cast(self) -> bool:
-        """Whether the type in the files is another than on the device."""
+        """Whether the dtypes in the files and on the device differ."""
         return self.entry.dtype != self.entry.stored or self.tensor.dtype != self.stored
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a buffer that an element needs, before and after a cast."""
+        """Bytes of a buffer per element, including the copy after a cast."""
         return self.stored.itemsize + (self.tensor.dtype.itemsize if self.needs_cast else 0)
 
     @property
     def most_elements(self) -> int:
-        """As many elements fit a buffer."""
+        """Maximum number of elements in a buffer."""
         return (PINNED_BYTES - 2 * _ALIGNMENT_BYTES) // self.element_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a buffer that it needs."""
+        """Bytes of a buffer that the upload needs."""
         return prod(self.tensor.shape) * self.element_bytes + 2 * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
 class PlacedUpload:
-    """An upload that has its place in a buffer.
+    """Upload with its memory in a buffer.
 
     Attributes:
-        upload: The upload.
-        values: Where its elements are read to.
-        cast: Where they are cast to; None if they are not cast.
+        upload: Elements and their target.
+        values: Part of the buffer into which the elements are read.
+        cast: Part of the buffer for the elements after a cast; None without a cast.
     """
 
     upload: Upload
@@ -85,7 +85,7 @@ class PlacedUpload:
         """Start the copy to the device, on the current stream.
 
         Raises:
-            PrecisionError: A value does not fit the type.
+            PrecisionError: A value does not fit the target's dtype.
         """
         values, entry = self.values, self.upload.entry
         if self.cast is not None:
@@ -96,11 +96,13 @@ class PlacedUpload:
 
 
 class UploadBuffers:
-    """Two pinned buffers for the threads of one load, which copy on the streams that are current where this is made.
+    """Two pinned buffers for the threads of one load.
+
+    Threads copy on the streams that are current when the object is created.
 
     Args:
-        nbytes: Bytes of each.
-        devices: To which they copy.
+        nbytes: Bytes of each buffer.
+        devices: Devices to copy to.
     """
 
     def __init__(self, nbytes: int, devices: Iterable[torch.device]) -> None:
@@ -112,7 +114,7 @@ class UploadBuffers:
 
     @contextmanager
     def take(self) -> Iterator[torch.Tensor]:
-        """Wait for a buffer, and yield it; copies from it are done when the context ends."""
+        """Wait for a buffer and yield it; on exit, wait for the copies from it."""
         buffer = self._idle.get()
         try:
             if buffer is None:
@@ -128,7 +130,7 @@ class UploadBuffers:
 
 
 def place_uploads(uploads: Sequence[Upload], buffer: torch.Tensor) -> list[PlacedUpload]:
-    """Give uploads their places in a buffer that is large enough."""
+    """Assign parts of a buffer, which must be large enough, to uploads."""
     placed, at = [], 0
     for each in uploads:
         shape = tuple(each.tensor.shape)
@@ -141,15 +143,15 @@ def place_uploads(uploads: Sequence[Upload], buffer: torch.Tensor) -> list[Place
 
 
 def copy_to_device(values: torch.Tensor, tensor: torch.Tensor, entry: TensorEntry) -> None:
-    """Copy elements from any memory to a device, on the current stream, and wait for the copy.
+    """Copy elements to a device on the current stream, and wait for the copy.
 
     Args:
-        values: On the CPU.
-        tensor: Of the same shape, of any type.
-        entry: The array that they are a part of.
+        values: Elements on the CPU.
+        tensor: Target of the same shape, of any dtype.
+        entry: Entry of the array in the checkpoint.
 
     Raises:
-        PrecisionError: A value does not fit the type.
+        PrecisionError: A value does not fit the target's dtype.
     """
     if values.dtype != tensor.dtype:
         cast = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
@@ -176,7 +178,7 @@ def _wait(event: Event | None) -> None:
 
 
 def _take(buffer: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """Return a tensor in a buffer, and where the next one may begin."""
+    """Return a tensor in a buffer, and the offset in bytes of the next one."""
     stop = at + prod(shape) * dtype.itemsize
     return buffer[at:stop].view(dtype).view(shape), -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 

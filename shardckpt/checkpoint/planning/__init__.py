@@ -1,1 +1,1 @@
-"""Plan a save: reports of ranks, plans, the manifest."""
+"""Planning of a save: reports of ranks, save plans, manifest."""

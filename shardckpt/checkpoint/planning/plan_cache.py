@@ -1,7 +1,8 @@
-"""Cache the plan of the last committed save, so that a save like it sends no local plans and is not planned again.
+"""Cache of the last committed save plan, for later saves of the same arrays.
 
-A cache is replaced only once its rank knows that all ranks have committed the save. A rank can miss that, so each cache
-carries the id of the save that its plan was made for: caches of different saves are never used together.
+Such saves do not send local plans and are not planned again. A rank replaces its cache only when it knows that all
+ranks have committed the save. A rank can miss that, so each cache contains the id of its save: caches of different
+saves are never used together.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, LocalSavePla
 
 @dataclass(frozen=True)
 class RankPlanCache:
-    """A rank's part of the last committed plan.
+    """Last committed plan of one rank.
 
     Attributes:
-        save: Id of the save that the plan was made for.
-        local_plan: The arrays that this rank held then.
-        rank_plan: The chunks that it wrote.
+        save: Id of the save with this plan.
+        local_plan: Arrays of this rank in that save.
+        rank_plan: Chunks that this rank wrote.
     """
 
     save: str
@@ -30,12 +31,12 @@ class RankPlanCache:
 
 @dataclass(frozen=True)
 class PlanCache:
-    """The last committed plan, on rank 0.
+    """Last committed plan of all ranks, on rank 0.
 
     Attributes:
-        save: Id of the save that the plan was made for.
-        local_plans: The arrays that each rank held then.
-        plan: Which rank wrote which chunks.
+        save: Id of the save with this plan.
+        local_plans: Arrays of each rank in that save, in rank order.
+        plan: Chunks that each rank wrote.
     """
 
     save: str
@@ -44,21 +45,21 @@ class PlanCache:
 
 
 def is_cached(reports: Sequence[RankReport], cache: PlanCache | None) -> bool:
-    """Return True if every rank holds the arrays of the cached plan, and has its part of that plan.
+    """Return True if every rank has the arrays of the cached plan and its part cached.
 
     Args:
-        reports: One for each rank.
-        cache: The cached plan of rank 0.
+        reports: Reports of all ranks, in rank order.
+        cache: Cached plan of rank 0; None without one.
     """
     return cache is not None and all(not report.local_plan and report.cached == cache.save for report in reports)
 
 
 def collect_local_plans(reports: Sequence[RankReport], cache: PlanCache | None) -> tuple[LocalSavePlan, ...] | None:
-    """Return every rank's local plan, as it was sent or as it is cached; None if one is neither.
+    """Return all ranks' local plans, received or cached; None if one is neither.
 
     Args:
-        reports: One for each rank.
-        cache: The cached plan of rank 0.
+        reports: Reports of all ranks, in rank order.
+        cache: Cached plan of rank 0; None without one.
     """
     local_plans = []
     for rank, report in enumerate(reports):

@@ -1,4 +1,4 @@
-"""Reports that ranks send before anything is written, and the manifest that rank 0 builds from them."""
+"""Reports of ranks before a save, and the manifest that rank 0 builds from them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
 SHOWN = 5
-"""Names in an error; the rest is counted."""
+"""Maximum number of names in an error; others are only counted."""
 
 
 @dataclass(frozen=True)
 class RankSubtree:
-    """A part of a state tree, as a rank sends it.
+    """Part of a state tree in a rank's report.
 
     Attributes:
-        json: Tagged; arrays by their position in `arrays`.
-        arrays: Paths of the arrays in it.
+        json: Tagged JSON, with arrays as their position in `arrays`.
+        arrays: Paths of the arrays in the part.
     """
 
     json: object
@@ -39,7 +39,7 @@ class RankSubtree:
         """Encode a part of a state tree.
 
         Raises:
-            UnsupportedError: A value that cannot be saved.
+            UnsupportedError: A value cannot be saved.
         """
         arrays: list[Path] = []
 
@@ -50,7 +50,7 @@ class RankSubtree:
         return cls(encoded(tree, number, path), arrays)
 
     def decode(self) -> Any:
-        """Return the part, as the rank that sent it flattened it."""
+        """Return the part as the sending rank flattened it."""
 
         def decode_ref(value: ArrayRef | NamedValue) -> object:
             return TensorRef(self.arrays[value.number], value.kind) if isinstance(value, ArrayRef) else value
@@ -60,15 +60,15 @@ class RankSubtree:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The first message of a rank.
+    """First message of a rank in a save.
 
     Attributes:
-        cached: Id of the save whose plan this rank has cached and still fits; empty where its local plan is sent.
-        local_plan: The local plan; empty where it is the cached one.
-        values: Digest of the plain values that are the same on every rank.
-        optional_values: Values that other ranks may lack.
+        cached: Id of the save whose cached plan still fits this rank; empty if the local plan is sent.
+        local_plan: Encoded local plan; empty if the cached plan fits.
+        values: Digest of the plain values that are equal on every rank.
+        optional_values: Values that other ranks may not have.
         per_rank_values: Values that each rank saves for itself.
-        path: Where it saves to.
+        path: Target path or URL of the save.
     """
 
     cached: str
@@ -79,13 +79,13 @@ class RankReport:
     path: str = ""
 
     def encode(self) -> bytes:
-        """Return it as bytes."""
+        """Return the report as bytes."""
         head = [self.cached, self.values, _rows(self.optional_values), _rows(self.per_rank_values), self.path]
         return pack_message(head, self.local_plan)
 
     @classmethod
     def decode(cls, data: bytes) -> RankReport:
-        """Return what `encode` wrote."""
+        """Return the report from the bytes of `encode`."""
         (cached, values, optional_values, per_rank_values, path), local_plan = unpack_message(data)
         return cls(cached, local_plan, values, _parts(optional_values), _parts(per_rank_values), path)
 
@@ -94,7 +94,7 @@ def build_report(flattened: FlattenedState) -> RankReport:
     """Return the report of a rank, without its plan and the digest of its values.
 
     Raises:
-        UnsupportedError: A value that cannot be saved.
+        UnsupportedError: A value cannot be saved.
     """
     optional_values = {path: RankSubtree.encode(value, path) for path, value in flattened.optional_values.items()}
     per_rank_values = {path: RankSubtree.encode(value, path) for path, value in flattened.per_rank_values.items()}
@@ -102,10 +102,10 @@ def build_report(flattened: FlattenedState) -> RankReport:
 
 
 def require_one_path(reports: Sequence[RankReport]) -> None:
-    """Refuse a save whose ranks save to different paths.
+    """Check that all ranks save to one path.
 
     Raises:
-        UsageError: They do.
+        UsageError: Ranks save to different paths.
     """
     if len({report.path for report in reports}) > 1:
         paths = ", ".join(f"rank {rank} {report.path}" for rank, report in list(enumerate(reports))[:SHOWN])
@@ -128,21 +128,21 @@ def digest_values(flattened: FlattenedState) -> str:
     """Return a digest of the plain values that every rank has.
 
     Raises:
-        UnsupportedError: One that cannot be saved.
+        UnsupportedError: A value cannot be saved.
     """
     return digest_tree(encoded(flattened.tree, lambda _: 0))
 
 
 def digest_tree(content: object) -> str:
-    """Return a digest of tagged JSON that does not depend on the order of dicts and sets."""
+    """Return a digest of tagged JSON, independent of the order of dicts and sets."""
     return hashlib.blake2b(encode_canonical(_sort_keys(content)), digest_size=16).hexdigest()
 
 
 def _sort_keys(content: Any) -> Any:
-    """Return tagged JSON with dicts and sets in one order: equal ones are in different orders on different ranks.
+    """Return tagged JSON with sorted dicts and sets; their order may differ by rank.
 
     Args:
-        content: As `encoded` returned it.
+        content: Result of `encoded`.
     """
     if type(content) is list:
         return [_sort_keys(item) for item in content]
@@ -174,15 +174,15 @@ def build_contents(
     """Return the manifest of a save, without its files and pieces.
 
     Args:
-        save: The save's id.
-        flattened: Rank 0's state; its tree is changed.
-        plan: Which rank writes which chunks.
-        reports: One for each rank.
+        save: Id of the save.
+        flattened: State of rank 0; its tree is changed.
+        plan: Save plans of all ranks.
+        reports: Reports of all ranks, in rank order.
         custom_metadata: Free text by name.
 
     Raises:
-        UsageError: Ranks have different values of one thing.
-        UnsupportedError: A value that cannot be saved.
+        UsageError: Ranks have different values under one path.
+        UnsupportedError: A value cannot be saved.
     """
     tree = flattened.tree
     states = {root: _at(tree, root) for root in flattened.slots}
@@ -219,7 +219,7 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def _merge_optional_values(reports: Iterable[RankReport]) -> dict[Path, Any]:
-    """Merge the values that a rank may lack; ranks that have one have the same."""
+    """Merge values that some ranks do not have; all ranks with a value must agree."""
     merged: dict[Path, Any] = {}
     seen: dict[Path, tuple[int, bytes]] = {}
     for rank, report in enumerate(reports):

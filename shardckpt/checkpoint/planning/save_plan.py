@@ -1,4 +1,4 @@
-"""Local plans of ranks, and the global plan that rank 0 makes of them: bytes both ways, no pickles."""
+"""Local save plans of ranks, and the global plan of rank 0, encoded as bytes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _BUFFER, _FROZEN = 1, 2
 
 @dataclass(frozen=True)
 class LocalSavePlan:
-    """The arrays that a rank holds: all that a plan depends on, and nothing else.
+    """Arrays of one rank: exactly the input of the global plan.
 
     Attributes:
-        arrays: The arrays, in the order of the state tree.
-        buffers: Which of these ranks may have different values of: rank 0's are saved.
-        ties: Further path of an array to its first.
-        frozen: Which of these are not written: they are in the base.
+        arrays: Arrays of the rank, in the order of the state tree.
+        buffers: Paths of arrays that may differ between ranks; those of rank 0 are saved.
+        ties: Further paths of shared arrays, each with the first path.
+        frozen: Paths of arrays that are not written, because the base has them.
     """
 
     arrays: tuple[LocalTensor, ...]
@@ -38,11 +38,11 @@ class LocalSavePlan:
     frozen: frozenset[Path] = frozenset()
 
     def equals(self, other: LocalSavePlan) -> bool:
-        """Return True if a plan for this one is a plan for another, ties in the same order."""
+        """Return True if both have the same global plan; ties must have the same order."""
         return self == other and list(self.ties) == list(other.ties)
 
     def encode(self) -> bytes:
-        """Return it as bytes."""
+        """Return the plan as bytes."""
         kinds = [[at, kind] for at, array in enumerate(self.arrays) if (kind := self._kind(array.path))]
         ties = [[list(path), list(first)] for path, first in self.ties.items()]
         rows = encode_rows(BoxRow(a.path, a.shape, a.dtype, a.boxes) for a in self.arrays)
@@ -53,7 +53,7 @@ class LocalSavePlan:
 
     @classmethod
     def decode(cls, data: bytes) -> LocalSavePlan:
-        """Return what `encode` wrote."""
+        """Return the plan from the bytes of `encode`."""
         (kinds, ties), rows = unpack_message(data)
         arrays = tuple(LocalTensor(*row) for row in decode_rows(rows))
         return cls(
@@ -68,8 +68,8 @@ def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False
     """Return the local plan of a flattened state.
 
     Args:
-        flattened: The state.
-        trainable_only: Frozen parameters are not written.
+        flattened: State of this rank.
+        trainable_only: Do not write frozen parameters.
     """
     arrays = tuple(
         [
@@ -82,17 +82,17 @@ def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False
 
 
 ReplicaGroup = tuple[int, ...]
-"""Ranks that hold the same elements."""
+"""Indices of the ranks with the same elements, in order."""
 
 
 @dataclass(frozen=True)
 class RankSavePlan:
-    """One rank's part of a plan.
+    """Save plan of one rank.
 
     Attributes:
-        chunks: The chunks that it writes.
-        replica_groups: For each replica group, by its number, the positions of the boxes that this rank holds of it:
-            position of the array in its local plan, position of the box.
+        chunks: Chunks that this rank writes.
+        replica_groups: Boxes of this rank in each replica group, by number of the group: position of the array in the
+            local plan, position of the box in the array.
         frozen: Chunks that this rank compares with the base instead of writing them.
     """
 
@@ -104,24 +104,24 @@ class RankSavePlan:
     )
 
     def arrange_files(self, model: Path | None) -> tuple[FileLayout, ...]:
-        """Return the files of all chunks; they are arranged once.
+        """Return the files of all chunks; the result is cached.
 
         Args:
-            model: Where the model is, if the result is a Hugging Face folder as well.
+            model: Path of the model, if the checkpoint is a Hugging Face folder too; otherwise None.
         """
         if model not in self._files:
             self._files[model] = arrange_files(self.chunks, model=model)
         return self._files[model]
 
     def encode(self) -> bytes:
-        """Return it as bytes."""
+        """Return the plan as bytes."""
         replica_groups = [[number, [list(p) for p in positions]] for number, positions in self.replica_groups.items()]
         rows = encode_rows(BoxRow(c.path, c.shape, c.dtype, (c.box,)) for c in (*self.chunks, *self.frozen))
         return pack_message([len(self.chunks), replica_groups], rows)
 
     @classmethod
     def decode(cls, data: bytes) -> RankSavePlan:
-        """Return what `encode` wrote."""
+        """Return the plan from the bytes of `encode`."""
         (count, replica_groups), rows = unpack_message(data)
         positions = {number: [(a, b) for a, b in pairs] for number, pairs in replica_groups}
         chunks = [PayloadChunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(rows)]
@@ -130,15 +130,15 @@ class RankSavePlan:
 
 @dataclass(frozen=True)
 class GlobalSavePlan:
-    """The plan of all ranks: which rank writes which chunks.
+    """Save plan of all ranks.
 
     Attributes:
-        rank_plans: One for each rank.
-        order: Every array once, in the order of the state tree.
-        ties: Further path of an array to its first.
-        replica_groups: Ranks that hold the same elements.
-        nbytes: Bytes of all chunks that are written.
-        frozen: Arrays that are not written, since they are in the base.
+        rank_plans: Plans of the ranks, in rank order.
+        order: Paths of all distinct arrays, in the order of the state tree.
+        ties: Further paths of shared arrays, each with the first path.
+        replica_groups: Groups of ranks with the same elements, by number.
+        nbytes: Number of bytes of all chunks to write.
+        frozen: Arrays that are not written, because the base has them.
     """
 
     rank_plans: tuple[RankSavePlan, ...]
@@ -150,25 +150,25 @@ class GlobalSavePlan:
 
     @cached_property
     def numbers(self) -> Mapping[Path, int]:
-        """Position in the order of each array and tie."""
+        """Position in `order` of each array and tie."""
         numbers = {path: at for at, path in enumerate(self.order)}
         return {**numbers, **{path: numbers[first] for path, first in self.ties.items()}}
 
     @cached_property
     def records(self) -> tuple[ArrayRecord, ...]:
-        """Records of the arrays, in order, without types, shapes and rows."""
+        """Records of the arrays, in order, without dtypes, shapes and rows."""
         return tuple(ArrayRecord(path, "", (), array("q")) for path in self.order)
 
 
 def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
-    """Plan a save: every element is written once, replicas are divided among their ranks.
+    """Plan a save that writes every element once and divides replicas among ranks.
 
     Args:
-        local_plans: One for each rank.
+        local_plans: Local plans of all ranks, in rank order.
 
     Raises:
-        UsageError: Ranks hold arrays of one path that differ in type or shape.
-        IncompleteError: Elements that no rank holds.
+        UsageError: Arrays of one path differ in dtype or shape between ranks.
+        IncompleteError: No rank has some elements.
     """
     plan = plan_save(_counted(local_plans))
     order = tuple(spec.path for spec in plan.arrays)
@@ -190,7 +190,7 @@ def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
 
 
 def _frozen(local_plans: Sequence[LocalSavePlan]) -> frozenset[Path]:
-    """Return the parameters that are not written.
+    """Return the paths of parameters that are not written.
 
     Raises:
         UsageError: A parameter is frozen on some ranks and not on others.
@@ -221,13 +221,13 @@ def _build_rank_plan(
 
 
 def create_single_rank_plan(local_plan: LocalSavePlan) -> GlobalSavePlan:
-    """Return the plan of a world of one: everything, as it is in memory.
+    """Return the plan of a single rank, which writes all its arrays.
 
     Args:
-        local_plan: Of the one rank.
+        local_plan: Local plan of the rank.
 
     Raises:
-        IncompleteError: Elements that this rank does not hold.
+        IncompleteError: The rank does not have some elements.
     """
     chunks = []
     for path, shape, dtype, boxes, _ in local_plan.arrays:
@@ -242,7 +242,7 @@ def create_single_rank_plan(local_plan: LocalSavePlan) -> GlobalSavePlan:
 
 
 def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:
-    """Return the arrays of each rank; of a buffer only rank 0's, so that one rank's values are saved."""
+    """Return the arrays of each rank to save; of a buffer, only that of rank 0."""
     seen: set[Path] = set()
     counted = []
     for local_plan in local_plans:
@@ -254,7 +254,7 @@ def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:
 def _find_replica_groups(
     local_plans: Sequence[LocalSavePlan],
 ) -> tuple[list[ReplicaGroup], list[dict[int, list[tuple[int, int]]]]]:
-    """Return the replica groups, and for each rank which of its boxes belong to which group."""
+    """Return the replica groups, and for each rank its boxes in each group."""
     owners: dict[tuple[Path, Box], dict[int, tuple[int, int]]] = {}
     buffers: frozenset[Path] = frozenset().union(*(local_plan.buffers for local_plan in local_plans))
     shared = _held_twice(local_plans)
@@ -274,7 +274,7 @@ def _find_replica_groups(
 
 
 def _held_twice(local_plans: Sequence[LocalSavePlan]) -> set[Path]:
-    """Return the arrays of which ranks hold more elements than there are: some of them twice, since none is missing."""
+    """Return the arrays of which ranks have more elements than exist, so some twice."""
     held: dict[Path, int] = {}
     shapes: dict[Path, Shape] = {}
     for local_plan in local_plans:

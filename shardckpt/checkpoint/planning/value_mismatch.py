@@ -1,4 +1,4 @@
-"""Find the values that claim to be the same on every rank and are not."""
+"""Find values that differ between ranks but must be equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardckpt.manifest import Path, dotted
 
 
 def value_digests(flattened: FlattenedState) -> bytes:
-    """Return digests of each plain value and each container, to find the one that differs."""
+    """Return digests of each plain value and container, to find those that differ."""
     values: dict[str, ValueSummary] = {}
     containers: dict[str, ValueSummary] = {}
     _collect(flattened.tree, (), values, containers)
@@ -23,10 +23,10 @@ def value_digests(flattened: FlattenedState) -> bytes:
 
 
 ValueSummary = tuple[str, str, str]
-"""Digest, type and beginning of the text of a value."""
+"""Digest, type, and beginning of the text of a value."""
 
 _TEXT_CHARACTERS = 1 << 16
-"""Of a value's text that is sent where ranks differ; a difference behind that is reported without its position."""
+"""Number of characters of a value's text to send; a later difference is reported without its position."""
 
 
 def _collect(tree: Any, path: Path, values: dict[str, ValueSummary], containers: dict[str, ValueSummary]) -> None:
@@ -57,11 +57,11 @@ _SHOWN_TYPES = (bool, int, float)
 def build_mismatch_error(
     values: Sequence[Mapping[str, Sequence[str]]], containers: Sequence[Mapping[str, Sequence[str]]] = ()
 ) -> UsageError:
-    """Return the error for values that claim to be the same on every rank and are not.
+    """Return the error for values that differ between ranks but must be equal.
 
     Args:
-        values: For each rank, names to digest, type and text of the values.
-        containers: The same of what they are in: where all values are alike, these differ.
+        values: For each rank, digest, type and text of each value by name.
+        containers: The same for containers, which differ if all values are equal.
     """
     wrong = _differences(values) or _differences(containers) or ["what the ranks hold is put together in other ways"]
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -77,7 +77,7 @@ def _differences(summaries: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
 
 
 def _difference(name: str, summaries: Sequence[Sequence[str] | None]) -> str:
-    """Return how a value differs between rank 0 and another rank; empty if it does not."""
+    """Return the difference of a value between rank 0 and others; empty if equal."""
     odd = next(
         (rank for rank, summary in enumerate(summaries) if (summary or [""])[0] != (summaries[0] or [""])[0]), None
     )

@@ -1,1 +1,1 @@
-"""Save a state: plan, stage, write, commit."""
+"""Save of a state: plan, stage, write, commit."""

@@ -1,4 +1,7 @@
-"""`async_save`: the loop waits for a copy in memory, not for those from devices; a thread writes and publishes."""
+"""`async_save`: copy a state into staging buffers, which a thread writes.
+
+The training loop waits for copies of CPU memory, but not for copies from devices.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from shardckpt.plan.layout.output_files import parse_size
 OnBusy = Literal["wait", "raise"]
 
 BUFFERS = BufferPool(make_buffer, is_unpinned)
-"""Of this process, for every save in the background."""
+"""Staging buffers of this process, for all saves in the background."""
 
 os.register_at_fork(after_in_child=BUFFERS.forget)
 
@@ -51,15 +54,15 @@ def async_save(
     on_busy: OnBusy = "wait",
     on_event: OnEvent | None = None,
 ) -> SaveHandle:
-    """Save what a training run holds, in the background. Collective: every rank of the group calls it.
+    """Save the state of a training run in the background. Collective.
 
-    When this returns, the state may change at once: what is in this machine's memory has been copied; what is on a
-    device is copied before the device runs anything that is queued later on the stream that is current in the call. One
-    save a process is under way at a time. A process that ends waits for it.
+    Every rank of the group calls it. The state may change as soon as it returns: CPU tensors have been copied, and
+    device tensors are copied before the device runs any work that is queued later on the current stream. A process runs
+    one save at a time, and waits for it before it exits.
 
-    What can be known before anything is copied (a target that exists, a value that cannot be saved) is raised here, on
-    every rank. Whatever fails later is raised by `result()` on every rank, naming the one that failed; if nobody asks,
-    by the next `save` or `async_save` of the process, once, which saves nothing then.
+    Errors that are known before the copy (an existing target, a value that cannot be saved) are raised here, on every
+    rank. `result()` raises later errors on every rank, with the failed rank; if it is not called, the next `save` or
+    `async_save` of the process raises the error once, and does not save.
 
     Args:
         state: As for `save`.
@@ -68,26 +71,26 @@ def async_save(
         checksums: As for `save`.
         process_group: As for `save`.
         custom_metadata: As for `save`.
-        base: As for `save`; tensors are hashed before this returns, and copied if they changed.
+        base: As for `save`; tensors are hashed before this returns, and only changed tensors are copied.
         store_digests: As for `save`.
         trainable_only: As for `save`.
         base_key_map: As for `save`.
-        max_staging_bytes: Bytes of memory that the copy on this rank may take, pinned if the process uses a GPU, or a
-            size such as `"8GB"`; 1 MiB at least. None for as much as this rank writes; on a GPU that is at most half of
-            the machine's memory, divided by its ranks. A state that does not fit is copied in rounds, each when the one
-            before has been written: the call returns when the last one is under way. The memory is kept for the next
+        max_staging_bytes: Maximum memory for the copy on this rank, in bytes or as text such as `"8GB"`; at least
+            1 MiB, pinned if the process uses a GPU. None for as much as this rank writes; with a GPU at most half of
+            the machine's memory, divided by its ranks. A larger state is copied in rounds, each after the previous one
+            has been written: the call returns when the last round has been copied. The memory is kept for the next
             save.
-        on_busy: What to do while another save is under way: wait for it, or raise. One rank's refusal is raised on all.
-        on_event: Called with a `SaveEvent` when a phase has ended, on the thread that went through it.
+        on_busy: Whether to wait for a running save or to raise an error; an error of one rank is raised on all ranks.
+        on_event: Called with a `SaveEvent` at the end of each phase, on the thread of the phase.
 
     Returns:
-        Where to ask for the result.
+        A handle of the save.
 
     Raises:
-        TargetExistsError: The target exists and `overwrite` is false.
-        UnsupportedError: Something in the state cannot be saved; the message names its dotted path.
-        UsageError: A value differs between ranks; another save is under way, and `on_busy` is `"raise"`.
-        RankError: Another rank failed or is gone; the message names it.
+        TargetExistsError: The target exists and `overwrite` is False.
+        UnsupportedError: A value in the state cannot be saved; the message contains its dotted path.
+        UsageError: A value differs between ranks; or another save is running, and `on_busy` is `"raise"`.
+        RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed.
     """
     arguments = SaveArguments(
@@ -111,12 +114,12 @@ def async_save(
             PENDING_SAVE.begin(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
         copy.stage(planned, flattened)
-        del flattened  # before the collector looks through it
+        del flattened  # before the next garbage collection
     return SaveHandle(task)
 
 
 def _parse_max_staging_bytes(max_staging_bytes: int | str | None) -> int | None:
-    """Return how many bytes the copy may take, None for no limit. Raises UsageError."""
+    """Return the budget of the copy in bytes, None for no limit. Raises UsageError."""
     most = default_budget() if max_staging_bytes is None else parse_size(max_staging_bytes)
     buffer_size(most)
     return most
@@ -128,7 +131,7 @@ def _require_way_when_busy(on_busy: Any) -> None:
 
 
 def _refusal(on_busy: OnBusy) -> Exception | None:
-    """Return why this rank cannot save now, after waiting for a save under way if that is what to do."""
+    """Return why this rank cannot save now; wait for a running save if requested."""
     busy = PENDING_SAVE.busy_with
     if busy and on_busy == "raise":
         return UsageError("another save is under way", where=busy, fix="Ask for its result, or pass on_busy='wait'.")
@@ -137,15 +140,15 @@ def _refusal(on_busy: OnBusy) -> Exception | None:
 
 
 class _Copy:
-    """The copy of a state, made by the call and written by the saver's thread.
+    """Copy of a state, which the call makes and the saver's thread writes.
 
-    A signal may end the call at any point. The save is then rolled back by the thread, which sends the other ranks
-    why, or by the call where the thread has not started: whoever claims the rest of the save.
+    A signal may end the call at any point. Then the thread rolls the save back and sends the other ranks the reason; if
+    the thread has not started, the call does so. Whichever of the two claims the rest of the save is responsible.
 
     Args:
-        task: The save, as its caller sees it.
-        session: The save, as the ranks do it.
-        budget: Bytes that the copy may take; None for no limit.
+        task: Progress and result of the save.
+        session: Save session with the other ranks.
+        budget: Maximum bytes of the copy; None for no limit.
     """
 
     def __init__(self, task: AsyncSaveTask, session: SaveSession, budget: int | None) -> None:
@@ -155,7 +158,7 @@ class _Copy:
         self._is_complete = self._is_claimed = False
 
     def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedSave, FlattenedState]:
-        """Plan with the other ranks. Collective; a failure is raised on all."""
+        """Plan with the other ranks. Collective; an error is raised on all ranks."""
         try:
             return self._session.plan(state, refusal)
         except Exception:
@@ -167,7 +170,7 @@ class _Copy:
             raise
 
     def stage(self, planned: PlannedSave, flattened: FlattenedState) -> None:
-        """Start the thread, and copy the state for it; an error of the copy fails the save."""
+        """Start the thread and copy the state; an error of the copy fails the save."""
         try:
             self._start(planned)
             with self._task.phase("staging"):
@@ -184,7 +187,7 @@ class _Copy:
             raise
 
     def abandon(self) -> None:
-        """Give the save up unless all is copied: a signal has ended the call."""
+        """Abandon the save unless everything is copied, after a signal ended the call."""
         if self._is_complete or self._is_claimed:
             return
         if self._claim():
@@ -199,18 +202,18 @@ class _Copy:
     def _start(self, planned: PlannedSave) -> None:
         try:
             self._task.start(lambda: self._write(planned))
-        except RuntimeError as error:  # no thread can be had; the others have to hear of it
+        except RuntimeError as error:  # a thread cannot be started; other ranks have to know
             if self._claim():
                 with self._session.rollback_on_error():
                     self._session.commit(planned, error)
 
     def _fail(self, error: Exception) -> None:
-        """Send the thread the reason why no more data will come."""
+        """Send the thread the error that ended the copy."""
         self._staged.put(error)
         self._staging.fail(error)
 
     def _write(self, planned: PlannedSave) -> None:
-        """Write the copy, then publish it. On the saver's thread."""
+        """Write and publish the copy. On the saver's thread."""
 
         def transfer() -> WrittenSave:
             with self._task.phase("write"):

@@ -1,4 +1,4 @@
-"""A save in the background: what its caller sees, and the one that a process may have under way."""
+"""Handles and state of saves in the background, one at a time per process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _LOG = logging.getLogger("shardckpt")
 
 @dataclass(frozen=True)
 class SaveTimings:
-    """Seconds that each phase of a save in the background took on this rank; 0 for those that have not ended.
+    """Durations of the phases of a save in the background on this rank, in seconds.
+
+    The duration is 0 for a phase that has not ended.
 
     Attributes:
-        waiting: For the save before this one.
-        capture: Looking at the state and planning with the other ranks.
-        staging: Copying the state, and waiting for buffers where it is larger than the budget.
-        write: Writing the copy, since staging began.
-        publish: Agreeing with the other ranks, and putting the result in place.
+        waiting: Time until the previous save ended.
+        capture: Time to flatten the state and plan with the other ranks.
+        staging: Time to copy the state, including waits for buffers if the state is larger than the budget.
+        write: Time from the start of staging to the end of writing.
+        publish: Time to agree with the other ranks and publish the result.
     """
 
     waiting: float = 0.0
@@ -36,18 +38,18 @@ class SaveTimings:
 
     @property
     def stall(self) -> float:
-        """For how long the call kept the training loop."""
+        """Seconds for which the call blocked the training loop."""
         return self.waiting + self.capture + self.staging
 
 
 class SaveEvent(NamedTuple):
-    """Something that happened in a save in the background.
+    """End of a phase of a save in the background.
 
     Attributes:
-        path: The target.
-        phase: What has ended: `waiting`, `capture`, `staging`, `write`, `publish`; at last `done` or `failed`.
-        seconds: How long the phase took; for the last two, all of the save.
-        error: Why it failed.
+        path: Target of the save.
+        phase: Name of the phase: `waiting`, `capture`, `staging`, `write`, `publish`; finally `done` or `failed`.
+        seconds: Duration of the phase; for `done` and `failed`, of the complete save.
+        error: Error of a failed save or phase; None without an error.
     """
 
     path: str
@@ -60,17 +62,17 @@ OnEvent = Callable[[SaveEvent], object]
 
 
 def require_on_event(on_event: object) -> None:
-    """Raise UsageError unless this is a function to call with events, or None."""
+    """Raise UsageError unless `on_event` is callable or None."""
     if on_event is not None and not callable(on_event):
         raise UsageError("`on_event` must be a function of a SaveEvent", found=repr(on_event))
 
 
 class AsyncSaveTask:
-    """A save in the background: its thread, its phases, and its error.
+    """Thread, phases and error of a save in the background.
 
     Args:
-        path: The target.
-        on_event: Called with everything that happens, on the thread where it does.
+        path: Target of the save.
+        on_event: Called with each event, on the thread of the phase; None without a callback.
     """
 
     def __init__(self, path: str, on_event: OnEvent | None) -> None:
@@ -86,10 +88,10 @@ class AsyncSaveTask:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a phase.
+        """Measure the duration of a phase.
 
         Args:
-            name: A field of `SaveTimings`.
+            name: Field of `SaveTimings`.
         """
         began = time.monotonic()
         try:
@@ -100,18 +102,21 @@ class AsyncSaveTask:
 
     @property
     def timings(self) -> SaveTimings:
-        """What the phases took that have ended."""
+        """Durations of the phases that have ended, in seconds."""
         return SaveTimings(**self._seconds)
 
     def claim(self) -> bool:
-        """Claim the rest of the save, for its thread or for the interrupted call; return True if it was unclaimed."""
+        """Claim the rest of the save; return True if it was not claimed before.
+
+        The save's thread and an interrupted call compete for it.
+        """
         return self._claimed.acquire(blocking=False)
 
     def start(self, work: Callable[[], None]) -> None:
-        """Do the rest of the save on a thread, unless it is claimed; what it raises is the save's failure.
+        """Run the rest of the save on a thread, unless it is claimed.
 
         Args:
-            work: The rest.
+            work: Rest of the save; its exception is the error of the save.
         """
 
         def run() -> None:
@@ -124,24 +129,24 @@ class AsyncSaveTask:
             phase = "failed" if self._failure else "done"
             self._notify(SaveEvent(self.path, phase, time.monotonic() - self._began, self._failure))
 
-        # No daemon: a process that ends waits for it.
+        # Not a daemon: an exiting process waits for the thread.
         self._thread = threading.Thread(target=run, name="shardckpt-save", daemon=False)
         self._thread.start()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end; return True if it has come.
+        """Wait for the end of the save; return True if it has ended.
 
         Args:
-            timeout: Seconds; None for as long as it takes.
+            timeout: Maximum time in seconds; None for no limit.
         """
         if self._thread is not None:
-            with suppress(RuntimeError):  # a signal came before it was started
+            with suppress(RuntimeError):  # a signal came before the thread was started
                 self._thread.join(timeout)
         return self.is_over
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is being done any more."""
+        """Whether the save has ended."""
         return self._thread is None or not self._thread.is_alive()
 
     def failure(self) -> BaseException | None:
@@ -165,10 +170,10 @@ class AsyncSaveTask:
 
 
 class SaveHandle:
-    """A save that goes on in the background.
+    """Handle of a save in the background.
 
     Attributes:
-        path: The target.
+        path: Target of the save.
     """
 
     def __init__(self, task: AsyncSaveTask) -> None:
@@ -180,15 +185,15 @@ class SaveHandle:
         return self._task.is_over
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is in place and safe on all ranks.
+        """Wait until all ranks have committed and published the checkpoint.
 
         Args:
-            timeout: Seconds to wait; None for as long as it takes.
+            timeout: Maximum time in seconds; None for no limit.
 
         Raises:
-            TimeoutError: It is not done by then; it goes on.
-            RankError: Another rank failed or is gone; the message names it.
-            StorageError: The storage failed on this rank. Whatever was written is gone again.
+            TimeoutError: The save has not ended in time; it continues.
+            RankError: Another rank failed or is lost; the message names it.
+            StorageError: The storage failed on this rank. The written files were removed.
         """
         if not self._task.join(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout} s")
@@ -198,15 +203,15 @@ class SaveHandle:
 
     @property
     def timings(self) -> SaveTimings:
-        """Seconds that each phase took that has ended."""
+        """Durations of the phases that have ended, in seconds."""
         return self._task.timings
 
 
 class PendingSave:
-    """The one save in the background that a process may have under way.
+    """The only running save in the background of a process.
 
     Attributes:
-        entry: Held by whoever begins a save, on this thread or in the background.
+        entry: Lock that a thread holds while it starts a save of either kind.
     """
 
     def __init__(self) -> None:
@@ -214,17 +219,17 @@ class PendingSave:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: threads do not come along into a forked process."""
+        """Reset to no save: a forked process does not have its parent's threads."""
         self.entry = threading.RLock()
         self._task: AsyncSaveTask | None = None
         self._abandon: Callable[[], object] = lambda: None
 
     def begin(self, task: AsyncSaveTask, abandon: Callable[[], object]) -> None:
-        """Remember a save that is about to start.
+        """Register a save that is about to start.
 
         Args:
-            task: The save.
-            abandon: Gives up what the call has not copied yet, where a signal has ended that call; else does nothing.
+            task: Save to register.
+            abandon: Abandons the save if a signal ended its call before the end of the copy; otherwise does nothing.
         """
         self._task, self._abandon = task, abandon
         if not self._is_known_to_exit:
@@ -233,11 +238,11 @@ class PendingSave:
 
     @property
     def busy_with(self) -> str:
-        """Target of the save that is under way; empty where none is."""
+        """Target of the running save; empty without one."""
         return "" if self._task is None or self._task.is_over else self._task.path
 
     def wait(self) -> None:
-        """Wait until no save is under way. Only for whoever holds `entry`: no call copies a state meanwhile."""
+        """Wait until no save is running; the caller holds `entry`."""
         if self._task is not None:
             self._abandon()
             self._task.join()
@@ -248,13 +253,13 @@ class PendingSave:
         return None if failure is None or self._task is None else _again(failure, self._task.path)
 
     def end(self) -> None:
-        """Wait for the last save, and say so if it failed and nobody can ask any more."""
+        """Wait for the last save; report an error that was not retrieved. At process exit."""
         if self.entry.acquire(blocking=False):
             try:
                 self.wait()
             finally:
                 self.entry.release()
-        elif self._task is not None:  # a call of another thread copies its state
+        elif self._task is not None:  # a call on another thread is copying its state
             self._task.join()
         failure = self._task.unretrieved_error() if self._task is not None else None
         if failure is not None and self._task is not None:
@@ -262,7 +267,7 @@ class PendingSave:
 
 
 def _again(failure: BaseException, path: str) -> Exception:
-    """Return an error of the same kind that says where it comes from, with the failure as its cause."""
+    """Return an error of the same kind about an earlier save, caused by the failure."""
     text = f"the save before this one, in the background to {path}, failed: {failure}"
     if isinstance(failure, RankError):
         again: Exception = RankError(text, rank=failure.rank)
@@ -273,14 +278,14 @@ def _again(failure: BaseException, path: str) -> Exception:
 
 
 def _before_exit(act: Callable[[], None]) -> None:
-    """Have something done when the main thread has ended, before Python shuts executors, which storages use.
+    """Run a function after the main thread ends, before Python shuts down executors.
 
-    Where Python does not offer that any more, threads are waited for all the same, and a save that then cannot go on
-    takes itself back.
+    Storage uses executors. If a Python version does not support this, Python still waits for threads, and a save that
+    cannot continue rolls itself back.
     """
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
-        with suppress(RuntimeError):  # too late: the main thread has ended
+        with suppress(RuntimeError):  # the main thread has already ended
             register(act)
 
 

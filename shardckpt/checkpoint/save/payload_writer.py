@@ -1,4 +1,4 @@
-"""Write payload files from memory, and hash them on the way."""
+"""Write payload files from memory and hash them at the same time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
 SLICE_BYTES = 4 << 20
-"""Bytes of one write; as many are hashed meanwhile."""
+"""Bytes per write; the same number is hashed at the same time."""
 
 _GATHERED_BYTES = 1 << 20
 
 
 Source = Callable[[PayloadFile], Iterable[memoryview]]
-"""Gives the contents of a file behind its header; each part is valid until the next one is asked for."""
+"""Returns the contents of a file after its header; each part is valid until the next one is requested."""
 
 
 def write_payloads(
@@ -31,10 +31,10 @@ def write_payloads(
     """Write a rank's files.
 
     Args:
-        publication: Where they go.
-        payloads: Their layout.
-        source: Gives their contents.
-        checksums: Hash every block of what is written.
+        publication: Publication to write to.
+        payloads: Layouts of the files.
+        source: Returns the contents of a file.
+        checksums: Hash every written block.
         digests: Hash every chunk too.
 
     Raises:
@@ -56,42 +56,44 @@ def write_payloads(
 
 
 def iter_contents(payload: PayloadFile, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
-    """Yield the bytes of a file behind its header from memory; each part is valid until the next one is asked for.
+    """Yield the bytes of a file after its header, from memory.
+
+    Each part is valid until the next one is requested.
 
     Args:
-        payload: The layout of the file.
-        arrays: The arrays of this rank.
+        payload: Layout of the file.
+        arrays: Arrays of this rank by path.
     """
     return iter_bytes((view_box(arrays[chunk.path], chunk.box) for chunk in payload.chunks), payload.nbytes)
 
 
 class _Hashing:
-    """One thread beside the one that writes."""
+    """Hashing thread next to the writing thread, started at its first use."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
     def submit(self, hasher: FileHasher, data: memoryview) -> Future[None]:
-        """Hash some bytes while others do something else."""
+        """Start to hash bytes on the thread."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardckpt-hash")
         return self._pool.submit(hasher.update, data)
 
     def close(self) -> None:
-        """Wait for the thread."""
+        """Wait for the thread to end."""
         if self._pool is not None:
             self._pool.shutdown()
 
 
 class _Stream:
-    """One file's bytes in order, small ones gathered, each hashed while it is written."""
+    """Writer of one file: joins small parts and hashes bytes while they are written."""
 
     def __init__(self, writer: Writer, hasher: FileHasher | None, hashing: _Hashing) -> None:
         self._writer, self._hasher, self._hashing = writer, hasher, hashing
         self._small = bytearray()
 
     def add(self, data: memoryview) -> None:
-        """Append bytes; they may change when this returns."""
+        """Append bytes, which may change after this returns."""
         if len(data) <= SMALL_BYTES:
             self._small += data
             if len(self._small) >= _GATHERED_BYTES:
@@ -102,7 +104,7 @@ class _Stream:
             self._put(data[start : start + SLICE_BYTES])
 
     def finish(self) -> None:
-        """Write what was gathered."""
+        """Write the remaining bytes."""
         if self._small:
             self._put(memoryview(self._small))
             self._small = bytearray()

@@ -1,4 +1,4 @@
-"""`save`: what a training run holds, on any number of ranks, in one call."""
+"""`save`: save the state of a training run, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EARLIER_NAMES = {
     "digests": "store_digests",
     "base_rules": "base_key_map",
 }
-"""Earlier names of parameters of a save, which go with the next release."""
+"""Deprecated names of parameters of a save, which the next release removes."""
 
 
 @renamed_params(**EARLIER_NAMES)
@@ -42,36 +42,37 @@ def save(
     trainable_only: bool = False,
     base_key_map: Mapping[str, str] | None = None,
 ) -> None:
-    """Save what a training run holds. Collective: every rank of the group calls it with its own state.
+    """Save the state of a training run. Collective.
 
-    Nothing appears under `path` before all of it is safely stored; the former content stays until then. A save in the
-    background is waited for first; if it failed and nobody has asked, that is raised here, and nothing is saved.
+    Every rank of the group calls it with its own state. The checkpoint appears under `path` only after all of it is
+    stored durably; until then the previous content stays. The call first waits for a save in the background; if that
+    save failed and its error was not retrieved, the call raises the error and does not save.
 
     Args:
-        state: Models, optimizers, anything with `state_dict` and `load_state_dict`, tensors, plain values, in dicts and
-            lists of any depth. Tensors other than DTensors, and plain values, must be equal on every rank.
-        path: The folder to become the checkpoint, or a URL that fsspec knows.
+        state: Models, optimizers, objects with `state_dict` and `load_state_dict`, tensors and plain values, in dicts
+            and lists of any depth. Tensors other than DTensors, and plain values, must be equal on every rank.
+        path: Folder of the new checkpoint, or a URL that fsspec supports.
         overwrite: Replace an existing checkpoint.
         checksums: Store a hash of every 4 MiB block, and require that replicated data is equal.
-        process_group: The ranks that save; all where None.
-        custom_metadata: Free text by name, kept in the manifest. Reserved for `Checkpointer`: `run.branch` and names
+        process_group: Ranks that save; None for all ranks.
+        custom_metadata: Free text by name, stored in the manifest. Reserved for `Checkpointer`: `run.branch` and names
             that begin with `metric.`.
-        base: A checkpoint to refer to for what has not changed since, which is then not written again: one that was
-            saved with `store_digests` or a base of its own. It has to stay where it is. Or a function that returns it,
-            called on rank 0 when the save begins.
-        store_digests: Store a hash of each tensor's bytes, so that a later save can have this one as its base; a save
-            with a base does so anyway.
-        trainable_only: Refer to the base for every parameter that does not require gradients, and make sure that it is
-            there bit for bit. The base may be in any readable format that stores tensors as they are in memory.
-        base_key_map: Regular expressions to what stands for them, from the model's names to those of the base. What
-            wrappers and adapters (PEFT) put around names is known.
+        base: Checkpoint to refer to for unchanged tensors, which are not written again. It must have been saved with
+            `store_digests` or with a base, and must stay in its place. Or a function that returns it, called on rank 0
+            when the save begins.
+        store_digests: Store a hash of each tensor's bytes, so that a later save can use this checkpoint as its base;
+            implied by `base`.
+        trainable_only: Refer to the base for every parameter that does not require gradients, after a check that the
+            base has equal bytes. The base may have any readable format that stores tensors as in memory.
+        base_key_map: Replacements by regular expression, which change names of the model to names in the base. Patterns
+            of wrappers and adapters (PEFT) are known.
 
     Raises:
-        TargetExistsError: The target exists and `overwrite` is false.
-        UnsupportedError: Something in the state cannot be saved; the message names its dotted path.
-        UsageError: A value differs between ranks; a frozen parameter differs from the base.
-        RankError: Another rank failed or is gone; the message names it.
-        StorageError: The storage failed. Whatever was written is gone again.
+        TargetExistsError: The target exists and `overwrite` is False.
+        UnsupportedError: A value in the state cannot be saved; the message contains its dotted path.
+        UsageError: A value differs between ranks; or a frozen parameter differs from the base.
+        RankError: Another rank failed or is lost; the message names it.
+        StorageError: The storage failed. The written files were removed.
     """
     arguments = SaveArguments(
         path, overwrite, checksums, custom_metadata, base, store_digests, trainable_only, base_key_map
@@ -84,11 +85,11 @@ def save(
 
 
 GetBase = Callable[[], str | None]
-"""Returns the path or URL of the base of a save; None for none."""
+"""Function that returns the path or URL of a save's base; None to save without a base."""
 
 
 class SaveArguments(NamedTuple):
-    """The arguments that `save` and `async_save` share, as given: `save` describes them."""
+    """Common arguments of `save` and `async_save`, unchecked; see `save`."""
 
     path: object
     overwrite: bool
@@ -100,7 +101,7 @@ class SaveArguments(NamedTuple):
     base_key_map: Mapping[str, str] | None
 
     def check(self) -> tuple[SaveOptions, Exception | None]:
-        """Return the options, and the error in the arguments, which the first message sends to the other ranks."""
+        """Return the options, and the error in the arguments, to send to the other ranks."""
         try:
             return self._build_options(), None
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
@@ -135,17 +136,17 @@ class SaveArguments(NamedTuple):
 
 
 class RunNotes(dict[str, str]):
-    """The custom metadata of a `Checkpointer`, which may have the reserved names."""
+    """Custom metadata of a `Checkpointer`, which may have reserved names."""
 
 
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of what a caller gave as `custom_metadata`.
+    """Return a checked copy of the argument `custom_metadata`.
 
     Args:
-        custom_metadata: As given.
+        custom_metadata: Argument of the user.
 
     Raises:
-        UsageError: It is not a mapping of names to text, or has a name that is reserved for `Checkpointer`.
+        UsageError: The metadata is not a mapping of text to text, or has a name that is reserved for `Checkpointer`.
     """
     notes = _require_texts("custom_metadata", custom_metadata)
     reserved = [name for name in notes if name == BRANCH or name.startswith(METRIC)]
@@ -159,7 +160,7 @@ def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _require_texts(argument: str, given: Any) -> dict[str, str]:
-    """Return a copy of a mapping of text to text; None is an empty one. Raises UsageError."""
+    """Return a copy of a mapping of text to text, empty for None. Raises UsageError."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -176,11 +177,13 @@ _ALONE = Saver(ALONE)
 
 
 def saver_for(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
-    """Return the saver of a group; its ranks get channels of their own at the first call. Collective then.
+    """Return the saver of a process group. Collective at the first call.
+
+    The first call creates the channels of the ranks.
 
     Args:
-        group: The ranks; all where None.
-        refusal: Raised if a rank is lost, since it cannot be sent.
+        group: Process group of the ranks; None for all ranks.
+        refusal: Error to raise if a rank is lost, because other ranks cannot receive it.
     """
     channels, key = get_channels(group, refusal), resolve_process_group(group)
     if key is None:

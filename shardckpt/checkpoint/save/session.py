@@ -1,4 +1,7 @@
-"""A save session, from its plan to its commit: two messages of each rank; an error on one is raised on all."""
+"""A save session, from plan to commit, with two messages of each rank.
+
+An error on one rank is raised on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -72,15 +75,15 @@ class SaveOptions:
     """Options of a save.
 
     Attributes:
-        path: The target.
-        overwrite: Replace one checkpoint of shardckpt.
-        checksums: Hash blocks, and compare replicated data.
+        path: Target path or URL.
+        overwrite: Whether to replace an existing checkpoint of shardckpt.
+        checksums: Whether to hash blocks and compare replicated data.
         custom_metadata: Free text by name, for the manifest.
-        base: Returns which checkpoint to refer to, when the save begins; None or an empty text for none. Called on
-            rank 0.
-        store_digests: Hash chunks, so that a later save can refer to this one.
-        trainable_only: Refer to the base for all frozen parameters.
-        base_key_map: Regular expressions to what stands for them, from a model's names to those of the base.
+        base: Function that returns the base; None or empty text to save without a base. Called on rank 0 when the save
+            begins.
+        store_digests: Whether to hash chunks, so that a later save can refer to this checkpoint.
+        trainable_only: Whether to refer to the base for all frozen parameters.
+        base_key_map: Replacements by regular expression, which change names of the model to names in the base.
     """
 
     path: str
@@ -95,13 +98,13 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class PlanResponse:
-    """Rank 0's answer to one rank.
+    """Rank 0's answer to one rank's report.
 
     Attributes:
-        save: The save's id.
-        place: Where to write.
-        rank_plan: The chunks to write; None for the cached plan.
-        hints: Which of them the base may have; None without a base.
+        save: Id of the save.
+        place: Location to write to.
+        rank_plan: Plan of the chunks to write; None for the cached plan.
+        hints: Facts about the base; None without a base.
     """
 
     save: str
@@ -110,14 +113,14 @@ class PlanResponse:
     hints: BaseHints | None = None
 
     def encode(self) -> bytes:
-        """Return it as bytes."""
+        """Return the response as bytes."""
         hints = None if self.hints is None else self.hints.to_json()
         rank_plan = b"" if self.rank_plan is None else self.rank_plan.encode()
         return pack_message([self.save, self.place, self.rank_plan is not None, hints], rank_plan)
 
     @classmethod
     def decode(cls, data: bytes) -> PlanResponse:
-        """Return what `encode` wrote."""
+        """Return the response from the bytes of `encode`."""
         (save_id, place, has_plan, hints), rank_plan = unpack_message(data)
         return cls(
             save_id,
@@ -128,16 +131,16 @@ class PlanResponse:
 
 
 class Saver:
-    """Saves of one group of ranks; it keeps the last committed plan, since most saves are like the one before.
+    """Saver of one group of ranks, which caches the last committed plan.
 
     Args:
-        channels: Through which the ranks send messages.
+        channels: Channels for messages of the ranks.
 
     Attributes:
-        channels: As given.
-        rank_plan_cache: This rank's part of the last committed plan.
-        plan_cache: The last committed plan, on rank 0; None on the others.
-        frozen_params: Digests of frozen parameters in the bases of committed saves.
+        channels: Channels for messages of the ranks.
+        rank_plan_cache: Last committed plan of this rank; None without one.
+        plan_cache: Last committed plan of all ranks, on rank 0; None on other ranks.
+        frozen_params: Cache of digests of frozen parameters in the bases of committed saves.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -147,12 +150,12 @@ class Saver:
         self.frozen_params = FrozenParamCache()
 
     def save(self, state: Any, options: SaveOptions, refusal: Exception | None = None) -> None:
-        """Save a state.
+        """Save a state. Collective.
 
         Args:
-            state: As the function of this name takes it.
-            options: Where to, and in which way.
-            refusal: Why this rank does not save; it is sent to all.
+            state: As for the function `save`.
+            options: Options of the save.
+            refusal: Error of this rank, which all ranks raise; None without an error.
         """
         try:
             self._save(state, options, refusal)
@@ -173,17 +176,17 @@ class Saver:
             session.commit(planned, written)
 
     def forget(self) -> None:
-        """Drop what is kept of the last plan."""
+        """Drop the cached plan."""
         self.rank_plan_cache = self.plan_cache = None
 
 
 class Replica(NamedTuple):
-    """A box of an array that several ranks hold.
+    """Digest of a box of an array that several ranks have.
 
     Attributes:
-        path: Of the array.
-        box: Of its elements; None for all.
-        digest: Of their bytes.
+        path: Path of the array.
+        box: Box of the elements; None for all elements.
+        digest: Digest of their bytes.
     """
 
     path: Path
@@ -192,7 +195,7 @@ class Replica(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """Name of the box in messages."""
         return dotted(self.path) + ("" if self.box is None else str(self.box))
 
 
@@ -201,7 +204,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def capture_error(work: Callable[[], T]) -> T | Exception:
-    """Return the result of some work, or its error, which is sent to all ranks."""
+    """Return the result of a function, or its error, to send to all ranks."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
@@ -210,14 +213,14 @@ def capture_error(work: Callable[[], T]) -> T | Exception:
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """A save that the ranks have agreed on, without the state.
+    """Plan of a save on which the ranks have agreed, without the state.
 
     Attributes:
         response: Rank 0's answer to this rank.
-        rank_plan: The chunks that this rank writes.
-        local_plan: The arrays that this rank holds.
-        model: Where the model is, if the result is a Hugging Face folder as well.
-        frozen_params: Digests of frozen parameters in the base; None if no base is needed.
+        rank_plan: Chunks that this rank writes.
+        local_plan: Arrays of this rank.
+        model: Path of the model, if the checkpoint is a Hugging Face folder too; otherwise None.
+        frozen_params: Cache of digests of frozen parameters in the base; None without a base.
     """
 
     response: PlanResponse
@@ -229,12 +232,12 @@ class PlannedSave:
 
 @dataclass(frozen=True)
 class StagedSave:
-    """The files that a rank writes, and digests of its replicated data.
+    """Files that a rank will write, and digests of its replicated data.
 
     Attributes:
-        files: Its files, without headers.
-        replicas: The boxes of each replica group, by its number.
-        unchanged: Positions of the chunks of its plan that the base has.
+        files: Layouts of the files, without headers.
+        replicas: Digests of boxes in each replica group, by number of the group.
+        unchanged: Positions in the plan of chunks that are equal in the base.
     """
 
     files: tuple[FileLayout, ...]
@@ -242,23 +245,23 @@ class StagedSave:
     unchanged: tuple[int, ...]
 
     def replica_group_digests(self) -> dict[str, str]:
-        """Return one digest for each replica group."""
+        """Return one digest per replica group, by number of the group."""
         return {str(number): _digest(replica.digest for replica in boxes) for number, boxes in self.replicas.items()}
 
     def replica_digests(self) -> dict[str, str]:
-        """Return one digest for each box that other ranks hold too, by its name."""
+        """Return one digest per replicated box, by name."""
         return {replica.name: replica.digest.hex() for boxes in self.replicas.values() for replica in boxes}
 
 
 @dataclass(frozen=True)
 class WrittenSave:
-    """The files that a rank has written.
+    """Files that a rank has written.
 
     Attributes:
-        staged: What they were written from.
-        payloads: The payload files.
-        files: The other files.
-        block_hashes: Hashes of this rank's share of the blocks that the base stores no hash of.
+        staged: Source of the files.
+        payloads: Written payload files.
+        files: Records of all other files.
+        block_hashes: Hashes of this rank's share of the base's blocks without stored hashes.
     """
 
     staged: StagedSave
@@ -267,18 +270,18 @@ class WrittenSave:
     block_hashes: Sequence[int]
 
     def outcome(self) -> tuple[dict[str, str], tuple[int, ...], Sequence[int]]:
-        """Return what rank 0 compares: digests of replica groups, unchanged chunks, hashes of blocks."""
+        """Return digests of replica groups, unchanged chunks and block hashes, for rank 0."""
         return self.staged.replica_group_digests(), self.staged.unchanged, self.block_hashes
 
 
 @dataclass(frozen=True)
 class _BegunSave:
-    """A save that rank 0 has begun.
+    """State of a running save on rank 0.
 
     Attributes:
-        cache: The plan of all ranks, as it is cached once they have committed it.
-        contents: The manifest without pieces.
-        base: The base; None for none.
+        cache: Plan of all ranks, to cache after they have committed the save.
+        contents: Manifest without pieces.
+        base: Dedup against the base; None without a base.
     """
 
     cache: PlanCache
@@ -287,14 +290,14 @@ class _BegunSave:
 
 
 class SaveSession:
-    """One save on one rank: `plan`, `stage`, `write`, `commit`, each with the result of the one before.
+    """One save on one rank: call `plan`, `stage`, `write` and `commit` in this order.
 
-    The last two may run on another thread.
+    Each call uses the result of the previous one. `write` and `commit` may run on another thread.
 
     Args:
-        saver: The saver of the group.
-        options: The options.
-        last: The coordinator of the commit; nothing else uses it until this save is over.
+        saver: Saver of the group.
+        options: Options of the save.
+        last: Coordinator for the commit; nothing else uses it until the save ends.
     """
 
     def __init__(self, saver: Saver, options: SaveOptions, last: Coordinator) -> None:
@@ -304,7 +307,7 @@ class SaveSession:
 
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
-        """Remove the files of this rank if the block fails."""
+        """Remove the files of this rank if the context raises an exception."""
         try:
             yield
         except BaseException:
@@ -318,7 +321,7 @@ class SaveSession:
             publication.rollback()
 
     def leave(self) -> None:
-        """Remove the files of this rank, and count the other ranks as lost, since they go on without it."""
+        """Remove the files of this rank, and mark ranks as lost: they continue without it."""
         self._coordinator.leave()
         self.rollback()
 
@@ -326,11 +329,11 @@ class SaveSession:
         """Flatten the state, plan with the other ranks, begin the publication. Collective.
 
         Args:
-            state: As `save` takes it.
-            refusal: Why this rank does not save; it is sent to all.
+            state: As for the function `save`.
+            refusal: Error of this rank, which all ranks raise; None without an error.
 
         Returns:
-            The plan, and views of the state that are valid until it changes.
+            The plan, and the flattened state, which is valid until the state changes.
         """
         is_alone = self._coordinator.size == 1
         flattened, local_plan, response = (
@@ -341,7 +344,7 @@ class SaveSession:
             assert cache is not None, "a rank that has no plan cached receives one"
             rank_plan = cache.rank_plan
         needs_base = response.hints is not None or bool(rank_plan.frozen)
-        # A folder that refers to files of others is not a Hugging Face folder.
+        # A folder that refers to files in other folders is not a Hugging Face folder.
         model = flattened.model if is_alone and response.hints is None else None
         frozen_params = self._saver.frozen_params.copy() if needs_base else None
         return PlannedSave(response, rank_plan, local_plan, model, frozen_params), flattened
@@ -350,8 +353,8 @@ class SaveSession:
         """Plan the files that this rank writes, and compare the state with the base.
 
         Args:
-            planned: The plan.
-            flattened: The state as it is now.
+            planned: Result of `plan`.
+            flattened: Current flattened state.
         """
         if self._publication is None:
             self._publication = JoinedPublication(planned.response.place)
@@ -373,9 +376,9 @@ class SaveSession:
         """Write the files of this rank.
 
         Args:
-            planned: The plan.
-            staged: The files.
-            source: Returns their contents.
+            planned: Result of `plan`.
+            staged: Result of `stage`.
+            source: Returns the contents of a file.
         """
         assert self._publication is not None
         options = self._options
@@ -385,7 +388,7 @@ class SaveSession:
             self._publication, planned_files, source, checksums=options.checksums, digests=options.store_digests
         )
         files: tuple[FileRecord, ...] = ()
-        # An old index has to stay as long as its files.
+        # An old index must stay as long as its files.
         if planned.model is not None and not self._publication.unique_suffix:
             index = hf_index(planned_files, planned.model)
             self._write_file(HF_INDEX, index)
@@ -395,11 +398,13 @@ class SaveSession:
         return WrittenSave(staged, payloads, files, hashes)
 
     def commit(self, planned: PlannedSave, written: WrittenSave | Exception) -> None:
-        """Publish and commit the files of all ranks. Collective; an error on one rank is raised on all.
+        """Publish and commit the files of all ranks. Collective.
+
+        An error on one rank is raised on all ranks.
 
         Args:
-            planned: The plan.
-            written: The result of `write`, or its error.
+            planned: Result of `plan`.
+            written: Result of `write`, or its error.
         """
         if isinstance(written, Exception) and self._coordinator.size == 1:
             raise written
@@ -419,7 +424,7 @@ class SaveSession:
         self._update_caches(planned)
 
     def _exchange_outcome(self, what: str, planned: PlannedSave, written: WrittenSave | Exception) -> bytes:
-        """Return rank 0's answer, after it has published the files of all ranks."""
+        """Return rank 0's answer after it published the files of all ranks. Collective."""
 
         def decide(messages: list[bytes]) -> list[bytes]:
             assert not isinstance(written, Exception), "an error of this rank is raised before"
@@ -447,7 +452,7 @@ class SaveSession:
     def _exchange_plan(
         self, state: Any, refusal: Exception | None
     ) -> tuple[FlattenedState, LocalSavePlan, PlanResponse]:
-        """Flatten the state, send the report of it, and receive the plan of this rank."""
+        """Flatten the state, send its report, and receive this rank's plan. Collective."""
         what = f"preparing to save to {self._options.path}"
 
         def flatten() -> tuple[FlattenedState, LocalSavePlan]:
@@ -475,7 +480,7 @@ class SaveSession:
         return (*local, PlanResponse.decode(answer))
 
     def _report(self, flattened: FlattenedState, local_plan: LocalSavePlan) -> RankReport:
-        """Return the first message of this rank, with its local plan unless that is the cached one."""
+        """Return this rank's report, with its local plan unless the cached plan fits."""
         report = replace(build_report(flattened), values=digest_values(flattened), path=self._options.path)
         cache = self._saver.rank_plan_cache
         if cache is not None and cache.local_plan.equals(local_plan):
@@ -537,10 +542,10 @@ class SaveSession:
         """Compare replicas, commit, publish. On rank 0.
 
         Args:
-            planned: The plan.
-            written: The files of rank 0.
-            outcomes: Of each rank.
-            others: The parts of the manifest of the other ranks.
+            planned: Result of `plan`.
+            written: Files of rank 0.
+            outcomes: Outcomes of all ranks, in rank order.
+            others: Manifest parts of the other ranks.
         """
         assert self._begun is not None and self._publication is not None
         plan, base = self._begun.cache.plan, self._begun.base
@@ -560,7 +565,7 @@ class SaveSession:
         own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
         rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
         require_files(self._options.path, self._publication.staging_url, [{**rank0_sizes, **own}, *other_sizes])
-        # From here on whoever removes the base sees the manifest, and keeps the files that it refers to.
+        # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
         if base is not None and not base.is_kept(files):
             return _BASE_REMOVED
         self._write_file(COMMIT, encode_commit(contents.save, manifest, contents.files, read_branch(contents.about)))
@@ -568,12 +573,12 @@ class SaveSession:
         return b""
 
     def _update_caches(self, planned: PlannedSave) -> None:
-        """Cache the plan of this save: all ranks have committed it."""
+        """Cache the plan of this save, which all ranks have committed."""
         if planned.frozen_params is not None:
             self._saver.frozen_params = planned.frozen_params
         rank_plan = planned.response.rank_plan
         if rank_plan is None:
-            return  # a plan that is cached already
+            return  # the plan is cached already
         self._saver.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
         if self._begun is not None:
             self._saver.plan_cache = self._begun.cache
@@ -585,7 +590,7 @@ class SaveSession:
 
 
 def _hash_replicas(rank_plan: RankSavePlan, flattened: FlattenedState) -> dict[int, tuple[Replica, ...]]:
-    """Hash the boxes of each replica group that this rank is in, by its number."""
+    """Hash this rank's boxes in each replica group, by number of the group."""
     items = list(flattened.arrays.items())
     return {
         number: tuple(_hash_replica(*items[at], which) for at, which in positions)
@@ -594,7 +599,7 @@ def _hash_replicas(rank_plan: RankSavePlan, flattened: FlattenedState) -> dict[i
 
 
 def _open_base(options: SaveOptions, plan: GlobalSavePlan) -> BaseDedup | None:
-    """Open the base; if it was removed since it was chosen, choose again."""
+    """Open the base; if it was removed after it was chosen, choose again."""
     url = options.base()
     while url or options.trainable_only:
         try:
@@ -630,7 +635,7 @@ _LOCAL_PLANS_NEEDED = b"local plans"
 
 
 def _has_unequal_replicas(plan: GlobalSavePlan, digests: Sequence[Mapping[str, str]]) -> bool:
-    """Return True if the ranks of a replica group hold different data."""
+    """Return True if the ranks of a replica group have different data."""
     return any(
         len({digests[rank].get(str(number)) for rank in ranks}) > 1 for number, ranks in enumerate(plan.replica_groups)
     )
@@ -642,7 +647,7 @@ def _raise_values(messages: list[bytes]) -> list[bytes]:
 
 
 def _raise_replicas(messages: list[bytes]) -> list[bytes]:
-    """Raise the error that names the arrays; a rank that does not hold one has no say."""
+    """Raise the error with the names of arrays that differ between their replicas."""
     digests = [json.loads(own) for own in messages]
     first = {name: digest for own in reversed(digests) for name, digest in own.items()}
     raise build_mismatch_error(

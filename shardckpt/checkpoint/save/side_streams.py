@@ -1,4 +1,4 @@
-"""The streams that copy a state from its devices beside the training loop, one a device, and what they wait for."""
+"""Side streams, which copy a state from devices during the training loop."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from shardckpt.devices import Event, Stream, get_current_stream, has_streams, make_stream, use_stream
 
 _side_streams: dict[torch.device, Stream] = {}
-"""Of this process, kept from save to save."""
+"""Side stream of each device, kept between saves."""
 
 os.register_at_fork(after_in_child=_side_streams.clear)
 
 
 def wait_for_side_streams() -> None:
-    """Block until no copy is under way: one of a save that failed may still be writing to a buffer."""
+    """Block until no copy is running: a failed save may still be writing to a buffer."""
     for stream in _side_streams.values():
         stream.synchronize()
 
 
 class SideStreams:
-    """The side streams of one copy of a state.
+    """Side streams of one copy of a state.
 
     Args:
-        devices: Where the state is; those without streams are ignored.
+        devices: Devices of the state's tensors; devices without streams are ignored.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -34,9 +34,10 @@ class SideStreams:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Queue on the side streams: after what is queued now on the current ones, before what is queued there later.
+        """Queue the context's copies on the side streams, without a wait of the host.
 
-        The second is so however the context ends. The host waits for nothing.
+        They run after the work that is queued on the current streams before, and before the work that is queued there
+        later, also if the context ends with an exception.
         """
         current = {device: get_current_stream(device) for device in self._streams}
         for device, stream in self._streams.items():
@@ -51,7 +52,7 @@ class SideStreams:
                 current[device].wait_event(stream.record_event())
 
     def record_events(self) -> tuple[Event, ...]:
-        """Return an event behind what is queued now on each."""
+        """Return one event per stream, recorded after its queued copies."""
         return tuple(stream.record_event() for stream in self._streams.values())
 
 

@@ -1,4 +1,4 @@
-"""Reused buffers between the training loop, which copies into them, and the saver's thread, which writes them."""
+"""Staging buffers, which the training loop fills and the saver's thread writes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from shardckpt.manifest import Path
 from shardckpt.state.local.local_shards import TensorShards
 
 BUFFER_BYTES = 64 << 20
-"""Bytes of a buffer, where the budget is not small: threads that copy meet once a buffer, and wait for each other."""
+"""Bytes per buffer unless the budget is small; copying threads synchronize once per buffer."""
 
 LEAST_BUDGET_BYTES = 1 << 20
 
 _LEAST_BUFFERS = 4
-"""Buffers in a small budget: some are filled while others are written."""
+"""Number of buffers in a small budget: some are filled while others are written."""
 
 _PART_BYTES = 1 << 20
-"""Bytes of a tensor that is not contiguous that are copied at a time, besides the budget."""
+"""Bytes per copy of a non-contiguous tensor, in addition to the budget."""
 
 _LOG = logging.getLogger("shardckpt")
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -45,9 +45,10 @@ T = TypeVar("T")
 
 
 def default_budget() -> int | None:
-    """Return how many bytes the buffers of a rank may take where the caller gives no bound; None for no limit.
+    """Return the default budget of a rank's buffers in bytes; None for no limit.
 
-    Buffers are pinned where this process uses a GPU: then half of this machine's memory, divided by its ranks.
+    Buffers are pinned if this process uses a GPU; the budget is then half of the machine's memory, divided by its
+    ranks.
     """
     if not is_gpu_used():
         return None
@@ -57,7 +58,7 @@ def default_budget() -> int | None:
 
 
 def memory_size() -> int:
-    """Return how many bytes of memory this machine has, or this container may use."""
+    """Return the memory of this machine, or the limit of this container, in bytes."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in _MEMORY_LIMITS:
         with suppress(OSError, ValueError), open(name, encoding="ascii") as file:
@@ -66,13 +67,13 @@ def memory_size() -> int:
 
 
 def buffer_size(budget: int | None) -> int:
-    """Return how large the buffers under a budget are, in bytes: a power of two, as pinned memory is allocated.
+    """Return the size of each buffer in bytes: a power of two, as for pinned memory.
 
     Args:
-        budget: Bytes that all of them may take; None for no limit.
+        budget: Maximum bytes of all buffers; None for no limit.
 
     Raises:
-        UsageError: It is too small for any.
+        UsageError: The budget is too small for a buffer.
     """
     if budget is None:
         return BUFFER_BYTES
@@ -84,16 +85,16 @@ def buffer_size(budget: int | None) -> int:
 
 
 class BufferPool(Generic[T]):
-    """Buffers of one size: made when they are first needed, kept from save to save, never more than a budget allows.
+    """Pool of buffers of one size within a budget, kept between saves.
 
-    One thread takes, another gives back. What a buffer is, `make` decides.
+    Buffers are created when they are needed. One thread takes buffers, another thread gives them back.
 
     Args:
-        make: Returns a new buffer of so many bytes.
-        is_outdated: Returns True for a buffer that goes when the next save begins.
+        make: Returns a new buffer of a size in bytes.
+        is_outdated: Returns True for a buffer to drop when the next save begins.
 
     Attributes:
-        made: Buffers that were ever made.
+        made: Number of buffers that were ever created.
     """
 
     def __init__(self, make: Callable[[int], T], is_outdated: Callable[[T], bool] = lambda _: False) -> None:
@@ -112,17 +113,17 @@ class BufferPool(Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers there are."""
+        """Number of bytes of all buffers."""
         return len(self._all) * self._size
 
     def open(self, budget: int | None) -> None:
-        """Begin a save: all buffers are idle, and those go that the budget has no room for.
+        """Begin a save: mark all buffers as idle, and drop those that exceed the budget.
 
         Args:
-            budget: Bytes that they may take; None for no limit.
+            budget: Maximum bytes of all buffers; None for no limit.
 
         Raises:
-            UsageError: It is too small.
+            UsageError: The budget is too small.
         """
         size = buffer_size(budget)
         with self._changed:
@@ -135,17 +136,20 @@ class BufferPool(Generic[T]):
             self._is_closed = False
 
     def count_missing(self, file_bytes: Iterable[int]) -> int:
-        """Return how many bytes of buffers are to be made for files of so many bytes, each in its own buffers."""
+        """Return the bytes of new buffers that files of given sizes in bytes need.
+
+        Files do not share buffers.
+        """
         with self._changed:
             needed = sum(-(-nbytes // self._size) for nbytes in file_bytes)
             most = needed if self._most is None else min(needed, self._most)
             return max(most - len(self._all), 0) * self._size
 
     def take(self, *, wait: bool) -> T | None:
-        """Return an idle buffer, or a new one; None where there may be no more.
+        """Return an idle or a new buffer; None if the budget is used up.
 
         Args:
-            wait: Wait until one is given back; None then means that the pool was closed.
+            wait: Wait until a buffer is given back; None then means that the pool was closed.
         """
         with self._changed:
             if self._is_closed:
@@ -165,25 +169,25 @@ class BufferPool(Generic[T]):
         return block
 
     def give(self, block: T) -> None:
-        """Take a buffer back."""
+        """Give a buffer back to the pool."""
         with self._changed:
             self._idle.append(block)
             self._changed.notify()
 
     def close(self) -> None:
-        """Release a waiting `take`: no buffer will come."""
+        """Close the pool: a waiting `take` returns None."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
 
 
 class StagingBuffer(NamedTuple):
-    """A buffer.
+    """Staging buffer in CPU memory.
 
     Attributes:
-        tensor: Its bytes.
-        view: The same bytes.
-        is_pinned: Whether a GPU copies to it while the host does something else.
+        tensor: 1-D uint8 tensor of the buffer.
+        view: The same bytes as a memoryview.
+        is_pinned: Whether the memory is pinned, so that copies from a GPU are asynchronous.
     """
 
     tensor: torch.Tensor
@@ -192,15 +196,15 @@ class StagingBuffer(NamedTuple):
 
 
 def make_buffer(nbytes: int) -> StagingBuffer:
-    """Return a buffer of so many bytes in this machine's memory, pinned where this process uses a GPU."""
+    """Return a buffer of `nbytes` bytes, pinned if this process uses a GPU."""
     is_pinned = is_gpu_used()
-    with torch.inference_mode(False):  # a buffer outlives the mode of whoever needed it first
+    with torch.inference_mode(False):  # a buffer outlives the caller's inference mode
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     return StagingBuffer(tensor, memoryview(tensor.numpy()), is_pinned)  # type: ignore[arg-type]
 
 
 def is_unpinned(buffer: StagingBuffer) -> bool:
-    """Return True if a buffer was made before this process used the GPU that it uses now."""
+    """Return True if a buffer was created before this process used a GPU."""
     return not buffer.is_pinned and is_gpu_used()
 
 
@@ -212,24 +216,25 @@ class _Filled(NamedTuple):
 
 
 class _NobodyWritesError(Exception):
-    """The saver's thread has given up."""
+    """The saver's thread has ended and does not write any more buffers."""
 
 
 class StagingArea:
-    """Staging area of an asynchronous save: a rank's files on their way to the thread that writes them.
+    """Staging area of an asynchronous save: buffers with a rank's files, in order.
 
-    All that fits into the budget is copied before the first byte is written, so that the two do not compete for memory;
-    from then on as much is copied as was written.
+    Files are copied until the budget is used up before the first byte is written, so that copies and writes do not
+    compete for memory bandwidth; after that, each written buffer is filled again.
 
-    Copies from a device are queued, and not waited for: the thread waits for each buffer before it writes it, and the
-    device for all of them before it runs what is queued later on the current stream.
+    Copies from a device are queued without a wait: the thread waits for each buffer before it writes it, and the device
+    waits for all copies before it runs work that is queued later on the current stream.
 
     Args:
-        pool: Where buffers come from; nobody else uses it until this save is over.
-        budget: Bytes that they may take; None for no limit.
+        pool: Pool of buffers; nothing else uses it until the save ends.
+        budget: Maximum bytes of the buffers; None for no limit.
 
     Attributes:
-        rounds: How often copied buffers were queued for the writing thread: one more than the loop had to wait.
+        rounds: Number of times that copied buffers were queued for the writing thread: one more than the waits of the
+            training loop.
     """
 
     def __init__(self, pool: BufferPool[StagingBuffer], budget: int | None) -> None:
@@ -243,16 +248,16 @@ class StagingArea:
         self._streams = SideStreams(())
         self.rounds = 0
 
-    # The loop's side
+    # Methods for the training loop
 
     def fill(self, files: Sequence[FileLayout], arrays: Mapping[Path, TensorShards]) -> None:
-        """Copy what is to be written; once this returns, the arrays may change.
+        """Copy the contents of files; the arrays may change after this returns.
 
-        Those on a device may be changed by what is queued on the current stream from then on.
+        Work that is queued on the current stream after that may change arrays on a device.
 
         Args:
-            files: The layouts of the files.
-            arrays: The arrays of this rank.
+            files: Layouts of the files.
+            arrays: Arrays of this rank by path.
         """
         self._log_pinning([file.nbytes for file in files])
         self._streams = SideStreams({shard.tensor.device for array in arrays.values() for shard in array.shards})
@@ -280,7 +285,7 @@ class StagingArea:
             )
 
     def fail(self, error: Exception) -> None:
-        """Send the writing thread the reason why no more data will come."""
+        """Send the writing thread the error that ended the copy."""
         self._queue.put(error)
 
     def _put(self, tensor: torch.Tensor) -> None:
@@ -294,7 +299,7 @@ class StagingArea:
 
     def _put_flat(self, data: torch.Tensor) -> None:
         for start, stop, block, at in self._spans(data.numel()):
-            # From a GPU this waits for nothing; `blocks` does.
+            # A copy from a GPU is asynchronous; `blocks` waits for it.
             block.tensor[at : at + stop - start].copy_(data[start:stop], non_blocking=True)
 
     def _put_bytes(self, data: memoryview) -> None:
@@ -302,7 +307,7 @@ class StagingArea:
             block.view[at : at + stop - start] = data[start:stop]
 
     def _spans(self, nbytes: int) -> Iterator[tuple[int, int, StagingBuffer, int]]:
-        """Yield which bytes go into which buffer at which place."""
+        """Yield ranges of bytes (start, stop), each with its buffer and offset in it."""
         start = 0
         while start < nbytes:
             block = self._block
@@ -335,16 +340,18 @@ class StagingArea:
             self._queue.put(block)
         self._filled.clear()
 
-    # The saver's side
+    # Methods for the saver's thread
 
     def blocks(self, payload: PayloadFile) -> Iterator[memoryview]:
-        """Yield the contents of the next file behind its header; each part is valid until the next one is asked for.
+        """Yield the contents of the next file after its header.
+
+        Each part is valid until the next one is requested.
 
         Args:
-            payload: The file; they come in the order in which they are copied.
+            payload: Layout of the file; files are requested in the order in which they were copied.
 
         Raises:
-            Exception: The error that `fail` was called with.
+            Exception: The error that was passed to `fail`.
         """
         if not payload.has_data:
             return
@@ -360,5 +367,5 @@ class StagingArea:
                 return
 
     def close(self) -> None:
-        """Release the copying thread: nothing is written any more."""
+        """Release the copying thread: buffers are not written any more."""
         self._pool.close()

@@ -1,4 +1,4 @@
-"""Bytes from devices to this machine's memory through two pinned buffers in turn: one is filled, the other is read."""
+"""Downloads of bytes from devices through two pinned buffers, in turn."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class _Piece(NamedTuple):
 
 
 class PinnedPieces:
-    """Packs bytes of tensors on devices into pieces; each is copied while the one before is read.
+    """Packer of bytes from devices into pieces; one is copied while another is read.
 
     The copies are queued on the current stream.
 
     Args:
-        nbytes: Bytes of a piece, at most; of each of the two buffers.
+        nbytes: Maximum bytes of a piece, and bytes of each of the two buffers.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -37,10 +37,10 @@ class PinnedPieces:
         self._devices: set[torch.device] = set()
 
     def add(self, data: torch.Tensor) -> Iterator[memoryview]:
-        """Copy bytes, and yield earlier ones; each part is valid until the next one is asked for.
+        """Copy bytes, and yield earlier bytes, valid until the next part is requested.
 
         Args:
-            data: On a device, of type uint8 and of one dimension.
+            data: 1-D uint8 tensor on a device.
         """
         start = 0
         while start < data.numel():
@@ -54,7 +54,7 @@ class PinnedPieces:
             start = stop
 
     def flush(self) -> Iterator[memoryview]:
-        """Yield the rest of what was copied; each part is valid until the next one is asked for."""
+        """Yield the remaining bytes, each part valid until the next one is requested."""
         self._end_piece()
         while self._copied:
             yield from self._read_oldest()

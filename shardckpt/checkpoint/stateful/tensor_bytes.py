@@ -1,4 +1,7 @@
-"""Bytes of tensors in row-major order, as views if possible or as staged copies, from devices in pinned memory."""
+"""Bytes of tensors in row-major order, as views if possible or as staged copies.
+
+Copies of tensors on devices are in pinned memory.
+"""
 
 from __future__ import annotations
 
