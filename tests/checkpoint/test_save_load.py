@@ -559,6 +559,24 @@ class TestRefusals:
         with pytest.raises(shardckpt.MismatchError, match=r"no memory for model\.weight.*to_empty"):
             shardckpt.load({"model": model}, self.saved(tmp_path), ignore_extra=True)
 
+    @pytest.mark.parametrize("nbytes", [0, 20])
+    @pytest.mark.parametrize("kind", ["tensor", "columns of it", "model"])
+    def test_a_tensor_whose_storage_was_freed_is_refused_both_ways(
+        self, tmp_path: Path, kind: str, nbytes: int
+    ) -> None:
+        model = nn.Linear(3, 2, bias=False)
+        tensor = model.weight.data if kind == "model" else torch.ones(2, 3)
+        value = {"tensor": tensor, "columns of it": tensor[:, 1:], "model": model}[kind]
+        shardckpt.save({"a": value}, tmp_path / "saved")
+        tensor.untyped_storage().resize_(nbytes)
+        name = "a.weight" if kind == "model" else "a"
+        with pytest.raises(UnsupportedError, match=f"{name}: .*storage .*was freed.*{nbytes} bytes"):
+            shardckpt.save({"a": value}, tmp_path / "other")
+        with pytest.raises(shardckpt.MismatchError, match=f"no memory for {name}.*was freed"):
+            shardckpt.load({"a": value}, tmp_path / "saved")
+        assert os.listdir(tmp_path) == ["saved"]
+        assert tensor.untyped_storage().nbytes() == nbytes
+
     @pytest.mark.parametrize("wrong", [None, 5, {"model": 1}])
     def test_what_is_no_path_is_refused_before_anything_is_done(self, tmp_path: Path, monkeypatch, wrong) -> None:
         monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, allocate
-from shardckpt.checkpoint.stateful.stateful import dtype_name
+from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
 from shardckpt.format.opened.state_tree import ForeignValue
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
@@ -232,7 +232,7 @@ class LoadPlanBuilder:
         shards = []
         for shard in array.shards:
             size, at = shard.tensor.shape, _once(shard.tensor)
-            if not shard.tensor.is_meta:
+            if not shard.tensor.is_meta and has_memory(shard.tensor):
                 (located,) = self.source.locate([entry])  # before memory is allocated
                 values = allocate(located, size)
                 self.source.elements.read([(located, array._replace(shards=(LocalShard(shard.box, values),)))])
@@ -252,6 +252,8 @@ def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can
     name, dtype = dotted(path), dtype_name(array.dtype)
     if any(shard.tensor.is_meta for shard in array.shards):
         yield f"no memory for {name}: it is on the meta device (`to_empty` gives some)"
+    elif not all(has_memory(shard.tensor) for shard in array.shards):
+        yield f"no memory for {name}: its storage was freed or made smaller (`untyped_storage().resize_` gives some)"
     if entry.shape != array.shape:
         yield f"size mismatch for {name}: found {list(entry.shape)}, expected {list(array.shape)}"
     if entry.dtype != dtype and not can_cast:

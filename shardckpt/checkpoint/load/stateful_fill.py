@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.stateful.flatten import view_as_dtensor
-from shardckpt.checkpoint.stateful.stateful import dtype_name, is_optimizer, is_stateful
+from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory, is_optimizer, is_stateful
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.format.opened.state_tree import TensorRef
@@ -139,6 +139,7 @@ def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
         and own.layout is torch.strided
         and own.is_contiguous()
         and not (own.is_meta or own.is_inference() or own.is_quantized)
+        and has_memory(own)
     )
 
 

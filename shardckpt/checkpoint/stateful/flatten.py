@@ -19,6 +19,7 @@ from shardckpt.checkpoint.stateful.stateful import (
     get_state_dict,
     is_optimizer,
     is_stateful,
+    require_memory,
     tensor_from_numpy,
     to_named_value,
 )
@@ -284,6 +285,8 @@ class _StateFlattener:
     def _add(self, path: Path, array: TensorShards, identity: Hashable) -> None:
         if path in self._made.arrays or path in self._made.ties:
             raise UsageError("two keys of a dict are spelt alike", where=dotted(path))
+        for shard in array.shards:
+            require_memory(shard.tensor, path)
         first = self._known.setdefault(identity, path)
         if first == path:
             self._made.arrays[path] = array

@@ -191,6 +191,33 @@ def _is_known(dtype: torch.dtype) -> bool:
     return dtypes.is_known(dtype_name(dtype))
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return True if the storage of a strided tensor has the bytes of all its elements.
+
+    `tensor.untyped_storage().resize_(0)` frees a storage below its tensor, as FSDP does.
+    """
+    elements = tensor.numel()
+    if elements and not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + elements) * tensor.element_size()
+    return not elements or tensor.untyped_storage().nbytes() >= end
+
+
+def require_memory(tensor: torch.Tensor, path: Path) -> None:
+    """Refuse a tensor whose storage does not have the bytes of all its elements.
+
+    Raises:
+        UnsupportedError: Its storage was freed or made smaller.
+    """
+    if not has_memory(tensor):
+        raise UnsupportedError(
+            "the storage of this tensor was freed or made smaller",
+            where=dotted(path),
+            found=f"{tensor.untyped_storage().nbytes()} bytes for {list(tensor.shape)} of {dtype_name(tensor.dtype)}",
+            fix="Save it while its elements are in memory, or leave it out.",
+        )
+
+
 def check_array(value: np.ndarray[Any, Any], path: Path) -> None:
     """Refuse arrays of classes with additional data, such as `MaskedArray`.
 
