@@ -166,14 +166,14 @@ class CurrentStreams:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Queue on them, on any thread."""
+        """Return a context manager that queues operations on these streams, on any thread."""
         with ExitStack() as stack:
             for device, stream in self._streams.items():
                 stack.enter_context(use_stream(stream, device))
             yield
 
     def record_events(self) -> tuple[Event, ...]:
-        """Return an event behind what is queued now on each."""
+        """Return an event on each stream, after the operations that are queued so far."""
         return tuple(stream.record_event() for stream in self._streams.values())
 
 

@@ -36,7 +36,7 @@ def open(
     Args:
         path: Path or URL of the checkpoint.
         verify: `"read"` checks each block that is read against its hash; False does not.
-        base: Base checkpoints by name, as for `load`.
+        base: Folder of the base checkpoint if it was moved, as for `load`.
         framework: `"torch"` returns torch tensors. `"numpy"` returns NumPy arrays, with dtypes of `ml_dtypes` for
             bfloat16 and float8, and does not need torch.
 

@@ -21,9 +21,10 @@ _LONGEST = 4096
 class Base(NamedTuple):
     """A folder that a step refers to.
 
-    url: `../NAME` for a folder beside the step, so that both can be moved together; else absolute.
-    save: Id of the save that wrote the folder; empty for a checkpoint of another format.
-    sha256: SHA-256 of its manifest, in hexadecimal digits; empty if `save` is.
+    Attributes:
+        url: `../NAME` for a folder beside the step, so that both can be moved together; else absolute.
+        save: Id of the save that wrote the folder; empty for a checkpoint of another format.
+        sha256: SHA-256 of its manifest, in hexadecimal digits; empty if `save` is.
     """
 
     url: str

@@ -43,9 +43,9 @@ class WrittenPayload:
 class PartialManifest:
     """Records of the files and arrays that one writer wrote.
 
-    files: Records of the files.
-    arrays: Records of the arrays, whose file indexes count in `files`.
-        arrays: Its rows; file indexes count in `files`.
+    Attributes:
+        files: Records of the files.
+        arrays: Records of the arrays, whose file indexes count in `files`.
     """
 
     files: tuple[FileRecord, ...]

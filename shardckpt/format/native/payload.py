@@ -134,7 +134,7 @@ class FileLayout(NamedTuple):
     Attributes:
         chunks: Chunks in file order.
         keys: Tensor name of each chunk in the file.
-        ends: Byte behind each chunk, counted from the first chunk.
+        ends: End of each chunk in bytes, counted from the first chunk.
         listed: JSON of the chunks in the metadata.
         entries: JSON of the chunks in the header.
     """
@@ -175,9 +175,9 @@ def build_payloads(
     """Return the files of a writer, with their headers. Does no I/O; `plan_payloads` describes the arguments.
 
     Args:
-        save: The save's id.
-        writer: Which writer, from 0.
-        files: What `arrange_files` returned.
+        save: Id of the save.
+        writer: Index of the writer, from 0.
+        files: Result of `arrange_files`.
         carry: JSON for the header of the first file.
     """
     if carry is not None and not files:
