@@ -1,1 +1,1 @@
-"""Pure decisions: which tensors, under which names, into which files, from which bytes. No I/O."""
+"""Planning without I/O: tensors to select, their names, output files, and source bytes."""

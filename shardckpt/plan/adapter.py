@@ -1,4 +1,4 @@
-"""What an adapter changes of its base: which weights, by which factors, how much. Names and settings alone. Pure."""
+"""Plan the merge of a LoRA adapter: the changed weights, their factors and scales. Uses names and settings only."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _REFUSED = {
     "target_parameters": "LoRA on bare parameters",
     "arrow_config": "a mixture of adapters",
 }
-"""Settings that change what the factors mean, and what people call that."""
+"""Unsupported settings, which change the meaning of the factors, with their names in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A weight that gets the product of two factors.
+    """A weight to which the product of two factors is added.
 
     Attributes:
-        weight: Its name in the base.
+        weight: Name of the weight in the base.
         a: Name of the first factor in the adapter, `rank x in`.
-        b: Name of the second, `out x rank`.
-        scale: What the product is multiplied with.
+        b: Name of the second factor in the adapter, `out x rank`.
+        scale: Factor of the product.
         is_turned: Whether the weight is `in x out`, as in an embedding and a `Conv1D`.
     """
 
@@ -53,12 +53,12 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """What a merge does.
+    """The plan of a merge.
 
     Attributes:
-        added: Weights that get products.
-        replaced: Name in the base to name in the adapter, of tensors that were fully trained, and of those of the
-            base that the adapter brings along to add to.
+        added: Weights with their low-rank products.
+        replaced: Name in the base to name in the adapter, of fully trained tensors, and of tensors of the base that the
+            adapter contains because products are added to them.
     """
 
     added: tuple[LowRank, ...]
@@ -72,18 +72,18 @@ class Merge:
 
 
 def plan_merge(config: Mapping[str, Any], adapter: Mapping[str, Shape], base: Mapping[str, Shape], where: str) -> Merge:
-    """Decide what an adapter changes.
+    """Plan the changes that an adapter makes to its base.
 
     Args:
-        config: Its `adapter_config.json`.
-        adapter: Names and shapes of its tensors.
+        config: Content of `adapter_config.json`.
+        adapter: Names and shapes of the adapter's tensors.
         base: Names and shapes of the base's tensors.
-        where: The adapter, for messages.
+        where: Name of the adapter, for messages.
 
     Raises:
-        UnsupportedError: It is of a kind that cannot be merged; the message names it.
-        FormatError: Its settings or factors contradict each other.
-        UsageError: It is not of this base: a weight is missing, or of another shape.
+        UnsupportedError: The kind of adapter cannot be merged; the message names it.
+        FormatError: Settings or factors contradict each other.
+        UsageError: The adapter belongs to another base: a weight is missing, or has another shape.
     """
     _require_lora(config, adapter, where)
     factors: dict[str, dict[str, str]] = {}
@@ -125,7 +125,7 @@ def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -
 
 
 def _in_base(name: str, base: Mapping[str, Shape], where: str) -> str:
-    """Return the name in the base that an adapter's name means."""
+    """Return the name in the base for a name in the adapter."""
     found = name.removeprefix(_PREFIX)
     if found not in base:
         raise UsageError(
@@ -165,17 +165,17 @@ def _low_rank(
 
 
 class _Settings:
-    """Ranks and scales of modules: those of all, and those that patterns for the ends of names give some.
+    """Ranks and scales of modules: defaults, and patterns that match the end of a module's name.
 
     Args:
-        config: The adapter's `adapter_config.json`.
-        characters: Those of all names of the adapter: with them grows what matching patterns may cost.
-        where: The adapter, for messages.
+        config: Content of `adapter_config.json`.
+        characters: Characters in all names of the adapter, to which the matching budget is proportional.
+        where: Name of the adapter, for messages.
 
     Raises:
-        FormatError: A setting is none.
-        UnsupportedError: A pattern is of a form that is not matched in linear time.
-        UnsafeError: The patterns cost more than any adapter of this size needs.
+        FormatError: A setting is malformed.
+        UnsupportedError: A pattern has a form that cannot be matched in linear time.
+        UnsafeError: Matching costs more than for any real adapter of this size.
     """
 
     def __init__(self, config: Mapping[str, Any], characters: int, where: str) -> None:
@@ -195,14 +195,14 @@ class _Settings:
         return rank
 
     def alpha(self, module: str) -> float:
-        """Return what a module's product is multiplied with, before the rank divides it."""
+        """Return the scale of a module's product, before the division by the rank."""
         alpha = self._found(self._alphas, "lora_alpha", module)
         if type(alpha) not in (int, float) or not abs(alpha) <= _LARGEST_ALPHA:
             raise FormatError("lora_alpha is not a finite number", where=self._where, found=alpha)
         return float(alpha)
 
     def _numbers_by_pattern(self, key: str) -> Mapping[object, object]:
-        """Return the numbers of patterns that the adapter has under a key."""
+        """Return the numbers of the patterns below a key of the adapter's config."""
         numbers = self._config.get(key) or {}
         if not isinstance(numbers, dict):
             raise FormatError(f"{key} does not map patterns to numbers", where=self._where, found=numbers)
@@ -215,7 +215,7 @@ class _Settings:
         return [(ModulePattern(pattern, where, steps), value) for pattern, value in numbers.items()]
 
     def _found(self, patterns: list[tuple[ModulePattern, object]], default: str, module: str) -> Any:
-        """Return a module's own setting, or the one of all."""
+        """Return a module's setting by the first matching pattern, or the default."""
         name = module.removeprefix(_PREFIX)
         for pattern, value in patterns:
             if pattern.fits(name):

@@ -1,9 +1,9 @@
-r"""Patterns for names of modules that a file brings along, matched in linear time: what peft writes, and no more.
+r"""Match the patterns of module names in adapter configs in linear time; supports the subset that peft writes.
 
-`re` takes exponential time for some patterns, and these come from strangers. Known here are characters, `.`, classes
-such as `[0-9]`, `\d`, `\w` and escaped characters, each with or without `*`, `+` or `?`, and alternatives in groups
-that nothing repeats, such as `layers\.(0|1)\.mlp`. A name is compared with a pattern without any of these part by part.
-Others become an automaton whose states are made when a name first needs them. `MatchBudget` bounds all work.
+`re` takes exponential time for some patterns, and these come from untrusted files. Supported are characters, `.`,
+classes such as `[0-9]`, `\d`, `\w`, and escaped characters, each with or without `*`, `+` or `?`, and alternatives in
+groups without repetition, such as `layers\.(0|1)\.mlp`. A pattern of plain characters and dots is compared directly;
+others are compiled to an automaton whose states are created on demand. `MatchBudget` limits the total work.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _FREE_STEPS = 3_000_000
 _STEPS_PER_CHARACTER = 2
 _PATTERN_STEPS, _PART_STEPS, _NODE_STEPS, _CLASS_STEPS = 60, 2, 25, 1200
 _STATE_STEPS, _ARC_STEPS = 120, 25
-"""What a pattern and its parts cost: a step is a quarter of a microsecond, or four bytes that stay."""
+"""Costs of a pattern and of its parts: one step is a quarter of a microsecond, or four bytes of memory."""
 
 
 class MatchBudget:
-    """Bounds the work of matching, in proportion to names and patterns.
+    """Limits the work of matching, in proportion to the length of names and patterns.
 
     Args:
-        characters: Those of all names and of all patterns.
-        where: The file that has the patterns, for messages.
+        characters: Characters of all names and all patterns.
+        where: Name of the file with the patterns, for messages.
     """
 
     __slots__ = ("_left", "_where")
@@ -43,10 +43,10 @@ class MatchBudget:
         self._where = where
 
     def spend(self, count: int) -> None:
-        """Count steps.
+        """Subtract steps.
 
         Raises:
-            UnsafeError: They are more than such names and patterns need.
+            UnsafeError: The budget is exceeded.
         """
         self._left -= count
         if self._left < 0:
@@ -58,12 +58,12 @@ class MatchBudget:
 
 
 class _Place(NamedTuple):
-    """One place of a pattern.
+    """One element of a pattern.
 
     Attributes:
-        test: What fits: this character, what this expression matches, or anything but the end of a line where None.
-        repeats: Whether several may follow each other.
-        is_optional: Whether there may be none.
+        test: Matches one character: this character, or this expression; None matches all but a line break.
+        repeats: Whether the element may occur several times.
+        is_optional: Whether the element may be missing.
     """
 
     test: str | re.Pattern[str] | None
@@ -77,7 +77,7 @@ class _Place(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """Where a match goes on without a character: places behind it, all of them at once."""
+    """A branch that consumes no character: all of its later targets are tried together."""
 
     targets: tuple[int, ...]
 
@@ -86,17 +86,17 @@ _Nodes = list[_Place | _Branch]
 
 
 class ModulePattern:
-    """A pattern that fits the end of a module's name, from its start or from behind a dot.
+    """A pattern that matches the end of a module's name, from its start or after a dot.
 
     Args:
-        text: The pattern, as peft writes it.
-        where: The file, for messages.
-        steps: What matching may cost.
+        text: Pattern, as peft writes it.
+        where: Name of the file, for messages.
+        steps: Budget for matching.
 
     Raises:
-        FormatError: It is not a regular expression.
-        UnsupportedError: It is one of a form that is not matched in linear time here.
-        UnsafeError: There are more or larger patterns than `steps` allows.
+        FormatError: The text is not a regular expression.
+        UnsupportedError: The pattern has a form that cannot be matched in linear time here.
+        UnsafeError: The patterns exceed the budget.
     """
 
     __slots__ = ("_automaton", "_parts", "_steps", "_tail")
@@ -114,21 +114,21 @@ class ModulePattern:
         self._parts = ""
         inner = text.removeprefix("^").removesuffix("$")
         if _PLAIN.fullmatch(inner):
-            self._parts = _PLAIN_PART.sub(lambda found: found[1] or "\n", inner)  # "\n" stands for any character
+            self._parts = _PLAIN_PART.sub(lambda found: found[1] or "\n", inner)  # "\n" represents any character
             self._tail = self._parts.rpartition("\n")[2]
             return
         self._tail = _literal_tail(inner)
         self._automaton = _Automaton(_Parser(inner, text, where, steps).parse(), steps)
 
     def fits(self, name: str) -> bool:
-        """Return True if the end of a name is as the pattern says."""
+        """Return True if the pattern matches the end of a name."""
         self._steps.spend(1)
         if not name.endswith(self._tail):
             return False
         return self._automaton.fits(name) if self._automaton is not None else self._fits_parts(name)
 
     def _fits_parts(self, name: str) -> bool:
-        """Compare the parts between dots, each of which stands for any character, with the end of a name."""
+        """Compare the parts between dots, each of which matches any character, with the end of a name."""
         at = len(name) - len(self._parts)
         if at < 0 or (at and name[at - 1] != "."):
             return False
@@ -141,7 +141,7 @@ class ModulePattern:
 
 
 def _literal_tail(text: str) -> str:
-    """Return characters that a fitting name ends with; nothing where that depends on the name."""
+    """Return characters at the end of every matching name; empty if they differ."""
     found = _TAIL.search(text)
     assert found is not None
     is_escaped = text.endswith("\\", 0, found.start())
@@ -149,11 +149,11 @@ def _literal_tail(text: str) -> str:
 
 
 class _Automaton:
-    """Matches a pattern one character at a time; its states are the sets of nodes that a match may be at.
+    """Matches a pattern one character at a time; a state is the set of nodes that a match may have reached.
 
     Args:
-        nodes: The pattern: each goes on at the next one, and branches go forward.
-        steps: What matching may cost; each new state is counted.
+        nodes: Pattern: each node continues at the next one, and branches lead forward.
+        steps: Budget for matching; each new state is counted.
     """
 
     def __init__(self, nodes: _Nodes, steps: MatchBudget) -> None:
@@ -172,7 +172,7 @@ class _Automaton:
         return len(self._nodes) in self._states[state]
 
     def _add_arc(self, state: int, character: str) -> int:
-        """Find the state behind a character."""
+        """Return the state after a character."""
         starts = [0] if character == "." else []
         for at in self._states[state]:
             node = self._nodes[at] if at < len(self._nodes) else None
@@ -184,7 +184,7 @@ class _Automaton:
         return following
 
     def _number(self, nodes: frozenset[int]) -> int:
-        """Return the number of a state; make it if it is new."""
+        """Return the number of a state, which is created if it is new."""
         number = self._numbers.get(nodes)
         if number is None:
             self._steps.spend(_STATE_STEPS + 16 * len(nodes))
@@ -194,7 +194,7 @@ class _Automaton:
         return number
 
     def _closure(self, starts: list[int]) -> frozenset[int]:
-        """Return nodes with all that is reached from them without a character."""
+        """Return nodes and all nodes that are reachable from them without a character."""
         reached: set[int] = set()
         while starts:
             at = starts.pop()
@@ -211,7 +211,7 @@ class _Automaton:
 
 
 class _Parser:
-    """Takes a pattern apart into nodes."""
+    """Parses a pattern into nodes."""
 
     def __init__(self, text: str, full_text: str, where: str, steps: MatchBudget) -> None:
         self._text, self._pattern, self._where, self._steps = text, full_text, where, steps
@@ -275,7 +275,7 @@ class _Parser:
         return _Place(test, repeat in ("*", "+"), repeat in ("*", "?"))
 
     def _one(self) -> str | re.Pattern[str] | None:
-        """Return what the one character that follows has to be."""
+        """Return the test of the next character of the pattern."""
         character = self._peek()
         self._at += 1
         if character == "[":

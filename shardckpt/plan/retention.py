@@ -1,4 +1,4 @@
-"""Which steps of a run are kept. Pure: facts in, numbers of steps out."""
+"""Decide which steps of a run to keep, without I/O."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Literal, NamedTuple
 from shardckpt.errors import UsageError
 
 ORPHAN_TTL_S = 24 * 3600.0
-"""Seconds without a change after which what a save left unfinished belongs to nobody any more."""
+"""Seconds without a change after which an unfinished save counts as an orphan."""
 
 
 PAUSE_S = 30 * 24 * 3600.0
-"""Seconds between two steps beyond which nobody knows how much time has passed."""
+"""Seconds between two steps above which the elapsed time is not trusted."""
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TIME = re.compile(rf"(\d+(?:\.\d+)?) ?([{''.join(_SECONDS)}]?)")
 
 
 class SavedStep(NamedTuple):
-    """What the decision depends on.
+    """Properties of a step for the retention rules.
 
     Attributes:
-        number: The step.
-        is_complete: Whether it can be loaded. What cannot counts for nothing, and is not removed by these rules.
-        saved_at: When its save began, in seconds since the epoch; None where not known.
-        metrics: Numbers that were saved with it, by name.
-        branch: How often the run had gone back to an older step before. A step of a later branch is newer than one of
-            an earlier branch, whatever their numbers.
+        number: Number of the step.
+        is_complete: Whether it can be loaded. Other steps are ignored, and not removed by these rules.
+        saved_at: Start time of its save, in seconds since the epoch; None if unknown.
+        metrics: Metrics that were saved with it, by name.
+        branch: Number of times that the run had returned to an older step before it. A step of a later branch is newer
+            than one of an earlier branch, whatever their numbers.
     """
 
     number: int
@@ -45,19 +45,20 @@ class SavedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules, each of which keeps steps; a step that none keeps goes. Without any rule all are kept.
+    """Rules that keep steps; a step that no rule keeps is deleted. Without rules all steps are kept.
 
     Attributes:
-        keep_last: So many of the newest.
-        keep_every: Those whose number this divides.
-        keep_best: So many of the best by their metric; of equal ones the later. A NaN is worse than any number. Steps
-            without the metric cannot be ranked: alone, this rule keeps them; beside others, those decide.
-        mode: Whether the best has the smallest metric or the largest.
-        keep_for_s: Those saved less than so many seconds ago.
-        metric: Name of what `keep_best` goes by.
+        keep_last: Number of newest steps to keep.
+        keep_every: Steps whose number is a multiple of this are kept.
+        keep_best: Number of best steps by metric to keep; of equal ones the later. A NaN is worse than any number.
+            Steps without the metric cannot be ranked: they are kept if this is the only rule, else the other rules
+            decide.
+        mode: Whether the best step has the smallest or the largest metric.
+        keep_for_s: Steps saved less than this number of seconds ago are kept.
+        metric: Name of the metric for `keep_best`.
 
     Raises:
-        UsageError: A rule that would mean nothing.
+        UsageError: A rule has an invalid value.
     """
 
     keep_last: int | None = None
@@ -81,17 +82,17 @@ class Retention:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is any rule."""
+        """Whether any rule is set."""
         return self.keep_best is not None or self.has_others
 
     @property
     def has_others(self) -> bool:
-        """Whether there is a rule that needs no metric."""
+        """Whether any rule is set that needs no metric."""
         return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_for_s))
 
 
 def _is_duration(seconds: object) -> bool:
-    """Return True for a number of seconds that a clock can count, infinity included."""
+    """Return True for a valid number of seconds, including infinity."""
     if not isinstance(seconds, Real) or isinstance(seconds, bool):
         return False
     try:
@@ -101,13 +102,13 @@ def _is_duration(seconds: object) -> bool:
 
 
 def parse_seconds(time: timedelta | float | str | None) -> float | None:
-    """Return a time in seconds; None stays None.
+    """Parse a time in seconds; None stays None.
 
     Args:
-        time: A timedelta, seconds, or text: a number and `s`, `m`, `h`, `d` or `w`.
+        time: A timedelta, a number of seconds, or text: a number and `s`, `m`, `h`, `d` or `w`.
 
     Raises:
-        UsageError: It is not a time.
+        UsageError: The value is not a time.
     """
     seconds = _seconds(time)
     if seconds == 0:
@@ -127,16 +128,16 @@ def _seconds(time: timedelta | float | str | None) -> float | None:
 
 
 def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: bool = False) -> list[SavedStep]:
-    """Return steps none of which is old because of one clock that is wrong.
+    """Return steps with corrected times, so that no step is old because of one wrong clock.
 
-    The age of a step is taken from the times between the steps behind it, as well as from its own time, whichever makes
-    it younger. A time that runs backwards, or that is longer than `PAUSE_S`, counts for nothing: a run that was paused
-    and a clock that is wrong look the same. No step is older than one that was saved before it.
+    The age of a step is computed from the times between the steps after it, and from its own time; the smaller is used.
+    A time that runs backward, or that is longer than `PAUSE_S`, counts as zero, since a pause of the run and a wrong
+    clock cannot be distinguished. No step is older than one that was saved before it.
 
     Args:
-        steps: All of a run.
-        now: In seconds since the epoch.
-        may_be_over: The run may have ended, so that the time since its newest step counts however long it is.
+        steps: All steps of a run.
+        now: Current time, in seconds since the epoch.
+        may_be_over: Whether the run may have ended, so that any time since its newest step counts in full.
     """
     trusted, age, later = [], 0.0, now
     longest = math.inf if may_be_over else PAUSE_S
@@ -151,7 +152,7 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: b
 
 
 def _without_times_behind(steps: Iterable[SavedStep], now: float) -> list[SavedStep]:
-    """Return steps in the order of a run, each no older than those before it whose time is not to come."""
+    """Return steps in the order of a run, each no older than earlier steps whose time is not in the future."""
     ordered, latest = [], -math.inf
     for step in steps:
         if step.saved_at is not None:
@@ -168,13 +169,13 @@ def steps_to_delete(
     """Return the steps to delete, oldest first; never the newest complete one.
 
     Args:
-        steps: All of a run; those that are not complete count for nothing.
-        rules: What is kept.
-        now: In seconds since the epoch.
-        protected: Steps that stay whatever the rules say.
+        steps: All steps of a run; incomplete ones are ignored.
+        rules: Retention rules.
+        now: Current time, in seconds since the epoch.
+        protected: Steps that stay regardless of the rules.
 
     Raises:
-        UsageError: `keep_best` goes by a metric that no complete step has.
+        UsageError: `keep_best` needs a metric that no complete step has.
     """
     complete = sorted({step.number: step for step in steps if step.is_complete}.values(), key=_age_order)
     if not rules.is_needed or not complete:
@@ -197,10 +198,10 @@ def _age_order(step: SavedStep) -> tuple[int, int]:
 
 
 def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
-    """Refuse to rank steps none of which has the metric.
+    """Require that at least one step has the metric.
 
     Raises:
-        UsageError: None has it; the message names the metrics that they have.
+        UsageError: No step has it; the message names the metrics that they have.
     """
     found = {name for step in steps for name in step.metrics}
     if metric not in found:
@@ -212,7 +213,7 @@ def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
 
 
 def _best(steps: Sequence[SavedStep], count: int, rules: Retention) -> list[int]:
-    ranked = [step for step in reversed(steps) if rules.metric in step.metrics]  # of equal ones the later comes first
+    ranked = [step for step in reversed(steps) if rules.metric in step.metrics]  # of equal steps, the later comes first
     best = sorted(ranked, key=lambda step: _badness(step.metrics[rules.metric], rules.mode))[:count]
     unranked = [] if rules.has_others else [step for step in steps if rules.metric not in step.metrics]
     return [step.number for step in (*best, *unranked)]
@@ -225,14 +226,14 @@ def _badness(value: float, mode: str) -> tuple[bool, float]:
 
 
 def _is_recent(step: SavedStep, since: float) -> bool:
-    return step.saved_at is None or step.saved_at > since  # of unknown age is not old
+    return step.saved_at is None or step.saved_at > since  # a step of unknown age is not old
 
 
 def is_expired(changed_at: float | None, now: float) -> bool:
     """Return True if an orphan is old enough to delete.
 
     Args:
-        changed_at: When anything in it last changed, in seconds since the epoch; None where not known.
-        now: In seconds since the epoch.
+        changed_at: Time of the last change in it, in seconds since the epoch; None if unknown.
+        now: Current time, in seconds since the epoch.
     """
     return changed_at is not None and now - changed_at > ORPHAN_TTL_S

@@ -1,1 +1,1 @@
-"""Boxes, pieces and files: who writes and reads which bytes."""
+"""Boxes, pieces and files: which ranks write and read which bytes."""

@@ -1,4 +1,4 @@
-"""Messages between ranks as bytes: JSON and a block of bytes, or the boxes of named arrays. Pure."""
+"""Encode messages between ranks as bytes: JSON with a block of bytes, or the boxes of named arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pack_message(head: object, blob: bytes = b"") -> bytes:
 
 
 def unpack_message(data: bytes) -> tuple[Any, bytes]:
-    """Return what `pack_message` packed."""
+    """Decode the result of `pack_message`."""
     head, blob = _split_message(data)
     return json.loads(head), blob
 
@@ -36,10 +36,10 @@ class BoxRow(NamedTuple):
     """Boxes of one array.
 
     Attributes:
-        path: Its name.
-        shape: In elements.
-        dtype: Torch's name of its type.
-        boxes: Some of its elements.
+        path: Path of the array.
+        shape: Shape in elements.
+        dtype: Dtype in torch's spelling.
+        boxes: Boxes in the array.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class BoxRow(NamedTuple):
 
 
 _Name = tuple[Path, Shape, str, int]
-"""An array, and how many boxes of it there are."""
+"""Path, shape and dtype of an array, and its number of boxes."""
 
 
 def encode_rows(rows: Iterable[BoxRow]) -> bytes:
@@ -65,7 +65,7 @@ def encode_rows(rows: Iterable[BoxRow]) -> bytes:
 
 
 def decode_rows(data: bytes) -> list[BoxRow]:
-    """Return what `encode_rows` wrote."""
+    """Decode the result of `encode_rows`."""
     head, blob = _split_message(data)
     packed = array("q")
     packed.frombytes(blob)
@@ -81,7 +81,7 @@ def decode_rows(data: bytes) -> list[BoxRow]:
     return rows
 
 
-# Most ranks have the same arrays, so their names are put into words, and taken out of them, once for all.
+# Most ranks have the same arrays, so their names are encoded and decoded only once.
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""How one output file is filled, in order: runs copied file to file, and batches assembled in a bounded buffer."""
+"""Plan how to fill one output file, in order: runs copied from file to file, and batches assembled in a buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.plan.layout.output_files import OutputTensor
 
 _FEW_PIECES = 64
 _FINE_BYTES = 1 << 16
-"""Many pieces that are smaller on the average are not copied one by one: a block is put together of many at once."""
+"""Average bytes of pieces below which a block of many pieces is assembled at once instead of copying each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Copy:
     """A run of bytes that is copied unchanged.
 
     Attributes:
-        file: Source file.
-        offset: First byte in it.
-        nbytes: Bytes.
+        file: Name of the source file.
+        offset: Offset of the first byte in it.
+        nbytes: Number of bytes.
     """
 
     file: str
@@ -36,9 +36,9 @@ class Take:
     """A block of one tensor within a batch.
 
     Attributes:
-        tensor: The tensor.
-        box: The block, one contiguous range of the tensor.
-        offset: Byte in the batch, as written, at which it starts.
+        tensor: Tensor to read.
+        box: Block, one contiguous range of the tensor.
+        offset: Offset in the batch, in bytes as written.
     """
 
     tensor: OutputTensor
@@ -53,11 +53,11 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Bytes that are put together in memory, then written at once.
+    """Bytes that are assembled in memory and written at once.
 
     Attributes:
         nbytes: Bytes as written.
-        takes: What they are made of, back to back.
+        takes: Blocks of the batch, contiguous.
     """
 
     nbytes: int
@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A contiguous range of one tensor, and the bytes it can be copied from, if it can."""
+    """A contiguous range of one tensor, and its source bytes if they can be copied."""
 
     tensor: OutputTensor
     box: Box
@@ -76,14 +76,14 @@ class _Run:
 def steps(
     tensors: Sequence[OutputTensor], *, batch_bytes: int, copy_bytes: int, wide_bytes: int = 0
 ) -> Iterator[Copy | Batch]:
-    """Yield what to do to write the data of `tensors` back to back.
+    """Yield the steps that write the data of `tensors` contiguously.
 
     Args:
-        tensors: In file order, covered by their pieces, resolved.
-        batch_bytes: Most bytes of a batch, as stored and as written.
-        copy_bytes: Runs of at least so many bytes are copied, smaller ones batched.
-        wide_bytes: Most bytes of a batch of a transposed view, whose blocks each touch much of its storage: the fewer
-            they are, the less is read again. As `batch_bytes` where smaller.
+        tensors: Tensors in file order, with resolved pieces that cover them.
+        batch_bytes: Maximum bytes of a batch, as stored and as written.
+        copy_bytes: Minimum bytes of a run that is copied; smaller runs are batched.
+        wide_bytes: Maximum bytes of a batch of a transposed view. Each of its blocks touches much of the storage, so
+            fewer and larger blocks read less. At least `batch_bytes`.
     """
     wide_bytes = max(batch_bytes, wide_bytes)
     takes: list[Take] = []
@@ -112,7 +112,7 @@ def steps(
 
 
 def _merge_runs(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
-    """Join runs whose source bytes follow one another in one file."""
+    """Join runs whose source bytes are consecutive in one file."""
     group: list[_Run] = []
     for run in runs:
         last = group[-1].source if group else None
@@ -127,7 +127,7 @@ def _merge_runs(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
 
 
 def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
-    """Split a tensor into contiguous ranges, in order: pieces if all are contiguous, else blocks."""
+    """Split a tensor into contiguous ranges, in order: pieces if all of them are contiguous, else blocks."""
     if bits(tensor.entry.stored) % 8:
         tensor = replace(tensor, entry=as_bytes(tensor.entry), dtype=as_bytes(tensor.entry).stored)
     entry = tensor.entry
@@ -157,9 +157,9 @@ def is_scattered(tensor: OutputTensor) -> bool:
 
 
 def as_bytes(entry: TensorEntry) -> TensorEntry:
-    """Return an array of elements narrower than a byte as an array of bytes, which can be split anywhere.
+    """Return an array of sub-byte elements as an array of bytes, which can be split anywhere.
 
-    An array of several spans is returned unchanged: a split between its elements may be inside a byte.
+    An array of several spans is returned unchanged, since a split between its elements may be inside a byte.
     """
     if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Span):
         return entry
@@ -169,7 +169,7 @@ def as_bytes(entry: TensorEntry) -> TensorEntry:
 
 
 def _pieces_of_run(tensor: OutputTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
-    """Split a long run where a batch could end; `_merge_runs` joins parts that are copied together."""
+    """Split a long run at the possible ends of batches; `_merge_runs` joins parts that are copied together."""
     at = copy.offset
     for block in contiguous_blocks(box, most):
         size = nbytes(tensor.dtype, block.volume)

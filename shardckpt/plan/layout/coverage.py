@@ -1,4 +1,4 @@
-"""Whether the pieces hold every element once, and whether the files hold the pieces."""
+"""Check that pieces contain every element exactly once, and that files contain the pieces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONE_OF_SEVERAL = "This is one file of several: put them into one folder and poi
 class _Store(Protocol):
     @property
     def url(self) -> str:
-        """As the user typed it."""
+        """Path or URL, as the user typed it."""
 
 
 class PieceResolver(Protocol):
@@ -30,7 +30,7 @@ class PieceResolver(Protocol):
 
     @property
     def store(self) -> _Store:
-        """Where its files are."""
+        """Store of the files."""
 
     def resolve(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Return the pieces without `Lazy` layouts, in the same order."""
@@ -38,14 +38,14 @@ class PieceResolver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong with one tensor.
+    """A fault of one tensor.
 
     Attributes:
         kind: `gap`, `overlap`, `missing file`, `truncated` or `invalid`.
-        tensor: Its dotted name.
-        box: The elements concerned.
-        file: The file concerned, empty where none is.
-        detail: What was found, in words.
+        tensor: Dotted name of the tensor.
+        box: Affected elements.
+        file: Affected file; empty if there is none.
+        detail: Description of the fault.
     """
 
     kind: str
@@ -60,9 +60,9 @@ class Fault:
 
 
 def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 16) -> list[Fault]:
-    """Return the faults that keep `entries` from being read in full, at most `limit`.
+    """Return the faults that prevent reading `entries` in full, at most `limit`.
 
-    Works on resolved and on lazy pieces; of a lazy one only the container is checked against the file.
+    Works for resolved and for lazy pieces; for a lazy piece, only its container is compared with the file.
     """
     found: list[Fault] = []
     for entry in entries:
@@ -73,14 +73,14 @@ def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 1
 
 
 def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: str) -> None:
-    """Raise unless every element of every entry is in exactly one piece, and every piece in its file.
+    """Require that every element of every entry is in exactly one piece, and every piece in its file.
 
     Raises:
-        IncompleteError: Elements that no file holds, or whose file is missing.
+        IncompleteError: Elements are in no file, or their file is missing.
         TruncatedError: A file ends before a piece does.
-        OverlapError: Elements that two pieces claim.
-        ShardckptError: They are in another folder, and the reason why it was not opened.
-        FormatError: A box outside its array, or a size that cannot be.
+        OverlapError: Two pieces contain the same elements.
+        ShardckptError: Elements are in another folder that was not opened, for the stated reason.
+        FormatError: A box exceeds its array, or a size is impossible.
     """
     if manifest.missing:
         raise IncompleteError(
@@ -157,7 +157,7 @@ def _check_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fau
 
 
 def _is_single_span(manifest: Manifest, entry: TensorEntry) -> bool:
-    """Return True if a tensor is one span of one file, as most tensors of most checkpoints are."""
+    """Return True if a tensor is one span of one file, as in most checkpoints."""
     if len(entry.pieces) != 1:
         return False
     box, file, layout = entry.pieces[0]
@@ -171,7 +171,7 @@ def _is_single_span(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
-    """Return True if pieces are spans that form a grid or follow one another, as those of ranks mostly do."""
+    """Return True if pieces are spans that form a grid or are consecutive, as usual for rank shards."""
     shape, width = entry.shape, bits(entry.stored)
     for box, file, layout in entry.pieces:
         if (
@@ -186,7 +186,7 @@ def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def _follow_one_another(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return True if boxes inside an array are its elements in row-major order, one box after the other."""
+    """Return True if boxes cover an array in row-major order, one after the other."""
     if not all(is_contiguous(shape, box) for box in boxes):
         return False
     steps, at = strides(shape), 0
@@ -215,7 +215,7 @@ def _check_piece(manifest: Manifest, entry: TensorEntry, piece: Piece, name: str
 
 
 def _wrong_extent(entry: TensorEntry, box: Box, layout: Span | Strided | Lazy) -> str:
-    """Say what is wrong with the bytes a layout gives its box, or nothing."""
+    """Return the error text for a layout whose bytes do not fit its box; empty if they fit."""
     if isinstance(layout, Span):
         expected = nbytes(entry.stored, box.volume)
         return "" if layout.nbytes == expected else f"found {layout.nbytes} bytes, expected {expected}"

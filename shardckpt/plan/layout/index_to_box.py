@@ -1,4 +1,4 @@
-"""What an index of an array reads: a box, and what is picked of it then."""
+"""Convert an index of an array to the box to read, and to the index of the wanted elements in this box."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from shardckpt.boxes import Box, Shape
 
 Index = int | slice | EllipsisType
-"""What selects elements along dimensions."""
+"""Selects elements along one dimension, or all with an ellipsis."""
 
 
 def index_to_box(index: Index | tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int | slice, ...]]:
     """Return the box with all elements of an index, and the index of these elements in the box.
 
     Args:
-        index: Integers, slices and an ellipsis, as for a tensor.
-        shape: Of the array.
+        index: Integers, slices and an ellipsis, as for a torch tensor.
+        shape: Shape of the array.
 
     Raises:
-        IndexError: It is out of range.
+        IndexError: The index is out of range.
     """
     picks = _picks(index if isinstance(index, tuple) else (index,), len(shape))
     ranges = [_range(pick, size) for pick, size in zip(picks, shape, strict=True)]
@@ -28,7 +28,7 @@ def index_to_box(index: Index | tuple[Index, ...], shape: Shape) -> tuple[Box, t
 
 
 def _picks(index: tuple[Index, ...], dims: int) -> list[int | slice]:
-    """Return what selects along each dimension."""
+    """Return the integer or slice for each dimension."""
     given = [item for item in index if item is not Ellipsis]
     if len(given) > dims or len(index) - len(given) > 1 or not all(isinstance(e, (int, slice)) for e in given):
         raise IndexError(f"{dims} dimensions are selected by as many integers and slices, not by {index!r}")
@@ -38,7 +38,7 @@ def _picks(index: tuple[Index, ...], dims: int) -> list[int | slice]:
 
 
 def _range(pick: int | slice, size: int) -> tuple[int, int]:
-    """Return the first element along a dimension, and how many to read."""
+    """Return the first element along a dimension, and the number of elements to read."""
     if isinstance(pick, int):
         if not -size <= pick < size:
             raise IndexError(f"index {pick} is out of range for {size} elements")

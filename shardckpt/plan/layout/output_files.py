@@ -1,4 +1,4 @@
-"""Plan the output files of tensors: sizes as people write them, and the names that Hugging Face readers look for."""
+"""Plan the output files of tensors: sizes in the users' notation, and file names that Hugging Face readers expect."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _SIZE = re.compile(r"(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[KMGTP]?
 
 
 class Change(Protocol):
-    """Changes values on their way."""
+    """Changes values while they are copied."""
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return other elements of a block, and their type.
+        """Return the changed elements of a block, and their dtype.
 
         Args:
-            box: The block, one contiguous range of the tensor.
-            data: Its elements as stored.
-            stored: Their type.
+            box: Block, one contiguous range of the tensor.
+            data: Stored elements.
+            stored: Dtype of the stored elements.
 
         Raises:
-            CheckpointError: What they are changed by cannot be read.
+            CheckpointError: The data for the change cannot be read.
             StorageError: Reading failed.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor to write.
+    """A tensor to write.
 
     Attributes:
         name: Final name.
-        entry: Where its elements come from.
-        dtype: Torch's name of the type it is written in.
-        members: Tensors that are written back to back as this one, whose entry has no pieces then.
-        change: What is done to its values, if anything.
+        entry: Source of the elements.
+        dtype: Dtype to write, in torch's spelling.
+        members: Tensors that are written contiguously as this one, whose entry then has no pieces.
+        change: Change of the values; None without one.
     """
 
     name: str
@@ -54,7 +54,7 @@ class OutputTensor:
 
     @property
     def shape(self) -> Shape:
-        """In elements."""
+        """Shape in elements."""
         return self.entry.shape
 
     @property
@@ -64,27 +64,27 @@ class OutputTensor:
 
     @property
     def output_parts(self) -> tuple[OutputTensor, ...]:
-        """Tensors that are written for it, in order."""
+        """Tensors that are written in its place, in order."""
         return self.members or (self,)
 
     @property
     def is_cast(self) -> bool:
-        """Whether its elements change type on the way."""
+        """Whether the dtype of its elements changes."""
         return self.dtype != self.entry.stored
 
     @property
     def is_computed(self) -> bool:
-        """Whether its bytes are not those that are stored."""
+        """Whether the written bytes differ from the stored ones."""
         return self.is_cast or self.change is not None
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One payload file to write.
+    """A payload file to write.
 
     Attributes:
-        name: Its name in the target.
-        tensors: What it holds, in state-dict order; the writer of the format lays them out.
+        name: File name in the target.
+        tensors: Tensors in state-dict order; the writer of the format orders them in the file.
     """
 
     name: str
@@ -97,10 +97,10 @@ class PlannedFile:
 
 
 def parse_size(text: int | str) -> int:
-    """Return bytes: `5GB` is decimal, `5GiB` binary, a plain number bytes.
+    """Parse a size in bytes: `5GB` is decimal, `5GiB` binary, a plain number bytes.
 
     Raises:
-        UsageError: It is not a size, or not positive.
+        UsageError: The text is not a size, or the size is not positive.
     """
     match = _SIZE.fullmatch(str(text).strip())
     value = 0
@@ -115,13 +115,14 @@ def parse_size(text: int | str) -> int:
 
 
 def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple[OutputTensor, ...]]:
-    """Fill files greedily in order; a tensor larger than a file gets one of its own.
+    """Assign tensors to files greedily in order; a tensor larger than a file gets its own.
 
-    The rule of `split_state_dict_into_shards_factory` in huggingface_hub, so that both tools split at the same places.
+    Same rule as `split_state_dict_into_shards_factory` of huggingface_hub, so that both tools split at the same
+    tensors.
 
     Args:
-        tensors: In state-dict order.
-        max_bytes: Bytes of tensor data in a file.
+        tensors: Tensors in state-dict order.
+        max_bytes: Maximum bytes of tensor data in a file.
     """
     shards: list[tuple[OutputTensor, ...]] = []
     current: list[OutputTensor] = []
@@ -139,7 +140,7 @@ def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple
 
 
 def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
-    """Keep tensors of one source file together; tensors that are split over files share one more."""
+    """Keep tensors of one source file together; tensors that are split over files get one additional file."""
     files: dict[str, list[OutputTensor]] = {}
     for tensor in tensors:
         sources = {piece.file for piece in tensor.entry.pieces}
@@ -153,10 +154,10 @@ def name_files(
     """Name the files `stem.safetensors`, or `stem-00001-of-00002.safetensors` and so on.
 
     Args:
-        groups: The tensors of each file.
+        groups: Tensors of each file.
         stem: `model`, `adapter_model` or `optimizer`.
-        unique_suffix: Put into every name, where the usual names may still be read by somebody.
-        suffix: What every name ends with.
+        unique_suffix: Suffix of every stem; use it if readers may still read files with the usual names.
+        suffix: File name extension.
     """
     mark = f"-{unique_suffix}" if unique_suffix else ""
     if len(groups) == 1:

@@ -1,4 +1,4 @@
-"""Pieces of an array as those of another: narrowed, moved, permuted, with a dimension more or less. Pure."""
+"""Views of an array's pieces: narrowed, shifted, permuted, with a dimension inserted or removed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from shardckpt.dtypes import nbytes
 from shardckpt.manifest import Encoded, Layout, Piece, Span, Strided
 
 Steps = Callable[[Shape], Shape]
-"""Makes other strides of strides."""
+"""Transforms strides."""
 
 
 def narrow(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
     """Return the pieces inside a region, in the region's coordinates.
 
     Args:
-        pieces: Resolved.
-        region: In elements of the array.
-        dtype: Stored type; an element has at least one byte.
+        pieces: Resolved pieces.
+        region: Box in the array, in elements.
+        dtype: Stored dtype, of at least one byte per element.
     """
     found = []
     for piece in pieces:
@@ -35,7 +35,7 @@ def shift_pieces(pieces: Sequence[Piece], dim: int, by: int) -> list[Piece]:
 
 
 def unsqueeze(pieces: Sequence[Piece], dim: int) -> list[Piece]:
-    """Insert a dimension of size 1 in front of dimension `dim`."""
+    """Insert a dimension of size 1 before dimension `dim`."""
 
     def steps(given: Shape) -> Shape:
         return (*given[:dim], 0, *given[dim:])
@@ -59,7 +59,7 @@ def squeeze(pieces: Sequence[Piece], dim: int) -> list[Piece]:
 
 
 def permute(pieces: Sequence[Piece], dims: Sequence[int]) -> list[Piece]:
-    """Permute the dimensions of pieces: dimension i is what `dims[i]` was."""
+    """Permute the dimensions of pieces: new dimension i is old dimension `dims[i]`."""
     found = []
     for piece in pieces:
         offset, size = piece.box
@@ -83,7 +83,7 @@ def _as_strided(piece: Piece) -> Layout:
 
 
 def _with_strides(layout: Layout, change: Steps) -> Layout:
-    """Return a layout with other strides; elements back to back stay so."""
+    """Return a layout with transformed strides; contiguous elements stay contiguous."""
     if isinstance(layout, Encoded):
         inner = _with_strides(layout.inner, change)
         assert isinstance(inner, (Span, Strided)), "only those are in a decoded stream"

@@ -1,4 +1,4 @@
-"""Reads that several ranks share: which segments of files, which rank reads each, and which receive it. Pure."""
+"""Plan reads that several ranks share: segments of files, the rank that reads each, and the ranks that receive it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
 SEGMENT_BYTES = 16 << 20
-"""Bytes of a file that one rank reads for others: a few requests of a store, and full blocks of the native format."""
+"""Bytes of a segment that one rank reads for others: a few requests, and a multiple of the native block size."""
 
 Ids = NDArray[np.int64]
-"""Numbers of segments, ascending."""
+"""Segment numbers, in ascending order."""
 
 
 class Extent(NamedTuple):
-    """Where a segment is.
+    """Location of a segment.
 
     Attributes:
-        file: Its file.
-        start: First byte.
-        stop: One after the last byte.
+        file: Name of the file.
+        start: Offset of the first byte.
+        stop: End of the segment, exclusive.
     """
 
     file: str
@@ -33,10 +33,10 @@ class Extent(NamedTuple):
 
 
 class FileSegments:
-    """The segments of a checkpoint's files, with the same numbers on every rank that knows names and sizes.
+    """The segments of a checkpoint's files, with numbers that are equal on every rank with the same names and sizes.
 
     Args:
-        files: Sizes in bytes by name; one that is not there has none.
+        files: File name to size in bytes; missing files have no segments.
     """
 
     def __init__(self, files: Mapping[str, int]) -> None:
@@ -47,13 +47,13 @@ class FileSegments:
         self._starts = np.array(list(self._first.values()), np.int64)
 
     def extent(self, number: int) -> Extent:
-        """Return where a segment is."""
+        """Return the location of a segment."""
         name = self._names[int(np.searchsorted(self._starts, number, "right")) - 1]
         start = (number - self._first[name]) * SEGMENT_BYTES
         return Extent(name, start, min(start + SEGMENT_BYTES, self._files[name]))
 
     def split(self, file: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the parts of a range that are in one segment each: its number, first byte and one after the last."""
+        """Split a range at segment borders; yield segment number, first byte, and end (exclusive) of each part."""
         while start < stop:
             at = start // SEGMENT_BYTES
             end = min(stop, (at + 1) * SEGMENT_BYTES)
@@ -61,11 +61,11 @@ class FileSegments:
             start = end
 
     def wanted(self, ranges: Iterable[tuple[str, int, int]], grain: int = 1) -> Ids:
-        """Return the segments of which at least half would be read; less is cheaper to read than to send.
+        """Return the segments of which at least half would be read; reading less is cheaper than sending.
 
         Args:
-            ranges: File, first byte, one after the last; disjoint.
-            grain: Bytes that are read together, however few of them are wanted; a segment is some of these.
+            ranges: File, first byte, and end (exclusive); disjoint.
+            grain: Bytes that are always read together; a segment is a multiple of this.
         """
         found: dict[int, int] = {}
         seen: set[tuple[str, int]] = set()
@@ -89,11 +89,11 @@ class FileSegments:
 
 
 class BroadcastGroup(NamedTuple):
-    """Ranks that read the same segments; they take turns in reading and sending them.
+    """Ranks that read the same segments, and take turns in reading and sending them.
 
     Attributes:
-        members: The ranks, ascending.
-        ids: The segments; the one at position `p` is read by member `p % len(members)`, in round `p // len(members)`.
+        members: Ranks, in ascending order.
+        ids: Segments. The one at position `p` is read by member `p % len(members)`, in round `p // len(members)`.
     """
 
     members: tuple[int, ...]
@@ -101,17 +101,17 @@ class BroadcastGroup(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """How often every rank has a turn."""
+        """Number of rounds in which every rank has a turn."""
         return -(-len(self.ids) // len(self.members))
 
     def turns(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield which rank reads which segment in a round."""
+        """Yield the reading rank and the segment of each turn in a round."""
         first = number * len(self.members)
         yield from zip(self.members, self.ids[first : first + len(self.members)].tolist(), strict=False)
 
 
 def assign_segments(wanted: Sequence[Ids]) -> list[list[BroadcastGroup]]:
-    """Return for each rank its broadcast groups, in an order that is the same for all."""
+    """Return the broadcast groups of each rank, in the same order on all ranks."""
     ids = np.concatenate([*wanted, np.array([], np.int64)])
     ranks = np.repeat(np.arange(len(wanted)), [len(each) for each in wanted])
     order = np.lexsort((ranks, ids))
@@ -137,7 +137,7 @@ def encode_groups(groups: Sequence[BroadcastGroup]) -> bytes:
 
 
 def decode_groups(data: bytes) -> list[BroadcastGroup]:
-    """Return what `encode_groups` wrote."""
+    """Decode the result of `encode_groups`."""
     rows, blob = unpack_message(data)
     ids = np.frombuffer(blob, np.int64)
     ends = list(accumulate((count for _, count in rows), initial=0))

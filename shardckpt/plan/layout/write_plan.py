@@ -1,4 +1,4 @@
-"""Plan a save: every element is written once; replicated boxes are divided among ranks by bytes. Pure."""
+"""Plan a save: each element is written once, and replicated boxes are balanced over ranks by bytes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path, dotted
 
 LEAST_SHARE_BYTES = 1 << 22
-"""Least bytes of a part, if a replicated box is split over its ranks."""
+"""Minimum bytes of a part if a replicated box is split over its ranks."""
 
 _NO_LIMIT = 1 << 62
 
 
 class LocalTensor(NamedTuple):
-    """The boxes that one rank has of one tensor.
+    """The boxes of one tensor on one rank.
 
     Attributes:
-        path: Path of the array in the saved state.
-        shape: Of the full array, in elements.
-        dtype: Torch's name of its type.
-        boxes: The elements, disjoint; none where this rank holds nothing of it.
-        digest: Of the elements' bytes, if the rank knows it: ranks with the same boxes must have the same one.
+        path: Path of the tensor in the saved state.
+        shape: Full shape, in elements.
+        dtype: Dtype in torch's spelling.
+        boxes: Disjoint boxes of this rank; empty if it has no elements.
+        digest: Digest of the elements' bytes, if the rank knows it; it must be equal on ranks with the same boxes.
     """
 
     path: Path
@@ -46,8 +46,8 @@ class TensorSpec(NamedTuple):
 
     Attributes:
         path: Path in the saved state.
-        shape: In elements.
-        dtype: Torch's name of its type.
+        shape: Shape in elements.
+        dtype: Dtype in torch's spelling.
     """
 
     path: Path
@@ -59,8 +59,8 @@ class WriteItem(NamedTuple):
     """One box that a rank writes.
 
     Attributes:
-        array: Index among the plan's arrays.
-        box: The elements, all of which that rank holds.
+        array: Index of the array in the plan.
+        box: Box to write, which the rank has in memory.
     """
 
     array: int
@@ -69,11 +69,11 @@ class WriteItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Which rank writes which boxes.
+    """The boxes that each rank writes.
 
     Attributes:
-        arrays: In the order of the lowest rank that has each.
-        tasks: For each rank what it writes, in the order of the arrays.
+        arrays: Arrays in the order of the lowest rank that has each.
+        tasks: For each rank its boxes, in the order of the arrays.
     """
 
     arrays: tuple[TensorSpec, ...]
@@ -85,11 +85,11 @@ class SavePlan:
 
 
 def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
-    """Decide which rank writes which boxes.
+    """Assign each box to a rank that writes it.
 
     Raises:
-        UsageError: Ranks disagree on an array's type or shape, or hold different values where they claim the same.
-        IncompleteError: Elements that no rank holds.
+        UsageError: Ranks disagree on an array's dtype or shape, or have different values for the same boxes.
+        IncompleteError: No rank has some elements of an array.
     """
     arrays = _gather(held)
     tasks: list[list[WriteItem]] = [[] for _ in held]
@@ -112,7 +112,7 @@ def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
 
 
 def digest(held: Iterable[LocalTensor]) -> bytes:
-    """Return 16 bytes that change with everything a plan depends on: names, shapes, types and boxes, not values."""
+    """Return a 16-byte digest of all inputs of a plan: names, shapes, dtypes and boxes, without values."""
     hasher = hashlib.blake2b(digest_size=16)
     for each in held:
         hasher.update(repr((each.path, each.shape, each.dtype, [tuple(box) for box in each.boxes])).encode())
@@ -121,13 +121,13 @@ def digest(held: Iterable[LocalTensor]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array and who holds which box of it.
+    """An array, and the ranks that have each of its boxes.
 
     Attributes:
-        spec: What it is.
-        first: The first rank that holds it.
-        ranks_by_box: Box to ranks, in order.
-        digests: Boxes to rank and digest of the lowest rank that has exactly these.
+        spec: Path, shape and dtype.
+        first: First rank that has a part of it.
+        ranks_by_box: Box to its ranks, in order.
+        digests: Boxes to rank and digest of the lowest rank with exactly these boxes.
     """
 
     spec: TensorSpec
@@ -137,13 +137,13 @@ class _Array:
 
 
 class _Shared(NamedTuple):
-    """A box that several ranks hold, or a part of one.
+    """A box, or a part of one, that several ranks have.
 
     Attributes:
-        nbytes: Its bytes.
-        array: Index among the arrays.
-        box: The elements.
-        ranks: Who holds them.
+        nbytes: Bytes of the box.
+        array: Index of the array.
+        box: Box in the array.
+        ranks: Ranks that have it.
     """
 
     nbytes: int
@@ -153,7 +153,7 @@ class _Shared(NamedTuple):
 
 
 def _gather(held: Sequence[Sequence[LocalTensor]]) -> list[_Array]:
-    """Bring together what ranks hold of each array, and check that they mean the same one."""
+    """Collect the boxes of each array from all ranks, and check that their dtypes and shapes agree."""
     arrays: dict[Path, _Array] = {}
     for rank, mine in enumerate(held):
         for path, shape, dtype, boxes, value in mine:
@@ -192,11 +192,11 @@ def _disagreement(array: _Array, rank: int, other: TensorSpec) -> UsageError:
 
 
 def _disjoint(array: _Array) -> Iterable[tuple[Box, int, Sequence[int]]]:
-    """Return disjoint boxes that cover the array, their elements, and who holds each.
+    """Return disjoint boxes that cover the array, with their element counts and ranks.
 
     Raises:
-        IncompleteError: Elements that no rank holds.
-        UsageError: A box outside the array.
+        IncompleteError: No rank has some elements.
+        UsageError: A box exceeds the array.
     """
     shape = array.spec.shape
     if 0 in shape:
@@ -233,9 +233,9 @@ def _outside(array: _Array, box: Box) -> UsageError:
 
 
 def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
-    """Return the elements of each box where they follow one another in row-major order and fill the array, else None.
+    """Return the element counts of boxes that fill the array consecutively in row-major order; None for other boxes.
 
-    The boxes of most shardings do, and many thousands of them are seen at once.
+    Most shardings have such boxes, and thousands of them are checked at once.
     """
     if not boxes or not shape:
         return None
@@ -244,7 +244,7 @@ def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
     offsets, sizes = table[:, 0], table[:, 1]
     volumes = sizes.prod(axis=1)
     full = sizes == np.array(shape)
-    inner_full = np.logical_and.accumulate(full[:, ::-1], axis=1)[:, -2::-1]  # of the dimensions behind each
+    inner_full = np.logical_and.accumulate(full[:, ::-1], axis=1)[:, -2::-1]  # of the dimensions after each
     starts = offsets @ np.array(strides(shape))
     order = starts.argsort()
     ends = (starts + volumes)[order]
@@ -259,7 +259,7 @@ def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
 
 
 def _carve(array: _Array, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
-    """Yield boxes without what smaller ones hold already."""
+    """Yield boxes without the parts that smaller boxes cover."""
     taken: list[Box] = []
     for box in sorted(boxes, key=lambda b: (b.volume, b)):
         for part in cover(box, taken, limit=_NO_LIMIT).gaps:
@@ -275,7 +275,7 @@ def _share_out(shared: Sequence[_Shared], loads: list[int]) -> Iterator[tuple[_S
         if queue is None:
             queue = queues[part.ranks] = [(loads[rank], rank) for rank in part.ranks]
             heapify(queue)
-        while queue[0][0] != loads[queue[0][1]]:  # it got something as a member of another set of ranks
+        while queue[0][0] != loads[queue[0][1]]:  # the rank has received boxes as a member of another set of ranks
             heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
         load, rank = queue[0]
         loads[rank] = load + part.nbytes

@@ -1,7 +1,7 @@
-"""Names of tensors: without wrapper segments, chosen by globs, and the one name that is kept of shared tensors.
+"""Names of tensors: remove wrapper names, select by globs, and choose one name of each shared tensor.
 
-Shared tensors are known from shared storages, from alias records, and from `tie_word_embeddings` in a model's config;
-never from equal values.
+Shared tensors are detected from shared storages, alias records, and `tie_word_embeddings` in a model's config, never
+from equal values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 from shardckpt.plan.naming.sections import Sections, model_paths
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Segments that torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
+"""Segments that torch.compile, FSDP1 and activation checkpointing insert into names, at any depth."""
 
 _LEADING = "module"
-"""DDP and DeepSpeed put this before every name; inside a name it may be somebody's own."""
+"""Prefix that DDP and DeepSpeed add to every name; inside a name it may belong to the model."""
 
 _HEADS = ("lm_head.weight", "*.lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
 _EMBEDDINGS = (
@@ -32,18 +32,18 @@ _EMBEDDINGS = (
 
 
 def strip_wrappers(name: str) -> str:
-    """Return a name without the segments of wrappers."""
+    """Return a name without wrapper segments."""
     return ".".join(s for s in name.split(".") if s not in WRAPPERS) or name
 
 
 def clean_names(names: Iterable[str]) -> dict[str, str]:
     """Return the FQN in the unwrapped model for each name.
 
-    `module.` is removed only where every name starts with it, however deep it is nested with the other wrappers. A name
-    of nothing but wrappers stays as it is.
+    `module.` is removed only if every name starts with it, at any depth of nesting with the other wrappers. A name that
+    consists only of wrappers stays unchanged.
 
     Raises:
-        NameCollisionError: Two names become one.
+        NameCollisionError: Two names become equal.
     """
     cleaned = {name: strip_wrappers(name) for name in names}
     while cleaned and all(name.startswith(f"{_LEADING}.") and name != f"{_LEADING}." for name in cleaned.values()):
@@ -53,7 +53,7 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def make_cleaner(names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that cleans further names (of optimizer state) as `clean_names` cleaned these."""
+    """Return a function that cleans further names (of optimizer state) like `clean_names`."""
     known = clean_names(names)
     strips = [name for name, new in known.items() if name != new]
     depth = min((_leading_depth(name) for name in strips), default=0)
@@ -81,7 +81,7 @@ class NamedModel:
 
     Attributes:
         tensors: Name to array, in saved order.
-        clean: Cleans further names as these were.
+        clean: Function that cleans further names in the same way.
     """
 
     tensors: dict[str, TensorEntry]
@@ -103,10 +103,10 @@ def name_model(manifest: Manifest, found: Sections) -> NamedModel:
 
 
 def require_unique(renamed: Mapping[str, str]) -> None:
-    """Refuse two names that become one.
+    """Require that no two names become equal.
 
     Raises:
-        NameCollisionError: Names both old ones and the new one.
+        NameCollisionError: Two names become equal; the message names both and the new one.
     """
     taken: dict[str, str] = {}
     for old, new in renamed.items():
@@ -122,7 +122,7 @@ def select_names(names: Iterable[str], include: Sequence[str], exclude: Sequence
     """Return the names that match a glob of `include` (or all) and none of `exclude`.
 
     Raises:
-        UsageError: A glob that matches nothing, which is usually a slip, or globs that leave nothing.
+        UsageError: A glob matches nothing, which is usually a mistake, or no name remains.
     """
     every = list(names)
     require_matches((*include, *exclude), every)
@@ -142,10 +142,10 @@ def select_names(names: Iterable[str], include: Sequence[str], exclude: Sequence
 
 
 def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse a glob that matches none of the names.
+    """Require that every glob matches a name.
 
     Raises:
-        UsageError: There is one; the message shows some of the names.
+        UsageError: A glob matches no name; the message shows some of the names.
     """
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
@@ -157,7 +157,7 @@ def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
 
 
 def read_config_ties(config: Mapping[str, object], names: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return output embedding to input embedding, where a model's config says that they are one."""
+    """Return output embedding to input embedding if a model's config states that they are tied."""
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
     if tied is not True:
@@ -181,8 +181,8 @@ def map_kept_names(
     Args:
         names: Final names, in state-dict order.
         paths: Final name to path in the checkpoint.
-        aliases: Path to the path of the first array with the same elements, of the checkpoint.
-        prefer: Names that are kept over earlier ones: the input embedding where a config says that it is tied.
+        aliases: Path in the checkpoint to the path of the first array with the same elements.
+        prefer: Names to prefer over earlier ones, such as a tied input embedding.
     """
     preferred = set(prefer)
     groups: dict[Path, list[str]] = {}

@@ -1,8 +1,8 @@
-"""Where in a checkpoint the model is, where its optimizers are, and what else there is.
+"""Find the model, the optimizers and other parts of a checkpoint.
 
-The rules: a subtree that holds `state` and `param_groups` is an optimizer; the model is the subtree `model`,
-`state_dict` or `module`, else the only other subtree with tensors, else the top level. Subtrees beside a state dict
-that is flat at the top level are other parts. Options override.
+The rules: a subtree with `state` and `param_groups` is an optimizer; the model is the subtree `model`, `state_dict` or
+`module`, else the only other subtree with tensors, else the top level. If the top level is a flat state dict, its
+subtrees are other parts. Options override the rules.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Sections:
     """Paths of the model, the optimizers and other subtrees of a checkpoint.
 
     Attributes:
-        model: Where the model is; the empty path is the top level.
-        optimizers: Where optimizers are, in saved order.
-        others: Every other subtree or value, which no part holds.
-        is_flat: Whether the model is a state dict at the top level, each tensor under one key: deeper values are not
-            of it.
+        model: Path of the model; the empty path is the top level.
+        optimizers: Paths of the optimizers, in saved order.
+        others: All other subtrees and values.
+        is_flat: Whether the model is a state dict at the top level with each tensor under one key; then deeper values
+            do not belong to it.
     """
 
     model: Path
@@ -44,12 +44,12 @@ def find_sections(manifest: Manifest, model_key: str = "", optim_key: str = "") 
     """Find the model, the optimizers and other subtrees of a checkpoint.
 
     Args:
-        manifest: The checkpoint.
-        model_key: Dotted path (or file, or `file:path`) that overrides where the model is.
-        optim_key: The same for the one optimizer that is wanted.
+        manifest: Manifest of the checkpoint.
+        model_key: Dotted path (or file, or `file:path`) of the model; overrides the rules.
+        optim_key: Path of the wanted optimizer, in the same form.
 
     Raises:
-        UsageError: A key that leads nowhere.
+        UsageError: A key has no entry.
         AmbiguousError: Several subtrees could be the model.
     """
     optimizers = _optimizers(manifest)
@@ -78,7 +78,7 @@ def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
 
 
 def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
-    """Yield the paths in the model's subtree that hold no tensor, such as a module's extra state, in saved order."""
+    """Yield the paths in the model's subtree without a tensor, such as a module's extra state, in saved order."""
     depth = len(found.model)
     if depth:
         for path in manifest.objects:
@@ -87,10 +87,10 @@ def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
 
 
 def find_key(manifest: Manifest, key: str, option: str) -> Path:
-    """Return the path that a person means by `key`: keys joined by dots, `file`, or `file:keys`.
+    """Return the path for a user's key: keys joined by dots, `file`, or `file:keys`.
 
     Raises:
-        UsageError: Nothing is stored there; the message lists what the checkpoint has.
+        UsageError: The path has no entry; the message lists the content of the checkpoint.
     """
     file, _, rest = key.rpartition(":")
     wanted = {dotted((file, rest)), key} if file else {key}
@@ -108,9 +108,9 @@ def find_key(manifest: Manifest, key: str, option: str) -> Path:
 
 
 def split_flat_names(manifest: Manifest) -> Manifest:
-    """Give one-key names such as `optim.state.w.exp_avg` the paths that a nested save would have given them.
+    """Split one-key names such as `optim.state.w.exp_avg` into the paths of a nested save.
 
-    Needed for old DCP folders, which keep no paths; anything else is returned as it is.
+    Needed for old DCP folders, which store no paths; other checkpoints are returned unchanged.
     """
     names = [*manifest.tensors, *manifest.objects]
     if any(len(path) != 1 for path in names) or not any(_FLAT.fullmatch(str(path[0])) for path in names):
@@ -146,7 +146,7 @@ def _below_any(path: Path, roots: Iterable[Path]) -> bool:
 
 
 def _optimizers(manifest: Manifest) -> list[Path]:
-    """Return every path with both `state` and `param_groups` below it, nested or flattened into one key."""
+    """Return every path that has both `state` and `param_groups` below it, nested or flattened into one key."""
     seen: dict[Path, set[str]] = {}
     for path in _paths(manifest):
         for n, key in enumerate(path[: _DEEPEST + 1]):
@@ -179,9 +179,9 @@ def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
 
 
 def _is_flat(manifest: Manifest, optimizers: list[Path]) -> bool:
-    """Return True if the tensors at the top level are a model's state dict, and not a few numbers beside subtrees.
+    """Return True if the tensors at the top level are a model's state dict, not a few numbers beside subtrees.
 
-    A state dict's names have dots, and it holds most of the elements.
+    The names of a state dict contain dots, and it has most of the elements.
     """
     if any("." in str(path[0]) for path in manifest.tensors if len(path) == 1):
         return True
@@ -195,7 +195,7 @@ def _stem(key: str | int) -> str:
 
 
 def _top(path: Path, inside: tuple[Path, ...]) -> Path:
-    """Return the shortest start of `path` that holds no part, to name what is left out in few words."""
+    """Return the shortest prefix of `path` that contains no part, to describe skipped content briefly."""
     for n in range(1, len(path)):
         if not any(_below(part, path[:n]) for part in inside):
             return path[:n]

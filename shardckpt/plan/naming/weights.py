@@ -1,4 +1,4 @@
-"""Which of a model's weights are meant: those that it trains with, or another set of them beside."""
+"""Select the weights of a model: the trained ones, or other sets such as master weights and averages."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from shardckpt.manifest import Manifest, Path, TensorEntry
 from shardckpt.plan.naming.sections import find_sections
 
 Weights = Literal["live", "master", "ema"] | str
-"""The module's own weights, an optimizer's copies of higher precision, averages over steps, or a variant's name."""
+"""The model's own weights, an optimizer's copies of higher precision, averages over steps, or a variant's name."""
 
 LIVE = "live"
 _USUAL = ("master", "ema")
 _AVERAGED = "module"
-"""What `torch.optim.swa_utils.AveragedModel` puts before every name of its module."""
+"""Prefix that `torch.optim.swa_utils.AveragedModel` adds to every name of its module."""
 
 
 def names(manifest: Manifest) -> tuple[str, ...]:
-    """Return what weights besides the model's own a checkpoint holds: its variants, and subtrees of usual names."""
+    """Return the names of other weights in a checkpoint: its variants, and subtrees with usual names."""
     tops = dict.fromkeys(path[0] for path in manifest.tensors if len(path) > 1)
     return tuple(dict.fromkeys((*manifest.variants, *(name for name in _USUAL if name in tops))))
 
 
 def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
-    """Return the checkpoint with the weights that were asked for in the place of the model's own.
+    """Return the checkpoint with the requested weights in place of the model's own.
 
-    Other weights are at the path of a variant, or in a subtree of their kind (`master`, `ema`), under the names of the
-    model. What has none, such as buffers and frozen parameters, stays as it is.
+    Other weights are at the path of a variant, or in a subtree of their kind (`master`, `ema`), under the model's
+    names. Tensors without other weights, such as buffers and frozen parameters, stay unchanged.
 
     Args:
-        manifest: The checkpoint.
+        manifest: Manifest of the checkpoint.
         kind: `live` for the model's own, which changes nothing; else one of `names`.
-        model_key: Where the model is, if not where the rules look.
+        model_key: Path of the model; overrides the rules.
 
     Raises:
-        UsageError: The checkpoint holds no such weights; the message lists those that it holds.
+        UsageError: The checkpoint has no such weights; the message lists those that it has.
         AmbiguousError: Several subtrees could be the model.
     """
     if kind == LIVE:
@@ -59,7 +59,7 @@ def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
 
 
 def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: bool) -> dict[Path, TensorEntry]:
-    """Return other weights by the model's names; of a variant of a model that is there, only what the model has too."""
+    """Return other weights by the model's names; for a variant, only tensors that the model also has."""
     found: dict[Path, TensorEntry] = {}
     for path, entry in manifest.tensors.items():
         if path[: len(root)] == root and len(path) > len(root):

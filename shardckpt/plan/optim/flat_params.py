@@ -1,6 +1,6 @@
-"""Optimizer state by flat parameters: slots and groups of members become those of their flat parameter, and back.
+"""Convert optimizer state between flat parameters and their members: slots and groups.
 
-Generic over the values: the caller packs the members' values of a slot into one, or splits it.
+Generic over the values: the caller packs the members' values of a slot into one value, or splits it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FlatUnit:
     """The parameters of one flat parameter.
 
     Attributes:
-        name: Of the flat parameter.
-        layout: Where each parameter is in it, by its name in the unsharded model, and the number of ranks.
+        name: Name of the flat parameter.
+        layout: Layout of its parameters, with their names in the unsharded model, over ranks.
     """
 
     name: str
@@ -35,7 +35,7 @@ class FlatUnit:
 
     @property
     def names(self) -> list[str]:
-        """The parameters' first names."""
+        """First names of the parameters."""
         return [spec.name for spec in self.layout.specs]
 
     def note(self, rank: int) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class FlatUnit:
         return {"entries": entries, "layout": self.layout.to_json(), "place": rank, "flat": self.name}
 
     def resized(self, world: int) -> FlatUnit:
-        """Return the unit on another number of ranks."""
+        """Return the unit for another number of ranks."""
         return replace(self, layout=self.layout.with_world(world))
 
 
@@ -57,12 +57,12 @@ def pack_state(
     """Convert a nested state by names to flat parameters; a flat parameter is in the first group of its members.
 
     Args:
-        state: By names.
-        units: The flat parameters; other parameters stay.
-        pack: Returns the value of a flat parameter's slot, from the values of the members that have the slot.
+        state: Nested state by names.
+        units: Flat parameters; other parameters stay unchanged.
+        pack: Returns the value of a flat parameter's slot from the values of the members that have the slot.
 
     Returns:
-        The state, and the slots that a member does not have but its flat parameter does.
+        The state, and the slots that some members lack but their flat parameter has.
 
     Raises:
         ConflictError: Members of one flat parameter are in groups with different settings.
@@ -75,7 +75,7 @@ def pack_state(
 def pack_slots(
     rows: Rows[V], units: Sequence[FlatUnit], pack: Callable[[FlatUnit, str, dict[str, V]], W]
 ) -> tuple[dict[str, Mapping[str, V | W]], dict[str, list[str]]]:
-    """Pack the slots of members, as `pack_state` does."""
+    """Pack the slots of members, like `pack_state`."""
     unit_of = {name: unit for unit in units for name in unit.names}
     packed: dict[str, Mapping[str, V | W]] = {}
     missing: dict[str, list[str]] = {}
@@ -111,11 +111,11 @@ def _pack_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit])
 def split_slots(
     rows: Rows[V], units: Iterable[FlatUnit], split: Callable[[FlatUnit, str, V], Mapping[str, W]]
 ) -> dict[str, dict[str, V | W]]:
-    """Convert the slots of flat parameters to those of their members; other parameters stay.
+    """Convert the slots of flat parameters to those of their members; other parameters stay unchanged.
 
     Args:
-        rows: By names of flat parameters.
-        units: The flat parameters.
+        rows: Slots by names of flat parameters.
+        units: Flat parameters.
         split: Returns the values of the members that have a slot.
     """
     unit_of = {unit.name: unit for unit in units}
@@ -131,18 +131,18 @@ def split_slots(
 
 
 def split_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
-    """Return groups with the members of each flat parameter in place of it."""
+    """Return groups with the members of each flat parameter in its place."""
     names = {unit.name: unit.names for unit in units}
     return [{**g, "params": [member for name in g["params"] for member in names.get(name, [name])]} for g in groups]
 
 
 def has_scalars(specs: Sequence[ParamSpec], slot: str, shapes: Mapping[str, Sequence[int] | None]) -> bool:
-    """Return True if the values of a slot are scalars; the shape of a 0-dim parameter alone does not show it.
+    """Return True if the values of a slot are scalars; the shape of a 0-dim parameter alone does not prove it.
 
     Args:
-        specs: The members.
-        slot: The slot.
-        shapes: Of the members' values; None for one that is not a tensor.
+        specs: Member parameters.
+        slot: Name of the slot.
+        shapes: Shapes of the members' values; None for values that are not tensors.
     """
     if slot == STEP or None in shapes.values():
         return True

@@ -1,4 +1,4 @@
-"""Which names the ids of an optimizer stand for, found by what is known of each; ambiguous matches are refused."""
+"""Match the ids of an optimizer to parameter names by known properties; ambiguous matches are rejected."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ GIVE_NAMES = (
     "Give --param-names FILE: a JSON array of names, such as [n for n, _ in model.named_parameters()] if the"
     " optimizer was built over model.parameters(), or an object from id to name."
 )
-"""What to do where nothing says which name an optimizer's id stands for."""
+"""Remedy if the names of an optimizer's ids are unknown."""
 
 BY_ORDER = (
     "the optimizer's ids were taken in the order of the model's state dict, since shapes alone do not distinguish them:"
     " where the optimizer was built in another order, give --param-names"
 )
-"""Warning for names that the order of the model decided."""
+"""Warning for names that were assigned by the order of the model."""
 
 
 def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> list[str] | None:
-    """Return the names that match what is wanted, if only one choice does whatever the order; None fits anything.
+    """Return the names that match the properties, if exactly one assignment does in any order; None matches anything.
 
     Args:
-        wanted: What is known of each number, such as a shape.
-        offered: Names, and the same of each.
+        wanted: Known property of each id, such as a shape.
+        offered: Names, each with the same property.
     """
     asked = Counter(kind for kind in wanted if kind is not None)
     held = Counter(kind for _, kind in offered)
@@ -39,14 +39,14 @@ def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]
 
 
 def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[str, object]]) -> list[list[str]] | None:
-    """Return the names that match each group in order, if only one choice does; None fits anything.
+    """Return the names that match each group in order, if exactly one assignment does; None matches anything.
 
-    A group takes its names before the next one does. The choice is the only one if the leftmost and the rightmost one
-    are the same, so that two passes over a group decide.
+    Each group takes its names before the next group. The assignment is unique if the leftmost and the rightmost one are
+    equal, so two passes over a group are enough.
 
     Args:
-        groups: Of each group, what is known of each number, such as a shape.
-        offered: Names in order, and the same of each.
+        groups: For each group, the known property of each id, such as a shape.
+        offered: Names in order, each with the same property.
     """
     free: dict[object, list[int]] = {None: list(range(len(offered)))}
     for position, (_, kind) in enumerate(offered):
@@ -65,7 +65,7 @@ def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[s
 
 
 def has_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> bool:
-    """Return True if any choice of names matches what is wanted, in whatever order; None fits anything."""
+    """Return True if any assignment of names matches the properties, in any order; None matches anything."""
     held = Counter(kind for _, kind in offered)
     asked = Counter(kind for kind in wanted if kind is not None)
     return len(wanted) <= len(offered) and all(count <= held[kind] for kind, count in asked.items())

@@ -1,8 +1,9 @@
-"""Forms of optimizer state: by names, by ids, flattened, by paths. Generic over the values; nothing is copied.
+"""Forms of optimizer state: by names, by ids, flattened, by paths. Generic over the values, which are not copied.
 
-The nested form is torch's: `{"state": {key: {slot: value}}, "param_groups": [{..., "params": [key, ...]}, ...]}`. Its
-keys are FQNs or ids. Flattened, each value has one key: `state.{name}.{slot}` or `param_groups.{name}.{setting}`. By
-paths, each value has a path in the nested form. A value is anything: a tensor, the entry of one in a file, a number.
+The nested form is torch's: `{"state": {key: {slot: value}}, "param_groups": [{..., "params": [key, ...]}, ...]}`, whose
+keys are FQNs or ids. In the flattened form, each value has one key: `state.{name}.{slot}` or
+`param_groups.{name}.{setting}`. By paths, each value has a path in the nested form. Values may be anything: tensors,
+manifest entries, numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ STATE, GROUPS = "state", "param_groups"
 
 Key = str | int
 Nested = dict[str, Any]
-"""The nested form; further entries of it are kept."""
+"""The nested form; other entries are kept."""
 
 V = TypeVar("V")
 
@@ -30,10 +31,10 @@ class MixedKeysError(ShardckptError, ValueError):
 
 
 def get_key_type(state: Mapping[str, Any]) -> type | None:
-    """Return the type of the keys: `int` for ids, `str` for names, None in an empty state.
+    """Return the type of the keys: `int` for ids, `str` for names, None for an empty state.
 
     Raises:
-        MixedKeysError: Keys are of both types.
+        MixedKeysError: Keys have both types.
     """
     kinds = {type(key) for key in (*state.get(STATE, {}), *_iter_params(state.get(GROUPS, ())))}
     if len(kinds) > 1 or not kinds <= {int, str}:
@@ -48,11 +49,11 @@ def to_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = 
     """Return an optimizer state by names.
 
     Args:
-        state: By ids or by names.
-        groups: The names in each group; None if the groups have them as `param_names`.
+        state: State by ids or by names.
+        groups: Names in each group; None if the groups contain them as `param_names`.
 
     Raises:
-        UsageError: Names are unknown, or there are more or fewer than parameters.
+        UsageError: Names are unknown, or their number differs from that of the parameters.
     """
     if get_key_type(state) is str:
         return dict(state)
@@ -78,12 +79,12 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
     """Return an optimizer state by ids, as `torch.optim.Optimizer.state_dict` returns it.
 
     Args:
-        state: By names or by ids.
-        groups: The names in each group of the target optimizer; None to number them in the order of the state's
-            groups. Settings follow the names; a group without names gets those of a saved group without names.
+        state: State by names or by ids.
+        groups: Names in each group of the target optimizer; None to number them in the order of the state's groups.
+            Settings follow the names; a group without names gets those of a saved group without names.
 
     Raises:
-        UsageError: A name of the state is in none of the groups.
+        UsageError: A name of the state is in no group.
         ConflictError: Names of one group were saved with different settings.
     """
     if get_key_type(state) is int:
@@ -107,7 +108,7 @@ def rename_params(state: Mapping[str, Any], names: Mapping[Any, Key]) -> Nested:
     """Replace every key of a nested state.
 
     Raises:
-        NameCollisionError: Two keys with a value of the same slot become one.
+        NameCollisionError: Two keys with a value of the same slot become equal.
     """
     slots: dict[Key, Mapping[str, Any]] = {}
     for key, row in state[STATE].items():
@@ -131,13 +132,13 @@ def number_names(names: Iterable[str]) -> dict[str, int]:
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer state with one key a value: `state.{name}.{slot}` and `param_groups.{name}.{setting}`.
+    """Return an optimizer state with one key per value: `state.{name}.{slot}` and `param_groups.{name}.{setting}`.
 
     Args:
-        state: By names.
+        state: State by names.
 
     Raises:
-        UsageError: It is by ids.
+        UsageError: The state has ids.
     """
     if get_key_type(state) is int:
         raise UsageError("a state with ids for keys cannot be flattened", fix="Call to_names first.")
@@ -149,14 +150,14 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Nested:
-    """Return the optimizer state that `flatten` flattened.
+    """Return the nested form of a flattened optimizer state.
 
     Args:
-        flat: Its values.
-        groups: The names in each group.
+        flat: Values by flattened keys.
+        groups: Names in each group.
 
     Raises:
-        UsageError: A key is of another form, or a group's parameters have different settings.
+        UsageError: A key has another form, or a group's parameters have different settings.
     """
     names = {name for group in groups for name in group}
     slots, hypers = split_keys(flat, names.__contains__)
@@ -175,7 +176,7 @@ def _join_settings(group: Sequence[str], hypers: Mapping[str, Mapping[str, Any]]
 
 
 def is_flattened(keys: Iterable[Hashable]) -> bool:
-    """Return True if all keys, and at least one, are those of a flattened state."""
+    """Return True if all keys, and at least one, have the flattened form."""
     kinds = {str(key).partition(".")[:2] for key in keys}
     return bool(kinds) and kinds <= {(STATE, "."), (GROUPS, ".")}
 
@@ -186,11 +187,11 @@ def split_keys(
     """Return the slots and the settings of a flattened state, by name.
 
     Args:
-        flat: The values by flattened keys.
-        is_param: Whether a name is a parameter's; names and slots contain dots.
+        flat: Values by flattened keys.
+        is_param: Returns True for the name of a parameter; names and slots contain dots.
 
     Raises:
-        UsageError: A key is of another form.
+        UsageError: A key has another form.
     """
     parts: dict[str, dict[str, dict[str, V]]] = {STATE: {}, GROUPS: {}}
     for key, value in flat.items():
@@ -203,7 +204,7 @@ def split_keys(
 
 
 def split_key(key: str, is_param: Callable[[str], bool]) -> tuple[str, str]:
-    """Split `{name}.{slot}` after the longest start that is a parameter's name; if none is, at the last dot."""
+    """Split `{name}.{slot}` after the longest prefix that is a parameter's name; without one, at the last dot."""
     at = len(key)
     while (at := key.rfind(".", 0, at)) > 0:
         if is_param(key[:at]):
@@ -219,18 +220,18 @@ def to_paths(state: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def from_paths(tensors: Mapping[Path, V], values: Mapping[Path, object], *, has_lists: bool = False) -> Nested:
-    """Return the nested state of values by paths.
+    """Return the nested state for values by paths.
 
-    A slot that holds nested tensors becomes one slot a tensor, with dots in its name. Keys in `state` that are digits
-    become ids if the groups have ids: torch's planner writes text.
+    A slot with nested tensors becomes one slot per tensor, with dots in its name. Keys in `state` that consist of
+    digits become ids if the groups have ids, since torch's planner stores text.
 
     Args:
-        tensors: Leaves that are not split further.
-        values: Other values; containers are put together from their items.
-        has_lists: Numbers in paths are places in lists, never keys of dicts.
+        tensors: Values that are not split further.
+        values: Other values; containers are rebuilt from their items.
+        has_lists: Whether numbers in paths are always list indexes, never keys of dicts.
 
     Raises:
-        FormatError: The paths are not those of an optimizer's state.
+        FormatError: The paths are not those of an optimizer state.
     """
     slots: dict[Key, dict[str, Any]] = {}
     nested = unflatten({path[1:]: value for path, value in values.items() if path[:1] == (STATE,)})
@@ -265,10 +266,10 @@ def _list_groups(values: Mapping[Path, object], *, has_lists: bool) -> list[dict
 
 
 def require_keys(keys: Iterable[object], where: str) -> None:
-    """Raise unless every key is a name or an id.
+    """Require that every key is a name or an id.
 
     Raises:
-        FormatError: One is not.
+        FormatError: A key has another type.
     """
     for key in keys:
         if type(key) not in (int, str):

@@ -1,7 +1,7 @@
-"""Optimizer state by name: nested, flattened or id-keyed in, `(fqn, slot)` and groups with names out.
+"""Convert stored optimizer state of any form to FQNs: `(fqn, slot)`, and groups with names.
 
-State belongs to a parameter by its FQN. Ids become names by a list that says so, by shapes where only one assignment
-fits, or, where the files keep the order of the model's state dict, by that order: then the result says so.
+State belongs to a parameter by its FQN. Ids become names by a stored list, by shapes if exactly one assignment matches,
+or by the order of the model's state dict if the files keep it; the result records the last case.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shardckpt.plan.optim.optim_keys import (
 from shardckpt.plan.optim.param_groups import group_by_settings, read_param_names
 
 UNITS = "units"
-"""Where a reader stores the layouts of flat parameters, below an optimizer: `[{"flat": name, "layout": JSON}, ...]`."""
+"""Key below an optimizer for the layouts of flat parameters: `[{"flat": name, "layout": JSON}, ...]`."""
 _ALIKE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
-"""Slots of torch's own optimizers that are shaped like their parameter."""
+"""Slots of torch's own optimizers with the shape of their parameter."""
 
 _LISTING = frozenset({"dcp", "fabric"})
 """Formats whose paths have text for every key of a dict, as torch's planner writes them."""
@@ -42,10 +42,10 @@ class OptimizerState:
     Attributes:
         tensors: `<fqn>/<slot>` to the array.
         scalars: FQN to slot to value, for state that is not a tensor.
-        groups: Parameter groups as the optimizer held them, `params` as FQNs.
-        units: The layouts of flat parameters, if the checkpoint has them.
-        has_groups: Whether the groups are stored as groups; otherwise parameters with equal settings make one.
-        is_by_order: Whether ids got their names by the order of the model's state dict.
+        groups: Parameter groups of the optimizer, with `params` as FQNs.
+        units: Layouts of flat parameters, if the checkpoint has them.
+        has_groups: Whether groups are stored; otherwise parameters with equal settings form one.
+        is_by_order: Whether ids were named by the order of the model's state dict.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -58,12 +58,12 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class RawOptimizer:
-    """The state of one optimizer as stored, with its objects read.
+    """The state of one optimizer as stored, with its objects loaded.
 
     Attributes:
         tensors: Path below the optimizer's root to the array.
         values: Path below the optimizer's root to the value.
-        has_lists: Whether numbers in paths count the items of lists, and are never keys of dicts.
+        has_lists: Whether numbers in paths are always list indexes, never keys of dicts.
         keeps_order: Whether the model's tensors are in the order of its state dict.
     """
 
@@ -75,11 +75,11 @@ class RawOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class _ParamNames:
-    """What ids are called.
+    """Names of ids.
 
     Attributes:
         names: Id to name.
-        is_by_order: Whether the order of the model's state dict decided.
+        is_by_order: Whether the names come from the order of the model's state dict.
     """
 
     names: Mapping[Key, str] = field(default_factory=dict)
@@ -87,12 +87,12 @@ class _ParamNames:
 
 
 def read_raw(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptimizer:
-    """Take an optimizer's subtree out of a checkpoint.
+    """Extract an optimizer's subtree from a checkpoint.
 
     Args:
-        manifest: The checkpoint.
-        root: Where the optimizer is.
-        values: Path (from the top) to value, of the objects below `root`.
+        manifest: Manifest of the checkpoint.
+        root: Path of the optimizer.
+        values: Full path to value, of the objects below `root`.
     """
     n = len(root)
     return RawOptimizer(
@@ -112,16 +112,16 @@ def key_by_name(
     """Convert an optimizer's keys to FQNs.
 
     Args:
-        raw: As stored.
-        model: Names of the model's tensors, cleaned, to their shapes, in order.
-        param_names: Id to name, where the caller knows it.
+        raw: Stored state.
+        model: Cleaned names of the model's tensors to their shapes, in order.
+        param_names: Id to name, if the caller knows it.
         clean: Removes wrapper segments from a name.
 
     Raises:
-        UsageError: Ids, and nothing that says which name each one is.
-        AmbiguousError: Shapes match the names in no way, or in more than one.
-        FormatError: The subtree is not an optimizer's state.
-        NameCollisionError: Two keys become one name.
+        UsageError: There are ids and no names for them.
+        AmbiguousError: No assignment of names matches the shapes, or more than one does.
+        FormatError: The subtree is not an optimizer state.
+        NameCollisionError: Two keys get the same name.
     """
     flattened = _is_flattened(raw)
     state = _read_flattened(raw, lambda name: clean(name) in model) if flattened else _read_nested(raw)
@@ -146,18 +146,18 @@ def key_by_name(
 
 
 def key_by_id(raw: RawOptimizer) -> OptimizerState:
-    """Key an optimizer by its ids, as text, if their names are unknown.
+    """Convert an optimizer's keys to its ids, as text, if their names are unknown.
 
     Raises:
-        FormatError: The subtree is not an optimizer's state.
-        NameCollisionError: Two keys become one name.
+        FormatError: The subtree is not an optimizer state.
+        NameCollisionError: Two keys get the same name.
     """
     ids = [] if _is_flattened(raw) else _get_ids(_read_nested(raw))
     return key_by_name(raw, {}, {number: str(number) for number in ids})
 
 
 def has_ids(raw: RawOptimizer) -> bool:
-    """Return True if an optimizer has any of its parameters under an id."""
+    """Return True if any parameter of an optimizer has an id."""
     return not _is_flattened(raw) and bool(_get_ids(_read_nested(raw)))
 
 
@@ -170,7 +170,7 @@ def _get_ids(state: Nested) -> list[int]:
 
 
 def _read_units(raw: RawOptimizer, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
-    """Return the layouts that a reader keeps beside the state."""
+    """Return the layouts of flat parameters that a reader stores in the state."""
     stored = raw.values.get((UNITS,))
     units: dict[str, FlatLayout] = {}
     for unit in stored if isinstance(stored, list) else ():
@@ -218,7 +218,7 @@ def _name_ids(
 
 
 def _require_known(names: Mapping[Key, str], state: Nested, model: Mapping[str, Shape]) -> None:
-    """Refuse names given by the caller that the model lacks, or whose moments have another shape than the parameter."""
+    """Reject names of the caller that the model lacks, or whose moments have another shape than the parameter."""
     for key, name in names.items():
         if name not in model:
             raise UsageError(
@@ -238,10 +238,10 @@ def _require_known(names: Mapping[Key, str], state: Nested, model: Mapping[str, 
 
 
 def _match_names(state: Nested, model: Mapping[str, Shape], *, keeps_order: bool) -> _ParamNames:
-    """Name ids by the only way in which their shapes match the model's, in any order, else in the model's order.
+    """Name ids by the only assignment that matches the model's shapes in any order, else by the model's order.
 
     Raises:
-        AmbiguousError: There is none, or more than one.
+        AmbiguousError: No assignment matches, or more than one does.
     """
     shapes = _infer_shapes(state)
     lists = [list(group.get("params", ())) for group in state[GROUPS]]
@@ -265,7 +265,7 @@ def _iter_tensors(state: Nested) -> Iterator[tuple[Key, str, TensorEntry]]:
 
 
 def _infer_shapes(state: Nested) -> dict[Key, Shape]:
-    """Return the shape of each id's parameter: of a slot of torch's own, or the only shape among the slots."""
+    """Return the shape of each id's parameter: of a known slot of torch, or the only shape among the slots."""
     alike: dict[Key, Shape] = {}
     others: dict[Key, set[Shape]] = {}
     for key, slot, entry in _iter_tensors(state):

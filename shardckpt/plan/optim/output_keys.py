@@ -1,4 +1,4 @@
-"""Keys of an optimizer's state in files: names, ids, flattened names, flat parameters. Pure."""
+"""Convert the keys of optimizer state in output files: names, ids, flattened names, flat parameters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardckpt.plan.optim.optim_keys import GROUPS, STATE, Key, flatten, number_
 
 Keys = Literal["names", "ids", "flat", "flat-parameters"]
 KEYS, VALUES, FLATTENED = "keys", "non_tensor_state", "flattened"
-"""Entries of `param_groups.json`: which keys parameters have, by default names; and values that are not tensors."""
+"""Entries of `param_groups.json`: the kind of parameter keys, by default names; and values that are not tensors."""
 
 Units = Mapping[str, FlatLayout]
-"""The layout of each flat parameter, by names of the unsharded model."""
+"""Layout of each flat parameter, with names of the unsharded model."""
 
 
 def rekey_state(
@@ -32,18 +32,18 @@ def rekey_state(
     """Convert an optimizer's tensors and the content of its group file to other keys.
 
     Args:
-        tensors: Named `<parameter>/<slot>`.
-        content: The content of `param_groups.json`, by names.
-        keys: `names`: unchanged. `ids`: the groups keep the names as `param_names`. `flat`: one key a value,
-            `state.<parameter>.<slot>` and `param_groups.<parameter>.<setting>`; the groups are listed as well, since
-            flattened settings do not show which parameters were together. `flat-parameters`: one tensor for each flat
+        tensors: Tensors named `<parameter>/<slot>`.
+        content: Content of `param_groups.json`, by names.
+        keys: `names`: unchanged. `ids`: the groups keep the names as `param_names`. `flat`: one key per value,
+            `state.<parameter>.<slot>` and `param_groups.<parameter>.<setting>`; the groups are listed too, since
+            flattened settings do not show which parameters share one. `flat-parameters`: one tensor for each flat
             parameter and slot, with the layouts.
-        numbers: With `ids`, the name of each id; None to number names in the order of the groups.
-        units: With `flat-parameters`, their layouts.
+        numbers: Name of each id, for `ids`; None to number names in the order of the groups.
+        units: Layouts of the flat parameters, for `flat-parameters`.
 
     Raises:
-        UsageError: With `ids`, a name has no id; with `flat-parameters`, layouts are missing, a flat parameter would
-            have holes, or its members differ in a value that it has once.
+        UsageError: With `ids`, a name has no id. With `flat-parameters`, layouts are missing, a flat parameter would
+            have gaps, or its members differ in a value that it stores once.
     """
     state = {STATE: content[VALUES], GROUPS: content[GROUPS]}
     if keys == "names":
@@ -73,7 +73,7 @@ def to_state_paths(
     each, `("state.<parameter>.<slot>",)` and `("param_groups.<parameter>.<setting>",)`.
 
     Raises:
-        UsageError: By flat parameters, whose layouts are stored elsewhere.
+        UsageError: The keys are flat parameters, whose layouts are stored elsewhere.
     """
     keys = content.get(KEYS, "names")
     if keys == "flat":
@@ -160,7 +160,7 @@ def _to_flat_params(
 
 
 def _pack_slot(unit: FlatUnit, slot: str, values: Mapping[str, Any]) -> Any:
-    """Return one value of a flat parameter, from those of all its members."""
+    """Return the value of a flat parameter from the values of all its members."""
     where, specs = f"{unit.name}/{slot}", unit.layout.specs
     missing = [name for name in unit.names if name not in values]
     tensors = {name: value for name, value in values.items() if isinstance(value, OutputTensor)}
@@ -200,7 +200,7 @@ def _require_equal(where: str, values: Mapping[str, object]) -> None:
 
 
 def _in_memory_order(entry: TensorEntry, spec: ParamSpec) -> TensorEntry:
-    """Return an entry with its dimensions from the slowest to the fastest in its parameter's memory."""
+    """Return an entry with dimensions in the order of its parameter's memory, from the slowest to the fastest."""
     if not spec.order:
         return entry
     return entry._replace(shape=spec.memory_shape, pieces=tuple(permute(entry.pieces, spec.order)))

@@ -1,4 +1,4 @@
-"""Settings of param groups follow the names: a group gets those with which its parameters were saved."""
+"""Param groups: settings follow the names, so that parameters keep the settings with which they were saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from shardckpt.errors import UsageError
 
 NAMES = frozenset({"params", "param_names"})
-"""Entries of a param group that are not settings."""
+"""Entries of a param group other than settings."""
 
 
 class ConflictError(UsageError):
@@ -22,7 +22,7 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings with which the parameters of each live group were saved; empty if none was.
+    """Return the saved settings of the parameters of each live group; empty if no parameter was saved.
 
     Raises:
         ConflictError: Parameters of a live group were saved in groups with different settings.
@@ -79,6 +79,6 @@ def _format_names(names: Sequence[str]) -> str:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Compare two settings; the learning rate may be a tensor."""
+    """Return True if two settings are equal; the learning rate may be a tensor."""
     equal = one == other
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)

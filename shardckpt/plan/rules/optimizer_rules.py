@@ -1,4 +1,4 @@
-"""What rules make of an optimizer: its slots as its parameters, its groups by the new names. Pure."""
+"""Apply rules to an optimizer: its slots like its parameters, its groups by the new names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardckpt.plan.optim.optimizer_state import OptimizerState
 from shardckpt.plan.rules.rules import Recipe, RemapPlan, SourceTensor, apply_recipe, iter_sources
 
 Same = Callable[[Sequence[TensorEntry]], bool]
-"""Returns True if small arrays have the same bits."""
+"""Returns True if small arrays have equal bits."""
 
 _Rows = Mapping[str, Mapping[str, TensorEntry]]
 
@@ -30,17 +30,18 @@ def infer_shapes(state: OptimizerState, known: Mapping[str, object]) -> dict[str
 def remap_state(plan: RemapPlan, state: OptimizerState, same: Same) -> OptimizerState:
     """Apply the rules of the parameters to the slots of an optimizer.
 
-    A slot of another shape than its parameter is kept where the parameter only gets another name; one number (`step`)
-    is kept where all that a tensor is made of have the same.
+    A slot with another shape than its parameter is kept if the parameter is only renamed; a scalar slot (`step`) is
+    kept if it is equal for all sources of a tensor.
 
     Args:
-        plan: What becomes of the parameters.
-        state: By the names that the plan starts from, its tensors resolved.
-        same: Compares arrays of one element.
+        plan: Plan for the parameters.
+        state: State by the source names of the plan, with resolved tensors.
+        same: Returns True if one-element arrays are equal.
 
     Raises:
-        IncompleteError: A part of a tensor has state that another part lacks.
-        UsageError: A slot cannot be made as its parameter is, or parts differ in what a tensor has only once.
+        IncompleteError: One source of a tensor lacks state that another has.
+        UsageError: A slot cannot be transformed like its parameter, or sources differ in a value that a tensor has
+            once.
     """
     rows: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in state.tensors.items():
@@ -96,7 +97,7 @@ def _make_entry(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) ->
 
 
 def _groups(plan: RemapPlan, groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return groups by the new names; a tensor that is made of several stands where the first of them stood."""
+    """Return groups by the new names; a tensor made of several is at the position of the first."""
     home: dict[str, int] = {}
     for number, group in enumerate(groups):
         params = group["params"]

@@ -1,4 +1,4 @@
-"""How rules speak of names: literally, with `{x}` for one component, or as regular expressions."""
+"""Patterns of names in rules: literal names, `{x}` for one component, or regular expressions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST_DIGITS = 9
 
 
 class Match:
-    r"""A name that a pattern fits.
+    r"""The match of a name with a pattern.
 
     Args:
-        match: The match.
-        is_regex: Whether templates may refer to groups by `\1`.
+        match: Match of the regular expression.
+        is_regex: Whether replacements may refer to groups as `\1`.
     """
 
     def __init__(self, match: re.Match[str], is_regex: bool) -> None:
@@ -28,7 +28,7 @@ class Match:
         return self._match[place]
 
     def number(self, place: str) -> int | None:
-        """Return what stands at a place as a number; None where it is none, or has leading zeros."""
+        """Return the text of a placeholder as a number; None if it is not one, or has leading zeros."""
         text = self._match[place]
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and str(int(text)) == text
         return int(text) if is_number else None
@@ -43,15 +43,15 @@ class Match:
 
 
 class Pattern:
-    r"""Which names a rule is about.
+    r"""A pattern of tensor names.
 
     Args:
-        text: A name in which `{x}` stands for one component, between dots. With any of `\ ( ) [ ] * + ? ^ $ |` in it,
-            a regular expression for the full name, which may contain `{x}` too.
-        where: The rule, for messages.
+        text: A name in which `{x}` matches one component, between dots. With any of `\ ( ) [ ] * + ? ^ $ |`, a regular
+            expression for the full name, which may contain `{x}` too.
+        where: Name of the rule, for messages.
 
     Raises:
-        UsageError: It is not a regular expression.
+        UsageError: The text is not a valid regular expression.
     """
 
     def __init__(self, text: str, where: str = "") -> None:
@@ -91,19 +91,19 @@ class Pattern:
 
     @property
     def places(self) -> frozenset[str]:
-        """Names in braces."""
+        """Names of the placeholders."""
         return frozenset(self._compiled.groupindex)
 
     def match(self, name: str) -> Match | None:
-        """Return the match of a full name, or None."""
+        """Return the match of a full name; None if it does not match."""
         found = self._compiled.fullmatch(name)
         return None if found is None else Match(found, self.is_regex)
 
     def check(self, replacement: str, more: frozenset[str] = frozenset()) -> None:
-        """Raise if a replacement names placeholders that the pattern lacks.
+        """Require that a replacement has only placeholders of the pattern.
 
         Raises:
-            UsageError: It does, or is empty.
+            UsageError: A placeholder is unknown, or the replacement is empty.
         """
         unknown = [f"{{{name}}}" for name in _PLACE.findall(replacement) if name not in self.places | more]
         if self.is_regex:

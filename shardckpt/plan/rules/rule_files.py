@@ -1,4 +1,4 @@
-"""Rules as people write them: TOML with one table a rule, and `FROM=TO` on a command line."""
+"""Parse rules as users write them: TOML with one table per rule, and `FROM=TO` on a command line."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ else:
     import tomli as tomllib
 
 _EQUALS = re.compile(r"(?<![?<\\])=")
-"""Between FROM and TO; not the one of a look-ahead or a look-behind."""
+"""The separator of FROM and TO, which excludes the `=` of a look-ahead or look-behind."""
 
 _MOST_PARTS = 10_000
 _OPTIONAL = "optional"
 _SHARES = "shares"
-"""Says of a rule, once read, that its sizes are in proportion to one another."""
+"""Key in a parsed rule that marks its sizes as proportions."""
 
 
 def parse_rename(text: str) -> Rename:
-    """Return the rule of `--rename FROM=TO`.
+    """Parse `--rename FROM=TO` to a rule.
 
     Raises:
         UsageError: `=` is missing, or FROM is not a regular expression.
@@ -41,15 +41,15 @@ def parse_rename(text: str) -> Rename:
 
 
 def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
-    """Return the rules of a TOML file.
+    """Parse the rules of a TOML file.
 
     Args:
-        text: Its content.
-        where: The file, for messages.
-        config: The model's `config.json`, whose integers rules may name.
+        text: Content of the file.
+        where: Name of the file, for messages.
+        config: The model's `config.json`, whose integers rules may use by name.
 
     Raises:
-        UsageError: It is not TOML, or a rule is invalid; the message names the rule.
+        UsageError: The text is not TOML, or a rule is invalid; the message names the rule.
     """
     try:
         raw = tomllib.loads(text)
@@ -63,14 +63,14 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
 
 
 def rules_text(place: str, read: Callable[[], str | None]) -> str:
-    """Return the text of a file of rules, or of a set that comes with the package.
+    """Return the text of a rules file, or of a built-in set of rules.
 
     Args:
-        place: Path of the file, or the name of a set.
+        place: Path of the file, or the name of a built-in set.
         read: Returns the text of the file; None if it does not exist.
 
     Raises:
-        UsageError: There is neither.
+        UsageError: Neither a file nor a set has this name.
     """
     found = read()
     if found is not None:
@@ -82,7 +82,7 @@ def rules_text(place: str, read: Callable[[], str | None]) -> str:
 
 
 def shipped() -> dict[str, str]:
-    """Return the sets of rules that come with the package, name to TOML."""
+    """Return the built-in sets of rules: name to TOML."""
     folder = files("shardckpt.plan") / "rule_sets"
     named = sorted((each.name, each) for each in folder.iterdir() if each.name.endswith(".toml"))
     return {name.removesuffix(".toml"): each.read_text(encoding="utf-8") for name, each in named}
@@ -108,7 +108,7 @@ def _rule(table: object, where: str, config: Mapping[str, object]) -> Rule:
 
 
 def _with_numbers(given: Mapping[str, Any], where: str, config: Mapping[str, object]) -> dict[str, Any]:
-    """Return a rule with numbers for names of the model's config, in `groups` and `sizes`."""
+    """Return a rule with names of the model's config replaced by numbers, in `groups` and `sizes`."""
 
     def number(value: object) -> object:
         if not isinstance(value, str):
@@ -199,7 +199,7 @@ KINDS: Mapping[str, tuple[_Make, frozenset[str], frozenset[str]]] = {
     "transpose": (_transpose, frozenset({"name", "dims"}), frozenset()),
     "cast": (_cast, frozenset({"name", "dtype"}), frozenset()),
 }
-"""Every kind of rule by its name in a file: its reader, required keys, optional keys."""
+"""Kinds of rules by their names in files: parser, required keys, optional keys."""
 
 
 def _pattern(value: object, where: str) -> Pattern:

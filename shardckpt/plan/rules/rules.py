@@ -1,7 +1,7 @@
-"""Rules that give a model's tensors other names and shapes: planned from names and shapes alone, checked at once.
+"""Rules that rename and reshape a model's tensors, planned and checked from names and shapes alone.
 
-A rule takes what the rules before it made. What comes out is, for every name, how it is made of the tensors of the
-checkpoint: joined, split, permuted. An optimizer's slots are made the same way.
+Each rule works on the results of the previous rules. The plan gives, for every final name, its construction from the
+tensors of the checkpoint: concatenate, split, permute. The slots of an optimizer are constructed in the same way.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shardckpt.plan.layout.piece_views import narrow, permute, shift_pieces, squ
 from shardckpt.plan.rules.patterns import Match, Pattern
 
 EACH = 0
-"""As many groups as there are elements in a dimension."""
+"""Value of `groups` for as many groups as a dimension has elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Gives tensors other names.
+    """Rename tensors.
 
     Attributes:
-        source: Which.
-        to: What they are called then.
+        source: Pattern of the tensors' names.
+        to: New name, with placeholders of the pattern.
     """
 
     source: Pattern
@@ -36,10 +36,10 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Leaves tensors out.
+    """Drop tensors.
 
     Attributes:
-        name: Which.
+        name: Pattern of the tensors' names.
     """
 
     name: Pattern
@@ -47,13 +47,13 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Lays tensors of one shape one upon the other, in a dimension of their own.
+    """Stack tensors of equal shape along a new dimension.
 
     Attributes:
-        source: Which; `over` stands in it for their places, 0, 1, 2 and so on.
-        over: The name in braces that counts them.
-        to: What they are called together.
-        dim: The new dimension.
+        source: Pattern of the tensors' names; its placeholder `over` counts them: 0, 1, 2 and so on.
+        over: Name of the placeholder for the index.
+        to: Name of the stacked tensor.
+        dim: Index of the new dimension.
     """
 
     source: Pattern
@@ -64,13 +64,13 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """Undoes `Stack`.
+    """Unstack tensors along a dimension: the inverse of `Stack`.
 
     Attributes:
-        source: Which.
-        over: The name in braces that counts what comes out.
-        to: What that is called.
-        dim: The dimension that goes.
+        source: Pattern of the tensors' names.
+        over: Name of the placeholder for the index of each result.
+        to: Names of the results, with that placeholder.
+        dim: Index of the dimension to remove.
     """
 
     source: Pattern
@@ -81,16 +81,16 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Splits tensors along one dimension.
+    """Split tensors along one dimension.
 
     Attributes:
-        source: Which.
-        to: What the parts are called, in order.
-        sizes: Elements of each in that dimension, or shares of them; empty for equal parts.
-        dim: The dimension.
-        groups: The parts are in as many equal runs, each with a piece of every part; `EACH` for runs of one
+        source: Pattern of the tensors' names.
+        to: Names of the parts, in order.
+        sizes: Elements of each part in that dimension, or proportions; empty for equal parts.
+        dim: Index of the dimension.
+        groups: Number of equal groups along the dimension, each with a piece of every part; `EACH` for groups with one
             element of every part.
-        are_shares: Whether sizes are in proportion to one another only.
+        are_shares: Whether `sizes` are proportions.
     """
 
     source: Pattern
@@ -103,13 +103,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """Joins tensors in one dimension: undoes `Split`.
+    """Concatenate tensors along one dimension: the inverse of `Split`.
 
     Attributes:
-        source: Which, in order.
-        to: What they are called together.
-        dim: The dimension.
-        groups: As for `Split`.
+        source: Patterns of the tensors' names, in order.
+        to: Name of the concatenated tensor.
+        dim: Index of the dimension.
+        groups: Number of groups, as for `Split`.
     """
 
     source: tuple[Pattern, ...]
@@ -120,11 +120,11 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Puts dimensions in another order.
+    """Permute the dimensions of tensors.
 
     Attributes:
-        name: Which tensors.
-        dims: For every dimension which one it was.
+        name: Pattern of the tensors' names.
+        dims: For every new dimension, the index of the old one.
     """
 
     name: Pattern
@@ -133,11 +133,11 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Writes a model's tensors in another float type; the slots of an optimizer keep theirs.
+    """Write a model's tensors in another float dtype; the slots of an optimizer keep theirs.
 
     Attributes:
-        name: Which.
-        dtype: Torch's name of the type.
+        name: Pattern of the tensors' names.
+        dtype: Dtype in torch's spelling.
     """
 
     name: Pattern
@@ -149,7 +149,7 @@ class IfAny:
     """A rule that may match nothing.
 
     Attributes:
-        rule: The rule.
+        rule: Rule to apply.
     """
 
     rule: Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast
@@ -166,7 +166,7 @@ class SourceTensor(NamedTuple):
 
 
 class Narrow(NamedTuple):
-    """A slice of a tensor along one dimension, from `start` on."""
+    """A slice of a tensor along one dimension, starting at `start`."""
 
     of: Recipe
     dim: int
@@ -183,7 +183,7 @@ class Concat(NamedTuple):
 
 
 class Unsqueeze(NamedTuple):
-    """A tensor with one more dimension, of size 1."""
+    """A tensor with an additional dimension of size 1."""
 
     of: Recipe
     dim: int
@@ -191,7 +191,7 @@ class Unsqueeze(NamedTuple):
 
 
 class Squeeze(NamedTuple):
-    """A tensor without one dimension of size 1."""
+    """A tensor with a dimension of size 1 removed."""
 
     of: Recipe
     dim: int
@@ -199,7 +199,7 @@ class Squeeze(NamedTuple):
 
 
 class Permute(NamedTuple):
-    """A tensor with its dimensions in another order."""
+    """A tensor with permuted dimensions."""
 
     of: Recipe
     dims: tuple[int, ...]
@@ -207,16 +207,16 @@ class Permute(NamedTuple):
 
 
 Recipe = SourceTensor | Narrow | Concat | Unsqueeze | Squeeze | Permute
-"""How a tensor is made of others; every one has a `shape`."""
+"""Construction of a tensor from others; every class has a `shape`."""
 
 
 class RemappedTensor(NamedTuple):
     """One tensor that the rules produce.
 
     Attributes:
-        recipe: How it is made.
-        dtype: Type of what it is made of.
-        cast: Type it is written in, where a rule says so.
+        recipe: Construction of the tensor.
+        dtype: Dtype of its sources.
+        cast: Dtype to write, if a rule sets it.
     """
 
     recipe: Recipe
@@ -229,8 +229,8 @@ class RemapPlan:
     """The tensors that rules produce from those of a model.
 
     Attributes:
-        made: Final name to how it is made, in order.
-        dropped: Tensors of the checkpoint that rules left out.
+        made: Final name to its construction, in order.
+        dropped: Tensors of the checkpoint that rules dropped.
     """
 
     made: Mapping[str, RemappedTensor]
@@ -238,10 +238,10 @@ class RemapPlan:
 
 
 def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> RemapPlan:
-    """Plan which tensors the rules produce.
+    """Plan the tensors that the rules produce.
 
     Raises:
-        UsageError: A rule matches nothing, or does not fit what it matches; the message names rule and tensor.
+        UsageError: A rule matches nothing, or cannot be applied to a match; the message names rule and tensor.
         NameCollisionError: Two tensors would get one name.
     """
     made = {name: RemappedTensor(SourceTensor(name, shape), dtype) for name, (shape, dtype) in tensors.items()}
@@ -254,7 +254,7 @@ def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) 
 
 
 def iter_sources(recipe: Recipe) -> Iterator[SourceTensor]:
-    """Yield the source tensors of a recipe, in order, with repeats."""
+    """Yield the source tensors of a recipe, in order, including repetitions."""
     if isinstance(recipe, SourceTensor):
         yield recipe
     elif isinstance(recipe, Concat):
@@ -265,7 +265,7 @@ def iter_sources(recipe: Recipe) -> Iterator[SourceTensor]:
 
 
 def replace_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
-    """Return a recipe made of other tensors of the same shapes: those that `names` says, where it says one."""
+    """Return a recipe with renamed source tensors of the same shapes; names that are not in `names` stay."""
     if isinstance(recipe, SourceTensor):
         return recipe._replace(name=names.get(recipe.name, recipe.name))
     if isinstance(recipe, Concat):
@@ -274,15 +274,15 @@ def replace_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
 
 
 def apply_recipe(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Build a tensor entry from resolved ones by a recipe.
+    """Build the entry of a tensor from resolved entries.
 
     Args:
-        recipe: How it is made.
-        name: Its own.
-        entries: Name to tensor, for every leaf of the recipe.
+        recipe: Construction of the tensor.
+        name: Name of the result.
+        entries: Name to entry, for every source of the recipe.
 
     Raises:
-        UsageError: Its parts are of several types, or of one narrower than a byte, which cannot be split.
+        UsageError: The sources have several dtypes, or a sub-byte dtype, which cannot be split.
     """
     found = [entries[leaf.name] for leaf in iter_sources(recipe)]
     types = {(entry.stored, entry.delivered) for entry in found}
@@ -323,7 +323,7 @@ _Tensors = dict[str, RemappedTensor]
 def _apply(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tensors:
     """Apply one rule to all tensors.
 
-    A rule says for each name that it takes what comes in its place; what is made of several comes at the first's place.
+    The rule returns the replacements of each name that it matches; a result with several sources replaces the first.
     """
     does: Mapping[type, Callable[..., dict[str, _Tensors]]] = {
         Rename: _rename,
@@ -450,13 +450,13 @@ def _split_each(
     where: str,
     parts: Callable[[str, Match, Recipe, int], list[tuple[str, Recipe]]],
 ) -> dict[str, _Tensors]:
-    """Return what comes in the place of each tensor that a rule takes apart.
+    """Return the replacements of each tensor that a rule splits.
 
     Args:
-        rule: The rule.
+        rule: Rule to apply.
         made: All tensors.
-        where: The rule in messages.
-        parts: Returns the names and recipes of parts, given a tensor's name, match and recipe, and the dimension.
+        where: Name of the rule, for messages.
+        parts: Returns names and recipes of the parts, given a tensor's name, match and recipe, and the dimension.
     """
     found: dict[str, _Tensors] = {}
     for name, match in _find_matches(rule.source, made):
@@ -503,7 +503,7 @@ def _fuse(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
 
 
 def _sizes(rule: Split, length: int, name: str, where: str) -> tuple[int, ...]:
-    """Return the elements of each part, once they fit a dimension of `length`."""
+    """Return the size of each part in elements, after checking them against the dimension's `length`."""
     sizes = rule.sizes or (1,) * len(rule.to)
     if rule.are_shares or not rule.sizes:
         unit = length // sum(sizes)
@@ -520,7 +520,7 @@ def _sizes(rule: Split, length: int, name: str, where: str) -> tuple[int, ...]:
 
 
 def _narrow(recipe: Recipe, dim: int, start: int, size: int) -> Recipe:
-    """Return a part of what a recipe makes; of a part, or of one of several that are joined, that of its own."""
+    """Return a slice of a recipe; slices of slices and of concatenated parts are simplified."""
     shape = recipe.shape
     if start == 0 and size == shape[dim]:
         return recipe
@@ -552,7 +552,7 @@ def _replace_members(members: Sequence[str], to: str, made_of: RemappedTensor, m
 
 
 def _require_alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> RemappedTensor:
-    """Return the first of several tensors, once all have one type and shape, but for one dimension (`but`)."""
+    """Return the first of several tensors after checking equal dtypes and shapes, except dimension `but`."""
 
     def facts(name: str) -> tuple[object, ...]:
         shape = made[name].recipe.shape
@@ -571,7 +571,7 @@ def _require_alike(members: Sequence[str], made: _Tensors, where: str, but: int 
 
 
 def _normalize_dim(dim: int, dims: int, name: str, where: str) -> int:
-    """Return a dimension counted from the first one, once there is such."""
+    """Return a non-negative dimension index after checking its range."""
     found = dim + dims if dim < 0 else dim
     if not 0 <= found < dims:
         raise UsageError(f"{name} has no such dimension", where=where, found=dim, expected=f"less than {dims}")
