@@ -1,1 +1,1 @@
-"""Verbs without a job: consolidate, inspect, verify, diff. One process, no model, no torch."""
+"""Operations on stored checkpoints without running ranks: consolidate, inspect, verify, diff. No model, no torch."""

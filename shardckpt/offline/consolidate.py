@@ -1,4 +1,4 @@
-"""The verbs `consolidate` and `convert`: open, check, plan, stream, publish."""
+"""Implement `consolidate` and `convert`: open, check, plan, stream, publish."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def _keep_selection(selection: Selection) -> Selection:
 def consolidate(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
 ) -> Report:
-    """Merge a sharded checkpoint into full tensors, as safetensors that `transformers` loads as they are.
+    """Merge a sharded checkpoint into full tensors, as safetensors that `transformers` can load.
 
-    Memory is constant: bytes go from file to file, or through a bounded buffer. Nothing appears under `dst` before all
-    of it is there.
+    Memory is constant: bytes are copied from file to file, or through a bounded buffer. Nothing appears under `dst`
+    until the result is complete.
 
     Args:
-        src: Checkpoint in any readable format: a folder or file, a path or URL.
-        dst: Folder to write, or one file where it ends in `.safetensors`, `.pt`, `.pth` or `.bin`.
-        on_progress: Called as bytes are written; what it raises stops the work and leaves nothing.
+        src: Checkpoint in any readable format: path or URL of a folder or file.
+        dst: Folder to write, or a file if it ends in `.safetensors`, `.pt`, `.pth` or `.bin`.
+        on_progress: Called while bytes are written; an exception that it raises stops the work and removes the result.
         **options: Fields of `Options`.
 
     Returns:
-        What was written.
+        Report of the written files.
 
     Raises:
-        UsageError: The call cannot be done: no such source, a target that exists, an option that does not fit.
+        UsageError: The call is invalid: the source does not exist, the target exists, or an option does not apply.
         CheckpointError: The checkpoint is damaged, incomplete or unsafe; the message names tensor and box.
-        StorageError: Reading or writing failed, or the target has no room.
+        StorageError: Reading or writing failed, or the target has too little space.
 
     Example:
         >>> shardckpt.consolidate("run/step-100", "model", dtype="bf16")  # doctest: +SKIP
@@ -66,7 +66,7 @@ def consolidate(
 
 
 def _with_config_warning(report: Report, options: Options) -> Report:
-    """Return a report that says so where transformers lacks the config of a folder that was merged into another."""
+    """Return the report with a warning if transformers lacks the config of a folder that was merged into another."""
     target = choose_target(options.to, report.target)
     is_model_folder = (
         options.part == "model"
@@ -82,9 +82,9 @@ def _with_config_warning(report: Report, options: Options) -> Report:
 def convert(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
 ) -> Report:
-    """Convert a checkpoint as `consolidate` does, but keep how its tensors are split over files.
+    """Convert a checkpoint like `consolidate`, but keep the distribution of tensors over files.
 
-    Tensors that one source file holds in full stay together; those split over several files share one more file.
+    Tensors that one source file contains in full stay together; those split over several files share one more file.
 
     Args:
         src: As for `consolidate`.
@@ -93,7 +93,7 @@ def convert(
         **options: Fields of `Options`; `max_shard_size` is not used.
 
     Returns:
-        What was written.
+        Report of the written files.
 
     Raises:
         UsageError: As for `consolidate`.
@@ -105,10 +105,10 @@ def convert(
 
 
 def parse_options(given: Mapping[str, Any]) -> Options:
-    """Return options given by name, checked.
+    """Return checked options from keyword arguments.
 
     Raises:
-        UsageError: A value that cannot be.
+        UsageError: An option is unknown, or has an invalid value.
     """
     named = {key: given[key] for key in ("keep_fp32", "include", "exclude", "rename") if key in given}
     lists = {key: (value,) if isinstance(value, str) else tuple(value) for key, value in named.items()}
@@ -125,18 +125,18 @@ def export(
     keeps_split: bool = False,
     change: Change = _keep_selection,
 ) -> Report:
-    """Open, check, plan, write, publish.
+    """Open, check, plan, write and publish.
 
     Args:
         src: As for `consolidate`.
         dst: As for `consolidate`.
-        options: Validated.
+        options: Validated options.
         on_progress: As for `consolidate`.
-        keeps_split: Keep how tensors are split over files.
-        change: Changes the selection before its optimizer's keys are.
+        keeps_split: Whether to keep the distribution of tensors over files.
+        change: Changes the selection before the keys of its optimizer are converted.
 
     Raises:
-        ShardckptError: As `consolidate` does.
+        ShardckptError: As for `consolidate`.
     """
     watch = Stopwatch()
     if overlaps(src, dst):
@@ -145,7 +145,7 @@ def export(
     target.check(options)
     is_file = dst.endswith(target.suffixes)
     if options.parallel:
-        require_torch("parallel=True, or WORLD_SIZE above 1")  # ranks speak through torch
+        require_torch("parallel=True, or WORLD_SIZE above 1")  # ranks communicate through torch
     source = open_source(src, options.base)
     ids = read_param_names(options.param_names) if options.param_names else None
     reader = detect(source).open(source)
@@ -178,7 +178,7 @@ def export(
 
 
 def _rekey(selection: Selection, options: Options) -> Selection:
-    """Return a selection whose optimizer calls its parameters as it was asked to."""
+    """Return a selection with the requested keys for its optimizer."""
     if selection.groups is None or options.optim_keys == "names":
         return selection
     by_number = options.optim_keys == "ids"

@@ -1,6 +1,6 @@
-"""The verb `diff`: two checkpoints, tensor by tensor and value by value, across formats and world sizes.
+"""Implement `diff`: compare two checkpoints by tensors and values, across formats and world sizes.
 
-In bounded memory: tensors are compared block by block.
+Tensors are compared block by block, in bounded memory.
 """
 
 from __future__ import annotations
@@ -65,37 +65,36 @@ def diff(
     rename: Sequence[str] = (),
     base: NamedBases = "",
 ) -> Comparison:
-    """Compare two checkpoints by canonical names: every tensor, and every other value.
+    """Compare all tensors and other values of two checkpoints by canonical names.
 
-    Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, an optimizer's
-    groups by the parameters in them (`param_groups.0.lr`), everything else by its dotted path. Flat parameters of FSDP1
-    are taken apart by the other's shapes if their own files have none.
+    Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, settings of
+    optimizer groups by their parameters (`param_groups.0.lr`), and other values by their dotted paths. Flat parameters
+    of FSDP1 are split by the shapes of the other checkpoint if their own files store none.
 
-    Tensors are equal if type, shape and bits are; other values if types and values are, of whichever containers. With
-    `atol` or `rtol`, real numbers `x` and `y` of a floating-point type are equal too if `|x - y| <= atol + rtol * |y|`:
-    -0.0 is 0.0 then, any NaN is another, an infinity is only itself, complex numbers are compared part by part.
-    Integers and booleans are always compared exactly, and another type is always a difference.
+    Tensors are equal if dtype, shape and bits are; other values if types and values are, whatever their containers.
+    With `atol` or `rtol`, real numbers `x` and `y` of a floating-point dtype are also equal if `|x - y| <= atol + rtol
+    * |y|`: then -0.0 equals 0.0, any NaN equals any other, an infinity equals only itself, and complex numbers are
+    compared by parts. Integers and booleans are always compared exactly, and another dtype is always a difference.
 
     Args:
         a: Checkpoint in any readable format.
-        b: Another.
-        part: `model`, `optim` or `all`: the full checkpoint, with values of neither model nor optimizer.
-        include: Globs of names to compare; all, if there are none.
-        exclude: Globs of names to leave out.
+        b: Checkpoint to compare with.
+        part: `model`, `optim` or `all`: the full checkpoint, including values outside of model and optimizer.
+        include: Globs of names to compare; empty for all.
+        exclude: Globs of names to skip.
         atol: Absolute tolerance.
         rtol: Tolerance relative to the value in `b`.
-        rules: TOML file of rules, or the name of a set that comes with the package, that make the names and shapes of
-            `b` of those of `a`.
+        rules: TOML file, or name of a built-in set of rules, that convert the names and shapes of `a` to those of `b`.
         rename: `FROM=TO`, applied in order after `rules`.
-        base: Path of a folder that one of them, or each, refers to, as `load` takes it.
+        base: Folders of moved base checkpoints, as for `load`.
 
     Returns:
-        What is only in one, what differs, what was left out, and what could not be compared.
+        Entries that only one has, entries that differ, skipped entries, and entries that could not be compared.
 
     Raises:
-        UsageError: Nothing there, or nothing that a reader recognizes; a glob matches nothing, or nothing is left; a
-            tolerance is negative or no number.
-        CheckpointError: One of them is damaged or incomplete.
+        UsageError: A source does not exist or is not recognized; a glob matches nothing, or nothing remains; a
+            tolerance is negative or NaN.
+        CheckpointError: A checkpoint is damaged or incomplete.
         StorageError: Reading failed.
     """
     a, b = os.fspath(a), os.fspath(b)
@@ -111,13 +110,13 @@ def diff(
 
 
 def _list_differently_named(a: _Side, b: _Side) -> list[str]:
-    """Return the prefixes of optimizers whose parameters have certain names on one side alone."""
+    """Return the prefixes of optimizers whose parameters have certain names in only one checkpoint."""
     in_a, in_b = a.held.optimizers, b.held.optimizers
     return [prefix for prefix in in_a if prefix in in_b and in_a[prefix].naming != in_b[prefix].naming]
 
 
 def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
-    """Leave an optimizer out of the comparison, and say why."""
+    """Exclude an optimizer from the comparison, with the reason."""
     for held in sides:
         found = held.optimizers[prefix]
         held.tensors = {name: entry for name, entry in held.tensors.items() if name not in found.tensors}
@@ -129,13 +128,13 @@ def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DiffOptions:
-    """What to compare, and how.
+    """Options of a comparison.
 
     Attributes:
-        part: Which part.
-        include: Globs of names; all, if there are none.
-        exclude: Globs of names that are left out.
-        tolerance: How far floating-point numbers may be apart.
+        part: Part to compare.
+        include: Globs of names; empty for all.
+        exclude: Globs of names to skip.
+        tolerance: Maximum difference of floating-point numbers.
     """
 
     part: Part
@@ -167,7 +166,7 @@ class _Side:
     held: Canonical
 
     def read(self, asked: _DiffOptions, *, by_ids: bool) -> Canonical:
-        """Read it once more, optimizers by ids or by names."""
+        """Read the checkpoint again, with optimizers by ids or by names."""
         return read_canonical(self.reader, asked.part, self.rules, by_ids=by_ids)
 
     @property
@@ -188,7 +187,7 @@ def _open(
 
 
 def _split_bases(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:
-    """Return what of the bases that the caller names concerns each of the two."""
+    """Return the named bases of each checkpoint."""
     if not base:
         return "", ""
     readers = open_checkpoint(a), open_checkpoint(b)
@@ -231,7 +230,7 @@ def _compare_sides(a: str, b: str, first: _Side, second: _Side, asked: _DiffOpti
 
 
 def _list_not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[str, str]:
-    """Return what cannot be compared value by value, and whose bytes differ too."""
+    """Return the values that cannot be compared and whose bytes differ too."""
     refused = {**in_b.refused, **b.held.refused, **in_a.refused, **a.held.refused}
     sources = {name: _source(name, a.held.sources) for name in refused}
     same = {source for source in set(sources.values()) if source and _same_bytes(a, b, source)}
@@ -239,7 +238,7 @@ def _list_not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[s
 
 
 def _source(name: str, sources: Mapping[str, ObjectEntry]) -> str:
-    """Return the dotted path of the value that contains something; empty if it was not read from a file."""
+    """Return the dotted path of the value that contains another; empty if it was not read from a file."""
     while name and name not in sources:
         name = name.rpartition(".")[0]
     return name
@@ -267,7 +266,7 @@ def _list_excluded(every: Mapping[str, None], chosen: Mapping[str, None]) -> lis
 
 
 def _leaves(a: _Side, b: _Side) -> tuple[Leaves, Leaves]:
-    """Return the values of both, taken apart, with the settings of groups under common names."""
+    """Return the flattened values of both, with settings of groups under common names."""
     of_groups: tuple[dict[Path, object], dict[Path, object]] = ({}, {})
     for prefix in {**a.held.groups, **b.held.groups}:
         aligned = align(a.held.groups.get(prefix, NO_GROUPS), b.held.groups.get(prefix, NO_GROUPS))
@@ -281,7 +280,7 @@ def _leaves(a: _Side, b: _Side) -> tuple[Leaves, Leaves]:
 
 
 def _most_values(reader: Reader) -> int:
-    """Return how many values the files of a checkpoint can hold, each taking a byte."""
+    """Return the maximum number of values that the files of a checkpoint can contain, at one byte each."""
     return _LEAST_VALUES + sum(size for size in reader.manifest.files.values() if size > 0)
 
 
@@ -329,7 +328,7 @@ def _words(entry: TensorEntry | None) -> str:
 def _values(
     name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntry, tolerance: Tolerance
 ) -> TensorDifference | None:
-    """Compare block by block; both sides are split at the same elements."""
+    """Compare block by block; both tensors are split at the same elements."""
     same_type = a.dtype == b.dtype
     is_tolerant = same_type and not tolerance.is_exact and _is_tolerated(a.dtype)
     have_numbers = same_type or (bits(a.dtype) % 8 == bits(b.dtype) % 8 == 0)
@@ -358,7 +357,7 @@ def _values(
 
 
 def _convert(data: bytearray, entry: TensorEntry) -> bytearray:
-    """Return elements in the type that readers return."""
+    """Return elements in the dtype that readers deliver."""
     if entry.dtype == entry.stored:
         return data
     out = bytearray(len(data) * bits(entry.dtype) // bits(entry.stored))
@@ -368,12 +367,12 @@ def _convert(data: bytearray, entry: TensorEntry) -> bytearray:
 
 
 def _is_tolerated(dtype: str) -> bool:
-    """Return True if tolerances apply to a type: to floating-point and complex ones that can be read as numbers."""
+    """Return True if tolerances apply to a dtype: floating-point and complex dtypes that can be read as numbers."""
     return dtype.startswith(("float", "bfloat", "complex")) and bits(dtype) % 8 == 0
 
 
 def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
-    """Return True if all numbers are within the tolerance; the parts of complex ones by themselves."""
+    """Return True if all numbers are within the tolerance; complex numbers are compared by parts."""
     if x.dtype.kind == "c":
         x, y = x.view(np.float64), y.view(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -384,7 +383,7 @@ def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Distance:
-    """How far two arrays are apart, over the blocks seen so far that differ."""
+    """Largest differences of two arrays, over the blocks that differ so far."""
 
     max_abs: float = 0.0
     max_rel: float = 0.0
@@ -407,7 +406,7 @@ class _Distance:
 
 
 def _numbers(data: bytearray, dtype: str) -> NDArray[Any]:
-    """Return elements as float64 or complex128; bytes where numpy does not know the type."""
+    """Return elements as float64 or complex128; as bytes if NumPy lacks the dtype."""
     if dtype == "complex32":
         return np.frombuffer(data, np.float16).astype(np.float64).view(np.complex128)
     try:

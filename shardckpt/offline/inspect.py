@@ -1,4 +1,4 @@
-"""The verb `inspect`: what a checkpoint holds, from headers and metadata alone."""
+"""Implement `inspect`: the content of a checkpoint, from headers and metadata alone."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _SHOWN = 60
 def inspect(
     src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
 ) -> Inspection:
-    """Describe a checkpoint; no tensor data is read and nothing is executed.
+    """Describe a checkpoint without reading tensor data or executing code.
 
     Args:
-        src: Checkpoint in any readable format: a folder or file, a path or URL.
-        shapes_from: Any checkpoint of the same model that holds full tensors: then flat parameters of FSDP1 are shown
-            as their members.
-        base: Path of a folder that the checkpoint refers to, as `load` takes it.
+        src: Checkpoint in any readable format: path or URL of a folder or file.
+        shapes_from: Any checkpoint of the same model with full tensors; then flat parameters of FSDP1 are shown as
+            their members.
+        base: Folder of the base checkpoint if it was moved, as for `load`.
 
     Returns:
-        Its tensors, values, files and parts. Gaps, overlaps and short files are warnings here.
+        Tensors, values, files and parts of the checkpoint. Gaps, overlaps and short files are warnings here.
 
     Raises:
-        UsageError: Nothing there, or nothing that a reader recognizes; or the shapes do not fit.
-        CheckpointError: Headers, metadata or pickles cannot be read, or are refused.
+        UsageError: The source does not exist or is not recognized, or the shapes do not match.
+        CheckpointError: Headers, metadata or pickles cannot be read, or are rejected.
         StorageError: Reading failed.
 
     Example:

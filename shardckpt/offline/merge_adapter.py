@@ -1,4 +1,4 @@
-"""The verb `merge-adapter`: a base with the weights of a LoRA adapter added, computed block by block."""
+"""Implement `merge-adapter`: add the weights of a LoRA adapter to its base, computed block by block."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def merge_adapter(
 ) -> Report:
     """Write a base model with a LoRA adapter merged into it.
 
-    What the adapter adds is computed in float32 (float64 for a base in float64), added in that type, and the sum is
-    rounded once to the type of the base's weight. Tensors that were trained in full replace those of the base.
-    Memory is constant but for one factor at a time.
+    The added product is computed in float32 (float64 for a base in float64) and added in that dtype; the sum is rounded
+    once to the dtype of the base's weight. Fully trained tensors replace those of the base. Memory is constant except
+    for one factor at a time.
 
     Args:
-        base: Checkpoint of the model that the adapter was trained on, in any readable format.
+        base: Checkpoint of the model on which the adapter was trained, in any readable format.
         adapter: Folder with `adapter_config.json` and the adapter's tensors, as `peft` saves it.
         dst: As for `consolidate`.
         on_progress: As for `consolidate`.
-        **options: Fields of `Options`, about the base; `part` is the model.
+        **options: Fields of `Options`, for the base; `part` is the model.
 
     Returns:
-        What was written.
+        Report of the written files.
 
     Raises:
-        UsageError: The call cannot be done: the adapter is not of this base, an option does not fit.
-        CheckpointError: A checkpoint is damaged, incomplete or unsafe, or the adapter of a kind that cannot be merged
-            (DoRA and others, by name).
+        UsageError: The call is invalid: the adapter belongs to another base, or an option does not apply.
+        CheckpointError: A checkpoint is damaged, incomplete or unsafe, or the kind of adapter cannot be merged (DoRA
+            and others, by name).
         StorageError: Reading or writing failed.
 
     Example:
@@ -98,7 +98,7 @@ def _merge(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> 
         elif name in changes:
             if kept in changes:
                 raise UnsupportedError("the adapter changes two names of one tensor", found=f"{name}, {kept}")
-            changes[kept] = changes.pop(name)  # one tensor under two names: both change, as in the module
+            changes[kept] = changes.pop(name)  # one tensor with two names: both change, as in the module
     for name in changes:
         if tensors[name].entry.stored not in FLOATS:
             raise UnsupportedError(
@@ -117,14 +117,14 @@ def _merge(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> 
 
 
 class _AdapterReader:
-    """Reads the adapter's factors as numbers; keeps the last full one.
+    """Reads the adapter's factors as numbers; caches the last full one.
 
     Args:
-        reader: The open adapter.
-        entries: Its tensors, located, by name.
+        reader: Open adapter.
+        entries: Located tensors of the adapter, by name.
 
     Raises:
-        UnsupportedError: One is of no float type.
+        UnsupportedError: A tensor does not have a float dtype.
     """
 
     def __init__(self, reader: Reader, entries: Mapping[str, TensorEntry]) -> None:
@@ -139,14 +139,14 @@ class _AdapterReader:
         return self._entries[name].shape
 
     def raw(self, name: str, box: Box) -> tuple[memoryview, str]:
-        """Return the bytes of a box of a tensor, and their type."""
+        """Return the bytes of a box of a tensor, and their dtype."""
         entry = self._entries[name]
         data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
         self._pieces.fill([ReadItem(entry.pieces, box, entry.stored, data)])
         return data, entry.stored
 
     def rows(self, name: str, dim: int, start: int, size: int, kind: str) -> NDArray[Any]:
-        """Return some rows (`dim` 0) or columns (`dim` 1) of a factor; later dimensions count as columns."""
+        """Return some rows (`dim` 0) or columns (`dim` 1) of a factor; further dimensions count as columns."""
         shape = self._entries[name].shape
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
         box = Box(offset, tuple(size if d == dim else n for d, n in enumerate(shape)))
@@ -169,17 +169,17 @@ class _LowRankSum:
     """Adds the product of two factors to a weight.
 
     Args:
-        source: The adapter.
-        low_rank: Which factors, and how much.
-        shape: Of the weight.
-        before: What is done to the weight before.
+        source: Reader of the adapter.
+        low_rank: Factors and scale.
+        shape: Shape of the weight.
+        before: Change that is applied to the weight before.
     """
 
     def __init__(self, source: _AdapterReader, low_rank: LowRank, shape: Shape, before: Change | None) -> None:
         self._source, self._low_rank, self._shape, self._before = source, low_rank, shape, before
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return a block of the weight with what is added, in the type that it was computed in."""
+        """Return a block of the weight with the product added, in the dtype of the computation."""
         if self._before is not None:
             data, stored = self._before(box, data, stored)
         kind = "float64" if stored == "float64" else "float32"
@@ -187,9 +187,9 @@ class _LowRankSum:
         return memoryview(found).cast("B"), kind
 
     def _added(self, box: Box, kind: str) -> NDArray[Any]:
-        """Return what is added to a block: rows of the weight, or a part of one row.
+        """Return the product for a block: rows of the weight, or a part of one row.
 
-        Dimensions behind the first (of a convolution's kernel) count as one.
+        Dimensions after the first (of a convolution's kernel) count as one.
         """
         columns = self._shape[1] if len(self._shape) == 2 else int(np.prod(self._shape[1:]))
         first = flat_index(self._shape, box.offset)
@@ -206,11 +206,11 @@ class _LowRankSum:
 
 
 class _TensorCopy:
-    """Takes the values of another tensor.
+    """Replaces values by those of another tensor.
 
     Args:
-        source: The adapter.
-        name: The tensor in there.
+        source: Reader of the adapter.
+        name: Name of the tensor in the adapter.
     """
 
     def __init__(self, source: _AdapterReader, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The function `open` for NumPy: a checkpoint that is looked into without torch."""
+"""Open a checkpoint for NumPy, without torch."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from shardckpt.plan.naming.sections import split_flat_names
 from shardckpt.storage.resolve_url import as_url
 
 _BATCH_BYTES = 64 << 20
-"""Bytes that are read at once: as much is held besides the array, where it is cast or put in order."""
+"""Bytes per read; the same amount of memory is used in addition to the array if it is cast or reordered."""
 
 
 class ArraySource:
-    """A checkpoint that is open, whose tensors are read into arrays.
+    """An open checkpoint whose tensors are read into NumPy arrays.
 
     Args:
-        url: Its path or URL.
-        verify: Whether blocks that are read are checked against their hashes.
-        bases: Folders that the caller names of those that it refers to.
+        url: Path or URL of the checkpoint.
+        verify: Whether to check each block that is read against its hash.
+        bases: Base checkpoints that the caller names.
 
     Raises:
-        SourceNotFoundError: Nothing is stored there.
-        CheckpointError: It cannot be read.
-        UsageError: It has flat parameters, and no file lists their members.
+        SourceNotFoundError: The path does not exist.
+        CheckpointError: The checkpoint cannot be read.
+        UsageError: The checkpoint has flat parameters, and no file lists their members.
     """
 
     def __init__(self, url: str, verify: bool, bases: NamedBases) -> None:
@@ -57,12 +57,12 @@ class ArraySource:
 
     @property
     def arrays(self) -> Mapping[Path, TensorEntry]:
-        """The tensors, by path."""
+        """Tensors by path."""
         return self._manifest.tensors
 
     @cached_property
     def paths(self) -> list[Path]:
-        """Where tensors and other values are."""
+        """Paths of tensors and other values."""
         return [*self._manifest.tensors, *self._manifest.objects]
 
     @cached_property
@@ -70,18 +70,18 @@ class ArraySource:
         return build_tree(self._reader, self.arrays, self._manifest.objects, decode_named_value)
 
     def find(self, path: Path) -> tuple[Any, bool]:
-        """Return what was saved at a path, and whether anything was."""
+        """Return the value at a path, and whether it exists."""
         return find(self._tree, path)
 
     def read_tree(self, tree: Any) -> Any:
         """Return a part of the tree with its tensors read into arrays.
 
         Raises:
-            CheckpointError: It cannot be read.
+            CheckpointError: A tensor or value cannot be read.
             NoMemoryError: A tensor does not fit into memory.
         """
         paths = list(dict.fromkeys(ref.path for ref in iter_refs(tree)))
-        located = locate(self._reader, self._manifest, [self.arrays[path] for path in paths])  # before memory is taken
+        located = locate(self._reader, self._manifest, [self.arrays[path] for path in paths])  # before allocating
         arrays = {
             path: self._read_located(entry, full_box(entry.shape)) for path, entry in zip(paths, located, strict=True)
         }
@@ -95,12 +95,12 @@ class ArraySource:
         """Return the elements of a box.
 
         Args:
-            entry: The tensor.
-            box: In elements of the tensor.
+            entry: Tensor to read.
+            box: Box in the tensor, in elements.
 
         Raises:
-            CheckpointError: Elements are missing or damaged, or of a type that NumPy lacks.
-            NoMemoryError: They do not fit into memory.
+            CheckpointError: Elements are missing or damaged, or NumPy lacks their dtype.
+            NoMemoryError: The elements do not fit into memory.
             StorageError: The store failed.
         """
         (located,) = locate(self._reader, self._manifest, [entry])
@@ -113,7 +113,7 @@ class ArraySource:
         return array
 
     def _fill(self, entry: TensorEntry, box: Box, into: memoryview) -> None:
-        """Read a box in parts that follow each other in memory; a part of another type is cast on its way."""
+        """Read a box in parts that are consecutive in memory; parts are cast if the dtype differs."""
         pieces = PieceReader(self._store)
         stop = 0
         for part in contiguous_blocks(box, max(_BATCH_BYTES * 8 // bits(entry.stored), 1)):
@@ -147,10 +147,10 @@ def _allocate(entry: TensorEntry, box: Box) -> NDArray[Any]:
 
 
 def array_dtype(entry: TensorEntry) -> np.dtype[Any]:
-    """Return the type of the arrays of a tensor.
+    """Return the NumPy dtype for the arrays of a tensor.
 
     Raises:
-        UnsupportedError: NumPy has no such type.
+        UnsupportedError: NumPy lacks the dtype.
     """
     try:
         return numpy_dtype(entry.dtype)
@@ -159,10 +159,10 @@ def array_dtype(entry: TensorEntry) -> np.dtype[Any]:
 
 
 def decode_named_value(value: NamedValue) -> object:
-    """Return a value of torch without torch: a size as a tuple, a device as text, a dtype as NumPy's.
+    """Convert a value of torch without torch: a size to a tuple, a device to text, a dtype to NumPy's.
 
     Raises:
-        UnsupportedError: NumPy has no such type.
+        UnsupportedError: NumPy lacks the dtype.
     """
     if value.kind == "size":
         return value.value
@@ -178,16 +178,16 @@ def decode_named_value(value: NamedValue) -> object:
 
 
 class SavedArray(StoredTensor[ArraySource, NDArray[Any]]):
-    """A tensor of an open checkpoint; indexing reads what is asked for, `[...]` all of it."""
+    """A tensor of an open checkpoint; indexing reads the selected elements, `[...]` all of them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape, in elements."""
+        """Shape in elements."""
         return self._entry.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of its arrays; that of `ml_dtypes` where NumPy itself has none."""
+        """Dtype of the arrays; that of `ml_dtypes` if NumPy itself lacks it."""
         return array_dtype(self._entry)
 
     def _read(self, saved: ArraySource, box: Box) -> NDArray[Any]:
@@ -203,17 +203,17 @@ OpenedArrays: TypeAlias = Opened[ArraySource]
 
 
 def open_arrays(path: Any, *, verify: str | bool, base: NamedBases | None) -> OpenedArrays:
-    """Open a checkpoint of any format to look into it; its tensors are read into NumPy arrays.
+    """Open a checkpoint of any format to read parts of it into NumPy arrays.
 
     Args:
-        path: The path or URL of the checkpoint.
-        verify: Whether blocks that are touched are checked against their hashes.
-        base: As `load` takes it.
+        path: Path or URL of the checkpoint.
+        verify: Whether to check each block that is read against its hash.
+        base: Folder of the base checkpoint if it was moved, as for `load`.
 
     Raises:
-        SourceNotFoundError: Nothing is stored there.
-        CheckpointError: It cannot be read.
-        UsageError: An unknown way to verify.
+        SourceNotFoundError: The path does not exist.
+        CheckpointError: The checkpoint cannot be read.
+        UsageError: `verify` has an unknown value.
     """
     if verify not in (False, True, "read"):
         raise UsageError("`verify` must be False or 'read'", found=repr(verify))

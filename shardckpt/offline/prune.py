@@ -1,4 +1,4 @@
-"""The verbs `ls` and `prune`: the steps of a run, and removing those that nobody needs any more."""
+"""Implement `ls` and `prune`: list the steps of a run, and remove steps that no rule keeps."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class StepInfo:
     """One step of a run.
 
     Attributes:
-        number: The step.
-        path: Path or URL, which every verb takes.
-        nbytes: Of its files, as they were committed.
-        saved_at: When its save began, in seconds since the epoch; None where not known.
-        fault: Why it is not complete; empty where it is.
+        number: Number of the step.
+        path: Path or URL of the step, which all functions and commands accept.
+        nbytes: Committed bytes of its files.
+        saved_at: Start time of its save, in seconds since the epoch; None if unknown.
+        fault: Reason why the step is not complete; empty if it is.
     """
 
     number: int
@@ -56,8 +56,8 @@ class StepList:
 
     Attributes:
         root: Path or URL of the run.
-        complete: Those that were committed, with all their files, the oldest first.
-        incomplete: Folders that are called like steps and cannot be loaded.
+        complete: Steps that were committed and have all their files, oldest first.
+        incomplete: Folders that are named like steps and cannot be loaded.
     """
 
     root: str
@@ -67,15 +67,15 @@ class StepList:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed, or with `dry_run` would be.
+    """The removed steps and orphans; with `dry_run`, those that would be removed.
 
     Attributes:
-        root: Where.
-        removed: Steps, oldest first.
+        root: Path or URL of the run.
+        removed: Removed steps, oldest first.
         kept: Complete steps that stay.
-        incomplete: Steps that count for nothing and stay.
-        orphans: Names of folders that dead saves and removals left behind.
-        other_content: Names below the root of content in the removed steps that no save wrote: it stays.
+        incomplete: Incomplete steps, which stay.
+        orphans: Names of folders that killed saves and removals left.
+        other_content: Paths relative to the root of content in the removed steps that no save wrote; it stays.
     """
 
     root: str
@@ -87,24 +87,24 @@ class Pruned:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the steps that were removed."""
+        """Bytes of the removed steps."""
         return sum(step.nbytes for step in self.removed)
 
     @property
     def leftovers(self) -> tuple[str, ...]:
-        """`orphans`, under its earlier name."""
+        """Deprecated name of `orphans`."""
         warn_renamed("Pruned.leftovers", "Pruned.orphans")
         return self.orphans
 
 
 def ls(root: str | os.PathLike[str]) -> StepList:
-    """List the steps of a run. What counts is a step's `COMMIT`, and that the files it names have their sizes.
+    """List the steps of a run. A step is complete if its `COMMIT` is valid and all its files have their sizes.
 
     Args:
-        root: Folder of the run, a path or URL.
+        root: Path or URL of the run's folder.
 
     Raises:
-        UsageError: The folder does not exist or holds no steps; the message says what it holds.
+        UsageError: The folder does not exist or has no steps; the message describes its content.
         StorageError: Reading failed.
 
     Example:
@@ -130,31 +130,31 @@ def prune(
     verify: bool = False,
     dry_run: bool = False,
 ) -> Pruned:
-    """Remove steps of a run that no rule keeps, and what dead saves have left for more than a day.
+    """Remove the steps of a run that no rule keeps, and orphans that are more than a day old.
 
-    The newest complete step always stays, and only complete ones count. Of each step `COMMIT` goes first, so that a run
-    that is killed leaves every step complete or not at all.
+    The newest complete step always stays, and only complete steps count. `COMMIT` of a step is removed first, so that
+    an interrupted call leaves every step either complete or nonexistent.
 
     Args:
-        root: Folder of the run, a path or URL.
-        keep_last: So many of the newest steps stay.
-        keep_every: Steps whose number this divides stay.
-        keep_best: So many of the best steps by `metric` stay; steps without it too, unless there are other rules.
-            Without any rule all steps do.
-        metric: What `keep_best` goes by, of the metrics that were saved with the steps.
-        mode: Whether the best step has the smallest metric, or the largest.
-        keep_for: Steps stay for so long: a timedelta, seconds, or a time such as `"36h"` or `"7d"`.
-        verify: Before anything goes, check every block of the newest step; one that is damaged counts for nothing, and
-            the one before is checked. Otherwise only its manifest is read.
+        root: Path or URL of the run's folder.
+        keep_last: Number of newest steps to keep.
+        keep_every: Steps whose number is a multiple of this are kept.
+        keep_best: Number of best steps by `metric` to keep; steps without the metric are kept too, unless there are
+            other rules. Without any rule all steps are kept.
+        metric: Metric for `keep_best`, one of those saved with the steps.
+        mode: Whether the best step has the smallest or the largest metric.
+        keep_for: Minimum age of removed steps: a timedelta, seconds, or text such as `"36h"` or `"7d"`.
+        verify: Check every block of the newest step before removing any; a damaged step is ignored, and the one before
+            is checked. Without it only its manifest is read.
         dry_run: Remove nothing.
 
     Returns:
-        What was removed.
+        The removed steps and orphans.
 
     Raises:
-        UsageError: The folder does not exist or holds no steps; a rule that would mean nothing; no step has the metric.
+        UsageError: The folder does not exist or has no steps; a rule has an invalid value; no step has the metric.
             Nothing was removed.
-        UnsupportedError: A newer version wrote a step; nothing was removed.
+        UnsupportedError: A newer version of shardckpt wrote a step; nothing was removed.
         StorageError: Reading or removing failed.
     """
     root = os.fspath(root)
@@ -191,7 +191,7 @@ def _is_complete(step: StepFolder) -> bool:
 
 
 def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
-    """Return a run whose newest complete step was looked at closely; one that is removed meanwhile is not faulty."""
+    """Return a run after checking its newest complete step; a step that is removed meanwhile is not faulty."""
 
     def find_fault(step: StepFolder) -> str:
         return manifest_fault(store, step) or (_damage(store, step) if verify else "")
@@ -225,7 +225,7 @@ def _open(root: str) -> Store:
 
 
 def _require_empty(root: str, store: Store) -> None:
-    """Refuse to list a folder that holds other things than steps. Raises UnknownFormatError."""
+    """Reject a folder that contains other content than steps. Raises UnknownFormatError."""
     require_start_of_run(root)
     names = [entry.name for entry in store.list() if not entry.name.startswith(".")]
     if names:

@@ -1,4 +1,4 @@
-"""The verb `rekey`: an optimizer's state under names, numbers, flattened names, or flat parameters."""
+"""Implement `rekey`: convert the keys of optimizer state to names, ids, flattened names, or flat parameters."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def rekey(
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Report:
-    """Write a checkpoint as `consolidate` does, its optimizer's state under other keys; no value is changed.
+    """Write a checkpoint like `consolidate`, with other keys for its optimizer state; no value changes.
 
     Args:
-        src: Checkpoint in any readable format, with an optimizer: a folder or file, a path or URL.
-        dst: Folder to write; or, by names, one file where it ends in `.safetensors`, without groups.
-        to: `names`: tensors are called `<parameter>/<slot>`. `ids`: `<number>/<slot>`, as `torch.optim` numbers
-            parameters; the groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: undoes that.
-            `flat-parameters`: `<flat parameter>/<slot>`, one tensor of all its members, if the files store the
-            layouts: those of LOCAL states, and what this wrote. `names` undoes that.
+        src: Checkpoint in any readable format, with an optimizer: path or URL of a folder or file.
+        dst: Folder to write; with `names`, also a file if it ends in `.safetensors`, without groups.
+        to: `names`: tensors are named `<parameter>/<slot>`. `ids`: `<number>/<slot>`, with the ids of `torch.optim`;
+            the groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: the inverse of `flatten`.
+            `flat-parameters`: `<flat parameter>/<slot>`, one tensor of all its members, if the files store the layouts:
+            LOCAL states, and results of `rekey`. `names` is the inverse.
         on_progress: As for `consolidate`.
-        **options: Fields of `Options`; `part` is `all` unless given. `param_names` names the numbers of a source that
-            has numbers; with `ids` and a source that has names it says which number each gets.
+        **options: Fields of `Options`; `part` is `all` by default. `param_names` gives the names of a source with ids;
+            with `to="ids"` and a source with names, it gives the id of each name.
 
     Returns:
-        What was written.
+        Report of the written files.
 
     Raises:
-        UsageError: The call cannot be done: `to` is unknown, or the names are.
-        CheckpointError: The checkpoint is damaged, incomplete, unsafe, or holds no optimizer.
+        UsageError: The call is invalid: `to` is unknown, or names are.
+        CheckpointError: The checkpoint is damaged, incomplete or unsafe, or has no optimizer.
         StorageError: Reading or writing failed.
 
     Example:

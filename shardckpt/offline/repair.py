@@ -1,4 +1,4 @@
-"""The verb `repair`: a native step whose manifest or `COMMIT` is lost is made readable again from its payload files."""
+"""Implement `repair`: rebuild the lost manifest or `COMMIT` of a native step from its payload files."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _PAYLOAD = re.compile(r"(?P<save>[0-9a-z]+)-\d{5,}-\d{2,}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What was done.
+    """Result of a repair.
 
     Attributes:
         source: Path or URL of the step.
         save: Id of the save.
-        tensors: Arrays of the step.
-        files: Its payload files.
-        written: Files that were written; none where nothing was wrong.
-        warnings: What is odd or lost, one sentence each.
+        tensors: Number of arrays in the step.
+        files: Number of its payload files.
+        written: Names of the written files; empty if nothing was wrong.
+        warnings: Oddities and lost data, one sentence each.
     """
 
     source: str
@@ -63,25 +63,25 @@ def repair(
     base: NamedBases = "",
     dry_run: bool = False,
 ) -> Repair:
-    """Write the manifest and `COMMIT` of a native step anew, from what its payload files say of themselves.
+    """Rebuild the manifest and `COMMIT` of a native step from the headers of its payload files.
 
-    All bytes are read. Nothing is written if the step is complete already, or if tensors are missing: no
-    file can be made up.
+    All bytes are read. Nothing is written if the step is complete already, or if tensors are missing, since files
+    cannot be reconstructed.
 
     Args:
-        src: The step's folder: a path or URL.
-        save: Id of the save, if the folder holds several complete ones.
+        src: Path or URL of the step's folder.
+        save: Id of the save, if the folder contains several complete ones.
         rehash: Accept bytes that do not match the checksums of the manifest, and files of other sizes.
-        base: Path of a folder that the checkpoint refers to, as `load` takes it.
-        dry_run: Check everything; write nothing.
+        base: Folder of the base checkpoint if it was moved, as for `load`.
+        dry_run: Check everything and write nothing.
 
     Returns:
-        What was written.
+        Report of the written files.
 
     Raises:
-        UsageError: The folder does not exist or holds no payload files.
-        AmbiguousError: The folder holds several complete saves.
-        CheckpointError: Tensors are missing, or files are damaged: without `rehash` also where checksums show it.
+        UsageError: The folder does not exist or has no payload files.
+        AmbiguousError: The folder contains several complete saves.
+        CheckpointError: Tensors are missing, or files are damaged; without `rehash` also if checksums do not match.
         StorageError: Reading or writing failed.
 
     Example:
@@ -117,11 +117,11 @@ def _sizes(source: Source) -> dict[str, int]:
 
 
 def _open_intact(store: Store, sizes: Mapping[str, int], base: NamedBases) -> ManifestContents | None:
-    """Return the manifest of a step that needs no repair.
+    """Return the manifest of a step that needs no repair; None for any other step.
 
     Raises:
-        UnsupportedError: It is of a newer version, which is not damage.
-        IncompleteError: It is committed, and files of it are missing or short.
+        UnsupportedError: The step has a newer version, which is not damage.
+        IncompleteError: The step is committed, but files are missing or short.
     """
     try:
         commit = read_commit(store, sizes)
@@ -135,7 +135,7 @@ def _open_intact(store: Store, sizes: Mapping[str, int], base: NamedBases) -> Ma
 
 
 def _list_differing(store: Store, sizes: Mapping[str, int], contents: ManifestContents) -> list[str]:
-    """Return the files of a step that have other sizes than its manifest says, or bytes that its checksums deny."""
+    """Return the files of a step whose size or bytes contradict its manifest."""
     own = [file for file in contents.files if not file.base]
     return [
         file.name
@@ -154,7 +154,7 @@ def _require_complete(store: Store, contents: ManifestContents, sizes: Mapping[s
 def _choose(
     store: Store, sizes: Mapping[str, int], save: str, base: NamedBases
 ) -> tuple[ManifestContents, tuple[str, ...]]:
-    """Return the content of the one complete save in the folder."""
+    """Return the content of the only complete save in the folder."""
     named: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
         if match := _PAYLOAD.fullmatch(name):
@@ -191,10 +191,10 @@ def _choose(
 def _with_hashes(
     store: Store, sizes: Mapping[str, int], contents: ManifestContents, rehash: bool
 ) -> tuple[ManifestContents, tuple[str, ...]]:
-    """Hash the files, and compare with an old manifest that says the same of them.
+    """Hash the files, and compare with an old manifest of the same files.
 
     Raises:
-        ChecksumError: The bytes are not those that the old manifest was written for.
+        ChecksumError: The bytes differ from those of the old manifest.
     """
     hashed = [
         f if f.base else f._replace(nbytes=sizes[f.name], hashes=tuple(_hash(store, f.name, sizes[f.name])))
@@ -235,7 +235,7 @@ def _without_digests(record: ArrayRecord) -> ArrayRecord:
 
 
 def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> ManifestContents | None:
-    """Return the manifest of a save in the folder, if it can be read."""
+    """Return the manifest of a save in the folder; None if it cannot be read."""
     name = manifest_name(save)
     if not 0 < sizes.get(name, 0) <= MAX_MANIFEST_BYTES:
         return None
@@ -248,7 +248,7 @@ def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> Manifest
 def _read_based(
     store: Store, sizes: Mapping[str, int], save: str, files: Sequence[DescribedFile]
 ) -> ManifestContents | None:
-    """Return the manifest of a step that refers to others, which only it knows, if it fits the payload files here."""
+    """Return the manifest of a step with bases if it matches the payload files; other files do not store the bases."""
     old = _old_manifest(store, sizes, save)
     if old is None or not old.bases:
         return None

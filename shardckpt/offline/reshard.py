@@ -1,4 +1,4 @@
-"""The verb `reshard`: all that a checkpoint holds, written anew for another number of ranks."""
+"""Implement `reshard`: write all content of a checkpoint for another number of ranks."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ def reshard(
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Report:
-    """Write all that a checkpoint holds as one of `world_size` ranks, each with a payload file at least.
+    """Write all content of a checkpoint like a save of `world_size` ranks, with at least one payload file per rank.
 
-    No value changes: loading the result gives the same bits as loading the source, at this world size or any other.
-    Memory is constant.
+    No value changes: loading the result gives the same bits as loading the source, at any world size. Memory is
+    constant.
 
     Args:
-        src: Checkpoint in any readable format: a folder or file, a path or URL.
+        src: Checkpoint in any readable format: path or URL of a folder or file.
         dst: Folder to write.
-        world_size: Ranks that tensors are split for, in their first dimension.
-        to: Format to write: `native`; `dcp`, which `torch.distributed.checkpoint` loads; or `torch`, a file of
-            `torch.save` for each rank, with the DTensors of FSDP2.
-        max_shard_size: Bytes of tensor data in a file: a number, or `5GB`. With `torch` each rank has one file.
-        max_memory: Bytes that the process may add to its start-up.
-        shapes_from: Any checkpoint of the same model that holds full tensors, for flat parameters of FSDP1.
-        base: Path of a folder that the checkpoint refers to, as `load` takes it.
-        keep_whole: Globs of dotted names that `torch` does not split, such as buffers: every rank's file has them.
-        allow_loss: Leave out values that the format cannot hold; otherwise that is an error which lists them.
-        overwrite: Replace one checkpoint of the same format at the target.
-        dry_run: Plan and check, write nothing.
-        on_progress: Called as bytes are written; what it raises stops the work and leaves nothing.
+        world_size: Number of ranks over which tensors are split, along their first dimension.
+        to: Format to write: `native`; `dcp`, which `torch.distributed.checkpoint` loads; or `torch`, one `torch.save`
+            file per rank with the DTensors of FSDP2.
+        max_shard_size: Maximum bytes of tensor data in a file: a number, or `5GB`. With `torch` each rank has one file.
+        max_memory: Maximum bytes of memory in addition to that of the started process.
+        shapes_from: Any checkpoint of the same model with full tensors, for flat parameters of FSDP1.
+        base: Folder of the base checkpoint if it was moved, as for `load`.
+        keep_whole: Globs of dotted names that `torch` does not split, such as buffers; the file of every rank has them.
+        allow_loss: Omit values that the format cannot store; otherwise they are an error that lists them.
+        overwrite: Replace one existing checkpoint of the same format.
+        dry_run: Plan and check, and write nothing.
+        on_progress: Called while bytes are written; an exception that it raises stops the work and removes the result.
 
     Returns:
-        What was written.
+        Report of the written files.
 
     Raises:
-        ShardckptError: As `consolidate` does.
+        ShardckptError: As for `consolidate`.
 
     Example:
         >>> shardckpt.reshard("run/step-100", "for-8", world_size=8)  # doctest: +SKIP
@@ -92,7 +92,7 @@ def reshard(
 
 
 def _check(src: str, dst: str, world_size: int, max_memory: int | str) -> int:
-    """Return the memory cap in bytes, once the call makes sense."""
+    """Return the memory limit in bytes after checking the arguments."""
     if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
         raise UsageError("--world-size is not a number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
     memory = parse_size(max_memory)

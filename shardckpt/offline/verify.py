@@ -1,4 +1,4 @@
-"""The verb `verify`: structure, coverage, sizes, and the checksums that a format stores."""
+"""Implement `verify`: check structure, coverage, sizes, and stored checksums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardckpt.storage.store import Read, check_name
 _BLOCK_BYTES = 1 << 22
 _MOST_FAULTS = 1000
 _FULL_FILES = "xxh3-64"
-"""Checksums of this kind leave no byte of a file out."""
+"""Kind of checksums that cover all bytes of a file."""
 
 _SHOWN = 4
 
@@ -30,20 +30,20 @@ _SHOWN = 4
 def verify(
     src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
 ) -> Verification:
-    """Check that a checkpoint is complete: every element once, every file long enough, every stored checksum right.
+    """Check that a checkpoint is complete: each element once, files of full length, and matching checksums.
 
-    A damaged checkpoint is reported, not raised; only one that no reader recognizes, or storage that fails, raises.
+    A damaged checkpoint is reported, not raised; only an unrecognized source or a failing storage raises.
 
     Args:
-        src: Checkpoint in any readable format: a folder or file, a path or URL.
-        shapes_from: Any checkpoint of the same model that holds full tensors, for flat parameters of FSDP1.
-        base: Path of a folder that the checkpoint refers to, as `load` takes it.
+        src: Checkpoint in any readable format: path or URL of a folder or file.
+        shapes_from: Any checkpoint of the same model with full tensors, for flat parameters of FSDP1.
+        base: Folder of the base checkpoint if it was moved, as for `load`.
 
     Returns:
-        Every problem found.
+        All faults.
 
     Raises:
-        UsageError: Nothing there, or nothing that a reader recognizes; or the shapes do not fit.
+        UsageError: The source does not exist or is not recognized, or the shapes do not match.
         StorageError: Reading failed.
     """
     src = os.fspath(src)
@@ -56,7 +56,7 @@ def verify(
     manifest = reader.manifest
     problems = [escape(f) for f in faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)]
     problems += [escape(f"{name} is missing") for name in manifest.missing]
-    if not problems:  # a file that no tensor needs
+    if not problems:  # a file that no tensor uses
         problems += [escape(f"{name} is missing") for name, size in manifest.files.items() if size < 0]
     checked = 0
     if not problems:
@@ -71,7 +71,7 @@ def verify(
 
 
 def _list_wrong_files(reader: Reader) -> list[str]:
-    """Compare the names and sizes of files in the manifest with the folder; the reader of a plugin may be wrong."""
+    """Compare the manifest's file names and sizes with the folder, since the reader of a plugin may be wrong."""
     manifest = reader.manifest
     sizes = {name: size for name, size in manifest.files.items() if name not in manifest.elsewhere}
     found: dict[str, int] = {}
@@ -88,7 +88,7 @@ def _list_wrong_files(reader: Reader) -> list[str]:
 
 
 def _containers(reader: Reader) -> list[str]:
-    """Open every container that holds a tensor, and check what is in it."""
+    """Open every container of a tensor and check its content."""
     entries = reader.manifest.tensors.values()
     try:
         lazy = [entry for entry in entries if any(isinstance(piece.layout, Lazy) for piece in entry.pieces)]
@@ -145,7 +145,7 @@ def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content)
 
 
 class _Content:
-    """Finds the tensors in a range of a file."""
+    """Finds the tensors in a byte range of a file."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -162,7 +162,7 @@ class _Content:
         return found
 
     def describe(self, file: str, start: int, end: int) -> str:
-        """Return words for the tensors between two bytes; nothing where there are none."""
+        """Return a description of the tensors between two bytes; empty if there are none."""
         names = list(
             dict.fromkeys(name for low, high, name in self._ranges.get(file, ()) if low < end and high > start)
         )
@@ -173,7 +173,7 @@ class _Content:
 
 
 def _blocks(reader: Reader, checksum: Checksum, buffer: bytearray) -> Iterator[memoryview]:
-    """Yield the bytes that a checksum covers, a part at a time in one buffer."""
+    """Yield the bytes that a checksum covers, in parts through one buffer."""
     for start in range(0, checksum.nbytes, _BLOCK_BYTES):
         block = memoryview(buffer)[: min(_BLOCK_BYTES, checksum.nbytes - start)]
         reader.raw_store.read([Read(checksum.file, checksum.offset + start, block)])

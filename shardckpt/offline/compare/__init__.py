@@ -1,1 +1,1 @@
-"""Two checkpoints under common names: tensors, values, param groups."""
+"""Compare two checkpoints under common names: tensors, values, param groups."""

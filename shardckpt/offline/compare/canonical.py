@@ -1,4 +1,4 @@
-"""An open checkpoint under names that do not depend on its format: tensors, values and optimizer groups."""
+"""Read an open checkpoint under names that are independent of its format: tensors, values and optimizer groups."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
 
 _KNOWN = ("state", "param_groups", "units", "originals")
-"""What `key_by_name` takes of an optimizer, or that only says how its files are arranged."""
+"""Keys of an optimizer that `key_by_name` converts, or that only describe the arrangement of its files."""
 
 
 Naming = Literal["names", "order", "ids"]
-"""`names` of the parameters, names that a reader took in the `order` of the model, or an optimizer's own `ids`."""
+"""Parameters by `names`, by names that a reader assigned in the `order` of the model, or by an optimizer's `ids`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """How one optimizer's parameters are called.
+    """Naming of one optimizer's parameters.
 
     Attributes:
         root: Dotted path of the optimizer.
-        naming: What its parameters are called by.
+        naming: Kind of parameter names.
         tensors: Names of its tensors.
         values: Paths of its values.
     """
@@ -47,18 +47,18 @@ class Optimizer:
 
 @dataclass(slots=True)
 class Canonical:
-    """What a checkpoint holds of the part that was asked for.
+    """Content of the requested part of a checkpoint.
 
     Attributes:
-        tensors: Name to array. The model's stand under the names of the unwrapped model, optimizer state under
-            `<parameter>/<slot>`, anything else under its dotted path.
-        values: Path to value, of all that is not a tensor; the first key of an optimizer's value is its name.
-        groups: What stands in front of an optimizer's names, to its groups; empty for the only optimizer.
+        tensors: Name to array. Model tensors have the names of the unwrapped model, optimizer state has names
+            `<parameter>/<slot>`, other tensors their dotted paths.
+        values: Path to value, for all values that are not tensors; the first key of an optimizer's value is its prefix.
+        groups: Prefix of an optimizer's names to its groups; the prefix of the only optimizer is empty.
         refused: Name to the reason why its value cannot be read.
-        sources: Dotted path of a value to its place, for those that were read from a file.
-        optimizers: What stands in front of an optimizer's names, to what they are.
-        left_out: Dotted paths of what was not asked for.
-        warnings: What is odd, one sentence each.
+        sources: Dotted path of a value to its location, for values that were read from a file.
+        optimizers: Prefix of an optimizer's names to its naming.
+        left_out: Dotted paths of content outside of the requested part.
+        warnings: Oddities, one sentence each.
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -72,13 +72,13 @@ class Canonical:
 
 
 def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = (), *, by_ids: bool = False) -> Canonical:
-    """Return what a checkpoint holds, under one name each that does not depend on its format.
+    """Return the content of a checkpoint under names that are independent of its format.
 
     Args:
-        reader: The open checkpoint.
-        part: Which part; `all` is the full checkpoint.
-        rules: Make other names and shapes of the model's, and of its optimizers'.
-        by_ids: Call the parameters of optimizers that are stored by ids by those, even where names are known.
+        reader: Open checkpoint.
+        part: Part to read; `all` is the full checkpoint.
+        rules: Rules that rename and reshape the tensors of the model and its optimizers.
+        by_ids: Whether parameters that are stored by ids keep these, even if their names are known.
 
     Raises:
         CheckpointError: Optimizer values cannot be read.
@@ -142,7 +142,7 @@ class _Naming:
         made.optimizers[prefix] = Optimizer(dotted(root), naming, frozenset(tensors), frozenset(values))
 
     def _name_params(self, raw: RawOptimizer, root: Path) -> tuple[OptimizerState, Naming]:
-        """Return an optimizer by the names of its parameters, or by its ids where these have no certain names."""
+        """Return an optimizer by the names of its parameters, or by its ids if their names are uncertain."""
         if self._by_ids and optimizer_state.has_ids(raw):
             return optimizer_state.key_by_id(raw), "ids"
         tensors = self._model.tensors
@@ -175,7 +175,7 @@ class _Naming:
         self._add_unread()
 
     def _add_unread(self) -> None:
-        """Name what the reader passes over, with its place if it is a file: it may be compared byte for byte."""
+        """Add the values that the reader skips; files among them get their location, to be compared as bytes."""
         unread = self._manifest.unread
         if not unread:
             return
@@ -186,7 +186,7 @@ class _Naming:
                 self._made.sources[name] = ObjectEntry((name,), UNREAD, name, Span(0, sizes[name]))
 
     def _is_read(self, root: Path, path: Path) -> bool:
-        """Return True if an optimizer's array is there already, as its state or as a number of its groups."""
+        """Return True if an optimizer's array has been read, as part of its state or as a number of its groups."""
         kind, dot, _ = str(path[len(root)]).partition(".")
         return kind != "param_groups" or (not dot and prod(self._manifest.tensors[path].shape) <= SMALL_ELEMENTS)
 

@@ -1,4 +1,4 @@
-"""The groups of two optimizers under common names, so that they can be compared setting by setting. Pure."""
+"""Align the groups of two optimizers by parameter names, so that settings can be compared."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Groups:
     """The groups of one optimizer.
 
     Attributes:
-        settings: Of each group, without `params`.
-        members: Names of the parameters of each group.
-        are_stored: Whether the checkpoint holds groups; otherwise parameters with equal settings make one.
+        settings: Settings of each group, without `params`.
+        members: Parameter names of each group.
+        are_stored: Whether the checkpoint contains groups; otherwise parameters with equal settings form one.
     """
 
     settings: Sequence[Mapping[str, object]]
@@ -26,11 +26,11 @@ class Groups:
 
 
 def index_groups(groups: Sequence[Mapping[str, object]], *, are_stored: bool) -> Groups:
-    """Return the groups of an optimizer by name.
+    """Index the groups of an optimizer by parameter name.
 
     Args:
-        groups: Each with `params`, a list of names.
-        are_stored: Whether the checkpoint holds groups.
+        groups: Groups, each with a list of names as `params`.
+        are_stored: Whether the checkpoint contains groups.
     """
     settings = [{key: value for key, value in group.items() if key != _PARAMS} for group in groups]
     members = [group.get(_PARAMS, ()) for group in groups]
@@ -41,12 +41,12 @@ NO_GROUPS = Groups((), (), are_stored=False)
 
 
 def align(a: Groups, b: Groups) -> tuple[dict[Path, object], dict[Path, object]]:
-    """Return the settings of both by paths that mean the same parameters: `param_groups.<number>.<setting>`.
+    """Return the settings of both under common paths for the same parameters: `param_groups.<number>.<setting>`.
 
-    Where both divide the parameters alike, numbers are those of `a`. Otherwise the settings of each set of parameters
-    that both keep together stand under the first of them, and the division itself is one more value,
-    `param_groups.members`, unless one of the two stores none. The order of groups, and of parameters in a group, does
-    not count.
+    If both group the parameters equally, numbers are those of `a`. Otherwise the settings of each set of parameters
+    that share a group in both are listed under its first parameter, and the grouping itself is one more value,
+    `param_groups.members`, unless one of them stores no groups. The order of groups, and of parameters in a group, is
+    ignored.
     """
     in_a, in_b = _home(a), _home(b)
     cells: dict[tuple[int | None, int | None], str] = {}

@@ -1,7 +1,7 @@
-"""Values that are not tensors: nested values as leaves under dotted names, and whether two leaves are equal. Pure.
+"""Flatten nested values to leaves with dotted names, and compare leaves.
 
-Formats split nested values in different places: one lists every number, another holds a full dict as one object. Their
-leaves are the same. The kind of a container (list or tuple, dict or `OrderedDict`) is not kept.
+Formats split nested values differently: one stores every number, another stores a full dict as one object. Their leaves
+are equal. The kind of a container (list or tuple, dict or `OrderedDict`) is ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NO_MORE = "it holds more values than the files have bytes"
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far two floating-point numbers may be apart to count as equal: `|a - b| <= atol + rtol * |b|`.
+    """Maximum difference of two floating-point numbers that count as equal: `|a - b| <= atol + rtol * |b|`.
 
     Attributes:
-        atol: Absolute.
-        rtol: Relative to the second number.
+        atol: Absolute tolerance.
+        rtol: Tolerance relative to the second number.
     """
 
     atol: float = 0.0
@@ -35,7 +35,7 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """Whether only the same bits are equal."""
+        """Whether only equal bits count as equal."""
         return self.atol == 0 and self.rtol == 0
 
 
@@ -53,11 +53,11 @@ class Leaves:
 
 
 def find_leaves(nested_values: Mapping[Path, object], most: int) -> Leaves:
-    """Take values apart down to their leaves; a sequence of scalars is one leaf.
+    """Flatten nested values to leaves; a sequence of scalars is one leaf.
 
     Args:
         nested_values: Path to value.
-        most: Values that are visited at most: containers that a pickle shares could stand for any number of them.
+        most: Maximum number of visited values: shared containers of a pickle could represent any number of them.
     """
     scalars: dict[Path, object] = {}
     found = Leaves()
@@ -85,14 +85,14 @@ def find_leaves(nested_values: Mapping[Path, object], most: int) -> Leaves:
 
 
 def is_leaf(value: object) -> bool:
-    """Return True if a value is compared as one."""
+    """Return True if a value is compared as a leaf."""
     if type(value) in (tuple, set, frozenset):
         return all(type(each) in _SCALARS for each in value)  # type: ignore[attr-defined]
     return type(value) in _SCALARS
 
 
 def _plain(value: object) -> object:
-    """Return a value as other formats hold it; a container of nothing, and a sequence of scalars, as a tuple."""
+    """Return a value in a form common to all formats; empty containers and sequences of scalars become tuples."""
     if type(value) is NamedValue and value.kind == "size":
         return value.value
     if type(value) is NamedValue and value.kind == "dtype":
@@ -121,7 +121,7 @@ def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
 
 def _key_items(value: Mapping[object, object]) -> list[tuple[str | int, object]]:
     words = {key: key if type(key) in (str, int) else repr(key)[:_SHOWN] for key in value}
-    if len({str(word) for word in words.values()}) < len(words):  # 1 and "1"
+    if len({str(word) for word in words.values()}) < len(words):  # such as 1 and "1"
         words = {key: repr(key) for key in value}
     return [(words[key], each) for key, each in value.items()]  # type: ignore[misc]
 
@@ -131,7 +131,7 @@ def _size(value: object) -> int:
 
 
 def _join_scalars(scalars: Mapping[Path, object]) -> dict[Path, object]:
-    """Join scalars side by side under the numbers from 0: some formats list the items of lists one by one."""
+    """Join scalars whose keys count from 0 into one leaf: some formats store the items of lists separately."""
     rows: dict[Path, dict[int, object]] = {}
     mixed: set[Path] = {()}
     for path, value in scalars.items():
@@ -153,7 +153,7 @@ def _join_scalars(scalars: Mapping[Path, object]) -> dict[Path, object]:
 
 
 def _number(key: str | int) -> int:
-    """Return the place in a list that a key could mean; -1 for none."""
+    """Return the list index of a key; -1 if it is not one."""
     if type(key) is int:
         return key
     text = str(key)
@@ -161,14 +161,14 @@ def _number(key: str | int) -> int:
 
 
 def are_equal(a: object, b: object, tolerance: Tolerance) -> bool:
-    """Return True if two leaves are equal: of one type, and the same; floats may be as far apart as is tolerated."""
+    """Return True if two leaves have equal types and equal values, with floats compared within the tolerance."""
     if type(a) is tuple and type(b) is tuple:
         return len(a) == len(b) and all(map(_are_same, a, b, [tolerance] * len(a)))
     return _are_same(a, b, tolerance)
 
 
 def have_same_types(a: object, b: object) -> bool:
-    """Return True if two leaves are of one type, item by item."""
+    """Return True if two leaves have equal types, item by item."""
     if type(a) is tuple and type(b) is tuple:
         return all(type(x) is type(y) for x, y in zip(a, b, strict=False))
     return type(a) is type(b)
@@ -203,7 +203,7 @@ def _are_close(a: float, b: float, tolerance: Tolerance) -> bool:
 
 
 def describe(a: object, b: object, tolerance: Tolerance) -> tuple[str, str]:
-    """Return two leaves that differ in words; of two sequences the first items that do."""
+    """Return texts for two different leaves; for sequences, the first items that differ."""
     if type(a) is tuple and type(b) is tuple and a and b:
         if len(a) != len(b):
             return f"{len(a)} items", f"{len(b)} items"
@@ -220,7 +220,7 @@ def _describe_typed(value: object) -> str:
 
 
 def format_leaf(value: object) -> str:
-    """Return a leaf in a few words."""
+    """Return a short text for a leaf."""
     return f"{len(value)} items" if type(value) is tuple and len(value) > 4 else _words(value)
 
 

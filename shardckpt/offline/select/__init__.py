@@ -1,1 +1,1 @@
-"""Choose tensors and settings of a source, under which names."""
+"""Select tensors and settings of a source, and their names."""

@@ -1,4 +1,4 @@
-"""Config and tokenizer files that travel with a model, found beside the checkpoint or where the user says."""
+"""Find config and tokenizer files of a model, in the folder of the checkpoint or in one that the user names."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class ConfigFiles:
     """Config and tokenizer files that are copied unchanged.
 
     Attributes:
-        store: Where they are; None without any.
+        store: Store that contains them; None without any.
         files: Name to size in bytes.
-        config: The parsed `config.json`, empty if it is missing.
-        kept: Name to content of config files of the checkpoint that is replaced, where no new ones take their place.
+        config: Parsed `config.json`; empty if it is missing.
+        kept: Name to content of config files that stay when a checkpoint is replaced, if no new ones replace them.
     """
 
     store: Store | None
@@ -53,13 +53,13 @@ class ConfigFiles:
 
 
 def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
-    """Find config files in `config_from`, else in the source's folder or the one above.
+    """Find config files in `config_from`, else in the source's folder or its parent.
 
-    The folder above counts only where it holds the `config.json` of a model.
+    The parent folder is used only if it contains the `config.json` of a model.
 
     Raises:
-        UsageError: `config_from` is not a folder, or holds nothing to copy.
-        FormatError: Its `config.json` is not a JSON object.
+        UsageError: `config_from` is not a folder, or has no file to copy.
+        FormatError: `config.json` is not a JSON object.
         StorageError: A store failed.
     """
     if config_from:
@@ -84,15 +84,15 @@ def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
 
 
 def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]) -> ConfigFiles:
-    """Add the config files of a checkpoint that is replaced.
+    """Add the config files of a replaced checkpoint.
 
     Args:
-        carried: Files from beside the source, or from where the user says: they come first.
-        target: Folder that is replaced; it need not be there.
-        is_config: Names of config files that belong to such a checkpoint.
+        carried: Files of the source or of the folder that the user named; they take precedence.
+        target: Folder that is replaced, which need not exist.
+        is_config: Pattern of names of config files that belong to such a checkpoint.
 
     Raises:
-        FormatError: Its `config.json` is not a JSON object, or a config file is too large.
+        FormatError: `config.json` is not a JSON object, or a config file is too large.
         StorageError: The store failed.
     """
     if kind(target) != "folder":
@@ -124,7 +124,7 @@ def read_config(store: Store, size: int) -> dict[str, object]:
     """Return the parsed `config.json` of a folder; empty if it is missing.
 
     Raises:
-        FormatError: It is not a JSON object, or too large to be one.
+        FormatError: The file is not a JSON object, or is too large.
     """
     if size < 0:
         return {}
@@ -138,9 +138,9 @@ def read_config(store: Store, size: int) -> dict[str, object]:
 
 
 def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """Return a model's config with its dtype, and those of its parts, set to what the tensors were cast to.
+    """Return a model's config with its dtype, and those of its parts, set to the dtype of the cast.
 
-    Without it `from_pretrained` would cast them back. Other values stay as they are.
+    Without this `from_pretrained` would cast the tensors back. Other values stay unchanged.
     """
     changed: dict[str, object] = {}
     for key, value in config.items():

@@ -1,7 +1,7 @@
 """Param groups and values of an optimizer, as JSON and by path.
 
-In `param_groups.json` they are plain, with what plain JSON does not keep exactly beside them; by path they are as
-`torch.optim` and `torch.distributed` know them.
+`param_groups.json` stores plain values, and exact copies of values that plain JSON cannot represent; by path, values
+have the form of `torch.optim` and `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardckpt.plan.optim.output_keys import VALUES
 
 
 def read_content(state: OptimizerState) -> dict[str, Any]:
-    """Return the groups and values of an optimizer, each of its own type."""
+    """Return the groups and values of an optimizer with their original types."""
     values = {name: dict(slots) for name, slots in state.scalars.items()}
     return {GROUPS: [dict(group) for group in state.groups], VALUES: values}
 
@@ -31,11 +31,11 @@ def read_content(state: OptimizerState) -> dict[str, Any]:
 def as_json(content: Mapping[str, Any]) -> dict[str, object]:
     """Return the content of `param_groups.json`.
 
-    What JSON has no form for stands there as people read it, and once more as tagged JSON beside its path, so that it
-    comes back as it was.
+    A value that JSON cannot represent is stored as readable text, and again as tagged JSON with its path, so that it
+    can be restored exactly.
 
     Raises:
-        CheckpointError: It cannot be written as JSON at all.
+        CheckpointError: A value cannot be written as JSON at all.
     """
     exact: list[list[object]] = []
     made: dict[str, object] = {key: _plain(value) for key, value in content.items()}
@@ -63,7 +63,7 @@ def iter_settings(content: Mapping[str, Any]) -> Iterator[tuple[Path, object]]:
 
 
 def drop_settings(content: Mapping[str, Any], lost: frozenset[Path]) -> dict[str, Any]:
-    """Return a content without some of its settings."""
+    """Return the content without some of its settings."""
     groups = [
         {key: value for key, value in group.items() if (GROUPS, number, key) not in lost}
         for number, group in enumerate(content[GROUPS])
@@ -76,7 +76,7 @@ def drop_settings(content: Mapping[str, Any], lost: frozenset[Path]) -> dict[str
 
 
 def plain_value(value: Any) -> Any:
-    """Return what a pickle held with the containers that it meant."""
+    """Return a value from a pickle as plain Python containers."""
     if isinstance(value, Ordered):
         return OrderedDict((key, plain_value(each)) for key, each in value.items())
     if isinstance(value, Dtype):
@@ -89,7 +89,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _is_json(value: object) -> bool:
-    """Return True if JSON gives a value back as it is."""
+    """Return True if JSON preserves a value."""
     if value is None or type(value) in (bool, int, str):
         return True
     if type(value) is float:

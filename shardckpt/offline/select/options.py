@@ -1,4 +1,4 @@
-"""What a conversion can be asked for, and how types are written by people."""
+"""Options of a conversion, and the users' names of dtypes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ OPTIM_KEYS: tuple[OptimKeys, ...] = ("names", "ids", "flat")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20
 LEAST_MEMORY_BYTES = 24 * 2**20
-"""Below this the modules that a conversion loads (numpy above all, 16 MiB) would break the promise by themselves."""
+"""Minimum memory limit: the modules that a conversion loads (mainly NumPy, 16 MiB) already take almost this much."""
 
 
 def parse_dtype(text: str) -> str:
-    """Return torch's name of a float type that tensors can be cast to; empty stays empty.
+    """Return torch's name of a float dtype that tensors can be cast to; empty stays empty.
 
     Raises:
-        UsageError: No such type, or none that values can be cast to.
+        UsageError: The dtype is unknown, or values cannot be cast to it.
     """
     name = SHORT_NAMES.get(text, text)
     if name and name not in FLOATS:
@@ -37,36 +37,35 @@ def parse_dtype(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `consolidate` and `convert` can be asked for. Field names are the command's options, with underscores.
+    """Options of `consolidate` and `convert`. Field names are the command's options, with underscores.
 
     Attributes:
         to: Format to write: `safetensors`, `torch` (files of `torch.save`), `dcp` (torch's distributed checkpoints), or
-            `native`, a step of shardckpt. Empty: `torch` for one file that is named so, else `safetensors`.
+            `native`, a step of shardckpt. If empty: `torch` for a file with its suffix, else `safetensors`.
         part: `model`, `optim` or `all`.
-        weights: `live`, the model's own; `master`, `ema` or a variant's name, where the checkpoint holds those too.
-        model_key: Where the model is, where the rules find another place.
-        optim_key: Where the optimizer is: a key, a file, or `file:key`.
-        optim_keys: How the optimizer written calls its parameters: `names`; `ids`, numbered as `torch.optim` does; or
-            `flat`, one key a value, `state.<parameter>.<slot>`.
+        weights: `live`, the model's own; `master`, `ema` or a variant's name, if the checkpoint contains these.
+        model_key: Path of the model, if the rules do not find it.
+        optim_key: Path of the optimizer: a key, a file, or `file:key`.
+        optim_keys: Parameter keys of the written optimizer: `names`; `ids`, numbered as in `torch.optim`; or `flat`,
+            one key per value, `state.<parameter>.<slot>`.
         param_names: JSON file from optimizer id to name, or an array of names.
-        shapes_from: Any checkpoint of the same model with full tensors: takes flat parameters apart, and is checked
-            against.
-        base: Path of a folder that the checkpoint refers to, as `load` takes it.
-        dtype: Float type to cast the model's float tensors to.
+        shapes_from: Any checkpoint of the same model with full tensors, to split flat parameters and to check shapes.
+        base: Folder of the base checkpoint if it was moved, as for `load`.
+        dtype: Float dtype to cast the model's float tensors to.
         keep_fp32: Globs of final names that are not cast.
         allow_overflow: Accept finite values that become infinite in a cast.
-        allow_loss: Leave out what the format cannot hold; otherwise that is an error which lists it.
-        max_shard_size: Bytes of tensor data in a file.
-        max_memory: Bytes that the process may add to its start-up.
-        include: Globs of final names to take; all, if there are none.
-        exclude: Globs of final names to leave.
-        rules: TOML file of rules, or the name of a set that comes with the package: other names and shapes.
-        rename: `FROM=TO`, in order, after `rules`: FROM is a regular expression for full names, TO may name groups.
-        config_from: Folder whose config and tokenizer files are carried along.
-        overwrite: Replace one checkpoint of the same format at the target.
-        dry_run: Plan and check, write nothing.
-        jobs: Threads that read and write, in each process; None for as many as help, at most 4.
-        parallel: Share the output files among the ranks of the job, each of which makes this very call.
+        allow_loss: Omit values that the format cannot store; otherwise they are an error that lists them.
+        max_shard_size: Maximum bytes of tensor data in a file.
+        max_memory: Maximum bytes of memory in addition to that of the started process.
+        include: Globs of final names to write; empty for all.
+        exclude: Globs of final names to skip.
+        rules: TOML file, or name of a built-in set of rules, for other names and shapes.
+        rename: `FROM=TO`, in order, after `rules`: FROM is a regular expression for full names, TO may refer to groups.
+        config_from: Folder whose config and tokenizer files are copied.
+        overwrite: Replace one existing checkpoint of the same format.
+        dry_run: Plan and check, and write nothing.
+        jobs: Threads that read and write, in each process; None to choose their number, at most 4.
+        parallel: Whether to share the output files among the ranks of the job, all of which make this call.
     """
 
     to: str = ""
@@ -95,10 +94,10 @@ class Options:
     parallel: bool = False
 
     def validated(self) -> Options:
-        """Return the same options once everything that can be checked without a checkpoint was checked.
+        """Return the same options after all checks that need no checkpoint.
 
         Raises:
-            UsageError: A value that cannot be.
+            UsageError: An option has an invalid value.
         """
         if self.part not in PARTS:
             raise UsageError(f"--part {self.part!r} is not a part", expected=", ".join(PARTS))

@@ -1,4 +1,4 @@
-"""Names and shapes for flat parameters, from any other checkpoint of the same model."""
+"""Load names and shapes of flat parameters from another checkpoint of the same model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
     """Return a reader that knows the members of its flat parameters.
 
     Args:
-        reader: The open checkpoint.
-        shapes_from: Checkpoint of the same model, in any format, that holds full tensors; empty for none.
-        ids: Names of an optimizer's numbers, if they are known.
+        reader: Open checkpoint.
+        shapes_from: Checkpoint of the same model, in any format, with full tensors; empty for none.
+        ids: Names of an optimizer's ids, if known.
 
     Raises:
-        UsageError: Shapes are lacking, or do not fit the flat parameters; or a file is not what it should be.
+        UsageError: Shapes are missing, or do not match the flat parameters; or a file has the wrong kind.
         CheckpointError: The other checkpoint cannot be read.
         StorageError: The store failed.
     """
@@ -59,9 +59,9 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 
 
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
-    """Return True if a checkpoint's tensors stand in the order of the model, by its format or by their places.
+    """Return True if a checkpoint's tensors are in the order of the model, by its format or by their offsets.
 
-    safetensors files are mostly sorted by name, and in DCP folders of replicated tensors ranks took turns.
+    safetensors files are usually sorted by name; in DCP folders, replicated tensors are distributed over ranks.
     """
     if manifest.keeps_order:
         return True

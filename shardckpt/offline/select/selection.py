@@ -1,4 +1,4 @@
-"""What a conversion takes from a checkpoint, and under which names: the model, the optimizer, and what is left."""
+"""Select the content of a conversion and its final names: model, optimizer, and skipped content."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
     from shardckpt.plan.rules.rules import Rule
 
 SMALL_ELEMENTS = 64
-"""Elements of an array among hyper-parameters that is read as numbers."""
+"""Maximum elements of an array among hyperparameters that is read as numbers."""
 _MAX_NAMES_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What will be written.
+    """The content to write.
 
     Attributes:
-        model: The model's tensors, in state-dict order, tied ones once.
-        optim: Optimizer state, keys `<fqn>/<slot>`.
+        model: Model tensors in state-dict order, tied ones once.
+        optim: Optimizer state, with names `<fqn>/<slot>`.
         groups: The optimizer's `param_groups` and `non_tensor_state`; None without an optimizer.
         units: Members of the optimizer's flat parameters, if the checkpoint has them.
-        ties: Name that is not written to the name that stands for it.
-        left_out: What no part asked for holds, as dotted paths.
-        warnings: What is odd, one sentence each.
-        order: The model's names in state-dict order, those that are not written too.
+        ties: Name that is not written to the name that is written for it.
+        left_out: Dotted paths of content outside of the requested part.
+        warnings: Oddities, one sentence each.
+        order: All names of the model in state-dict order, including those that are not written.
     """
 
     model: tuple[OutputTensor, ...]
@@ -70,16 +70,16 @@ class Selection:
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
-    """Select the tensors to write, check that every element exists, and locate the bytes.
+    """Select the tensors to write, check that every element exists, and locate their bytes.
 
     Args:
-        reader: The open checkpoint.
-        options: What was asked for.
+        reader: Open checkpoint.
+        options: Options of the conversion.
         config: The model's `config.json`, for ties.
 
     Raises:
-        UsageError: Nothing to write, or an option that does not fit the checkpoint.
-        CheckpointError: Something wanted is missing, short, doubled or refused.
+        UsageError: There is nothing to write, or an option does not match the checkpoint.
+        CheckpointError: A required tensor is missing, short, duplicate or rejected.
         StorageError: The store failed.
     """
     manifest = sections.split_flat_names(reader.manifest)
@@ -129,21 +129,21 @@ def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, .
 
 
 def _list_unwritten(manifest: Manifest, found: sections.Sections, options: Options) -> Iterator[Path]:
-    """Yield the model's values that are not tensors, which no target holds, where the model is asked for."""
+    """Yield the model's values that are not tensors, which no target stores, if the model is requested."""
     if options.part != "optim":
         yield from sections.model_values(manifest, found)
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenModel:
-    """An open checkpoint whose model has names.
+    """An open checkpoint with a named model.
 
     Attributes:
-        reader: The open checkpoint.
-        manifest: What it holds.
-        found: Its sections.
-        model: Its model, by FQN.
-        options: What was asked for.
+        reader: Open checkpoint.
+        manifest: Manifest of the checkpoint.
+        found: Sections of the checkpoint.
+        model: Model by FQN.
+        options: Options of the conversion.
         config: The model's `config.json`.
     """
 
@@ -155,13 +155,13 @@ class _OpenModel:
     config: Mapping[str, object]
 
     def read_optimizer(self) -> optimizer_state.OptimizerState | None:
-        """Return the optimizer, if it is asked for and there."""
+        """Return the optimizer; None if it is not requested or does not exist."""
         if self.options.part == "model":
             return None
         return _optimizer(self.reader, self.manifest, self.found, self.model, self.options)
 
     def find_ties(self, chosen: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """Return the names that are not written, and what is odd about ties."""
+        """Return the names that are not written, and warnings about ties."""
         tensors = {name: self.model.tensors[name] for name in chosen}
         paths = {name: entry.path for name, entry in tensors.items()}
         tied = names.read_config_ties(self.config, tensors)
@@ -182,14 +182,14 @@ class _ChosenTensors:
     """Tensors under their final names.
 
     Attributes:
-        names: The model's, in state-dict order.
-        tensors: Name to array; tied ones need not be there.
-        ties: Name that is not written to the name that stands for it.
-        state: The optimizer, if it is asked for.
-        warnings: What is odd about ties.
-        casts: Name to the type that a rule says.
-        used: What of the checkpoint all is made of, where rules make it.
-        dropped: What rules left out.
+        names: Names of the model in state-dict order.
+        tensors: Name to array; tied names may be missing.
+        ties: Name that is not written to the name that is written for it.
+        state: Optimizer state, if it is requested.
+        warnings: Oddities of ties, one sentence each.
+        casts: Name to the dtype that a rule sets.
+        used: Source tensors, if rules make the results.
+        dropped: Names of tensors that rules dropped.
     """
 
     names: Sequence[str]
@@ -213,7 +213,7 @@ def _choose_stored(opened: _OpenModel) -> _ChosenTensors:
 
 
 def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensors:
-    """Return what rules make; globs are about the names that they give."""
+    """Return the results of rules; globs match the names after the rules."""
     from shardckpt.format import remap  # noqa: PLC0415  (as in `_read_rules`)
 
     reader, manifest, model, options = opened.reader, opened.manifest, opened.model, opened.options
@@ -234,7 +234,7 @@ def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensor
 
 
 def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[str]:
-    """Say what is wrong with tensors that nobody asked for: no reason to stop, but worth knowing."""
+    """Return the faults of tensors that are not requested, as warnings."""
     needed = {entry.path for entry in wanted}
     rest = (entry for path, entry in manifest.tensors.items() if path not in needed)
     return [f"not needed here, but damaged: {fault}" for fault in faults(manifest, rest, limit=4)]
@@ -259,7 +259,7 @@ def _target_dtype(name: str, entry: TensorEntry, options: Options) -> str:
 
 
 def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
-    """Compare global shapes with those of another checkpoint: formats that store no shape can hide a missing end."""
+    """Compare global shapes with those of another checkpoint, since formats without shapes can hide missing rows."""
     if not shapes_from:
         return
     other = sections.split_flat_names(open_checkpoint(shapes_from).manifest)
@@ -328,16 +328,16 @@ def _optimizer(
 
 
 def _restrict_state(state: optimizer_state.OptimizerState, fqns: Set[str]) -> optimizer_state.OptimizerState:
-    """Return the tensors of some parameters; groups and values stay."""
+    """Return the state of some parameters only; groups and values stay."""
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in fqns}
     return replace(state, tensors=kept)
 
 
 def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, object]:
-    """Return the objects below `root`, and small tensors among the hyper-parameters as numbers.
+    """Return the objects below `root`, with small tensors among the hyperparameters as numbers.
 
     Raises:
-        CheckpointError: One of them is damaged or refused.
+        CheckpointError: An object is damaged or rejected.
     """
     n = len(root)
     values: dict[Path, object] = {}
@@ -358,7 +358,7 @@ def read_param_names(url: str) -> dict[int, str]:
     """Read `--param-names`: a JSON object from id to name, or an array of names.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: The file contains neither.
     """
     parent, name = split(url)
     reader = open_store(parent)

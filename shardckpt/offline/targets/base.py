@@ -1,6 +1,6 @@
-"""What every target offers: what it can hold, and the files that it makes of a conversion.
+"""Interface of targets: the values that a target can store, and the files that it makes of a conversion.
 
-A target is one frozen value; adding one is a module and a line in `target_registry.py`, or an entry point
+A target is one frozen value. To add one, write a module and add a line in `target_registry.py`, or an entry point
 `shardckpt.targets` of another distribution (docs/extending.md).
 """
 
@@ -25,27 +25,27 @@ from shardckpt.plan.layout.output_files import OutputTensor, parse_size, split_a
 from shardckpt.storage.resolve_url import local_path
 
 CONFIG_FILES = re.compile(r"(generation_|adapter_)?config\.json")
-"""A model's config belongs to its weights; a tokenizer, and any other file beside them, belongs to somebody else."""
+"""Config files that belong to a model's weights; other files of a folder, such as tokenizers, do not."""
 
 FRESH = "(-[0-9a-f]{8})?"
 SHARD = rf"{FRESH}(-\d{{5}}-of-\d{{5}})?"
-"""What names of files may have before their suffix: a unique suffix, and the number of the file."""
+"""Pattern of a file name before its suffix: a unique suffix, and the number of the file."""
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What is to be written, and where.
+    """Source, options and target of a conversion.
 
     Attributes:
         target: Path or URL, as the caller gave it.
-        options: The options of the call.
-        reader: The open checkpoint.
-        config: Config and tokenizer files that are copied beside the result.
-        selection: Tensors and settings under their final names, located and proven complete.
+        options: Options of the call.
+        reader: Open checkpoint.
+        config: Config and tokenizer files to copy.
+        selection: Located and complete tensors, and settings, under their final names.
         is_file: Whether the target is one file.
-        keeps_split: Whether tensors stay split over files as the source has them.
+        keeps_split: Whether to keep the source's distribution of tensors over files.
     """
 
     target: str
@@ -58,12 +58,12 @@ class Conversion:
 
     @property
     def file_name(self) -> str:
-        """Name of the one file."""
+        """Name of the single file."""
         return self.target.rpartition("/")[2]
 
     @property
     def is_local(self) -> bool:
-        """Whether the target is on a disk of this machine."""
+        """Whether the target is on a local disk."""
         return local_path(self.target) is not None
 
     @property
@@ -73,7 +73,7 @@ class Conversion:
 
     @property
     def max_file_bytes(self) -> int:
-        """Bytes of tensor data in a file."""
+        """Maximum bytes of tensor data in a file."""
         return parse_size(self.options.max_shard_size)
 
     @property
@@ -89,7 +89,7 @@ class Conversion:
         return split or [()]
 
     def encode_config(self) -> dict[str, bytes]:
-        """Return config files that stay, and the model's `config.json` if a cast changes the dtype in it."""
+        """Return config files to keep, and the model's `config.json` if a cast changes its dtype."""
         kept = dict(self.config.kept)
         if not (self.options.dtype and self.config.config):
             return kept
@@ -101,10 +101,10 @@ class RankOptions:
     """Arguments of `reshard`, with sizes in bytes.
 
     Attributes:
-        world_size: Ranks that the tensors are split for.
-        max_file_bytes: Bytes of tensor data in a file.
+        world_size: Number of ranks over which the tensors are split.
+        max_file_bytes: Maximum bytes of tensor data in a file.
         keep_whole: Globs of names that rank files do not split.
-        allow_loss: Leave out values that the target cannot hold.
+        allow_loss: Whether to omit values that the target cannot store.
     """
 
     world_size: int
@@ -115,13 +115,13 @@ class RankOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRanks:
-    """A full checkpoint, planned for a number of ranks.
+    """The plan of a full checkpoint for a number of ranks.
 
     Attributes:
-        files: The files to write.
+        files: Files to write.
         tensors: Tensors by path, each once.
         ties: Further path of a tensor to its path in `tensors`.
-        warnings: What is odd or was left out, a sentence each.
+        warnings: Oddities and omitted values, one sentence each.
     """
 
     files: PlannedFiles
@@ -135,7 +135,7 @@ def accept_options(options: Options) -> None:
 
 
 def can_encode(value: object) -> bool:
-    """Return True if tagged JSON holds a value exactly."""
+    """Return True if tagged JSON can store a value exactly."""
     try:
         encode(plain_value(value))
     except UnsupportedError:
@@ -145,21 +145,22 @@ def can_encode(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One format that can be written.
+    """An output format.
 
     Attributes:
-        name: As `--to` names it.
-        title: One such checkpoint, for messages: `a DCP checkpoint`.
-        files: The files that are written, for the table of targets.
-        read_by: Who reads them, for the table of targets.
-        plan: Plans the files of a conversion; reads no tensor data. Raises UsageError for what cannot be written.
-        holds_dtype: Returns True if tensors of a dtype, by torch's name, can be stored exactly.
+        name: Name in `--to`.
+        title: Name of one such checkpoint in messages: `a DCP checkpoint`.
+        files: Description of the written files, for the table of targets.
+        read_by: Readers of the files, for the table of targets.
+        plan: Plans the files of a conversion; reads no tensor data. Raises UsageError for content that cannot be
+            written.
+        holds_dtype: Returns True if tensors of a dtype, in torch's spelling, can be stored exactly.
         holds_value: Returns True if a setting or value of an optimizer can be stored exactly.
-        suffixes: Ends of names that mean one file; empty if the target is always a folder.
+        suffixes: File name suffixes that select a single file; empty if the target is always a folder.
         check: Checks options before the source is opened. Raises UsageError.
-        keeps_config: Whether config files of a checkpoint that is replaced stay with the new one.
-        writes_text: Whether a value that cannot be stored exactly is written as text, not left out.
-        plan_ranks: Plans a full checkpoint for a number of ranks, for `reshard`; None if the target cannot.
+        keeps_config: Whether config files of a replaced checkpoint stay.
+        writes_text: Whether a value that cannot be stored exactly is written as text instead of being omitted.
+        plan_ranks: Plans a full checkpoint for a number of ranks, for `reshard`; None if not supported.
     """
 
     name: str
@@ -177,7 +178,7 @@ class Target:
 
 
 def encode_json(content: Mapping[str, object]) -> bytes:
-    """Return JSON as people read it; half a surrogate pair is escaped, since UTF-8 has no form for it."""
+    """Return indented JSON; unpaired surrogates are escaped, since UTF-8 cannot represent them."""
     try:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -185,15 +186,15 @@ def encode_json(content: Mapping[str, object]) -> bytes:
 
 
 def drop_unsupported(selection: Selection, target: Target, *, allow_loss: bool) -> Selection:
-    """Drop from a selection what the target cannot hold, with warnings.
+    """Drop from a selection the values that the target cannot store, with warnings.
 
     Args:
-        selection: The tensors and settings to write.
-        target: The format that is written.
-        allow_loss: Leave out what it cannot hold.
+        selection: Tensors and settings to write.
+        target: Format to write.
+        allow_loss: Whether to drop values that it cannot store.
 
     Raises:
-        UsageError: It cannot hold something that may not be left out; the message lists it.
+        UsageError: The target cannot store a value, and `allow_loss` is false; the message lists such values.
     """
     dtypes = {t.name: t.dtype for t in (*selection.model, *selection.optim) if not target.holds_dtype(t.dtype)}
     settings = iter_settings(selection.groups) if selection.groups is not None else ()
@@ -222,15 +223,15 @@ def drop_unsupported(selection: Selection, target: Target, *, allow_loss: bool) 
 
 
 def require_allowed(lost: Sequence[str], title: str, *, allow_loss: bool) -> None:
-    """Refuse to lose anything that may not be lost.
+    """Require that values may be lost if there are any to lose.
 
     Args:
-        lost: Phrases for what would be lost.
-        title: The target, such as `a DCP checkpoint`.
-        allow_loss: Whether it may be lost.
+        lost: Descriptions of the values to lose.
+        title: Name of the target, such as `a DCP checkpoint`.
+        allow_loss: Whether values may be lost.
 
     Raises:
-        UsageError: Something would be lost.
+        UsageError: Values would be lost, and `allow_loss` is false.
     """
     if lost and not allow_loss:
         more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""

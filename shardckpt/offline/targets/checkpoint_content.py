@@ -1,4 +1,4 @@
-"""All that a checkpoint holds, for targets of torch: arrays once, ties, values, and what had to be left out."""
+"""Full content of a checkpoint for torch's formats: arrays once, ties, values, and omitted values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardckpt.plan.layout.output_files import OutputTensor
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a target is to hold.
+    """Content to write.
 
     Attributes:
         arrays: Tensors by path, each once.
         ties: Further path of a tensor to its path in `arrays`.
-        values: Everything else by path.
-        order: Paths of tensors in the order that a reader is to see, tied ones too.
-        left_out: What the target cannot hold, a sentence each.
+        values: All other values by path.
+        order: Paths of tensors in the order that readers see, including tied ones.
+        left_out: Values that the target cannot store, one sentence each.
     """
 
     arrays: Mapping[Path, OutputTensor]
@@ -50,19 +50,19 @@ def full_content(
     placed: Callable[[Path], Path] = _keep_path,
     leaves: Callable[[object, Path], Mapping[Path, object]] = _keep_value,
 ) -> Content:
-    """Return the content of a checkpoint, proven complete.
+    """Return the content of a checkpoint after checking that it is complete.
 
     Args:
-        reader: The open checkpoint.
-        title: The target, for messages.
-        allow_loss: Leave out what it cannot hold.
-        holds_value: Returns True if it holds a value exactly.
+        reader: Open checkpoint.
+        title: Name of the target, for messages.
+        allow_loss: Whether to omit values that the target cannot store.
+        holds_value: Returns True if the target can store a value exactly.
         placed: Returns the path in the target.
-        leaves: Returns the values that the target makes of one that is not a tensor, by path.
+        leaves: Splits a value that is not a tensor into the values that the target stores, by path.
 
     Raises:
-        UsageError: There is something that it cannot hold, and that may not be left out.
-        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        UsageError: The target cannot store a value, and `allow_loss` is false.
+        CheckpointError: Elements are missing or duplicate, or a container is damaged.
         StorageError: The store failed.
     """
     manifest = reader.manifest

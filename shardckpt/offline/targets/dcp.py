@@ -1,4 +1,4 @@
-"""`--to dcp`: a folder that `torch.distributed.checkpoint` loads, for any number of ranks, `.metadata` last."""
+"""Target `dcp`: a folder that `torch.distributed.checkpoint` loads on any number of ranks; `.metadata` is last."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardckpt.storage.replaceable import FolderKind
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan `.distcp` files and `.metadata`; `convert` splits tensors as the source has them."""
+    """Plan `.distcp` files and `.metadata`; `convert` keeps the source's split of tensors."""
     content = build_content(conversion.selection)
 
     def plan_layout(unique_suffix: str, _: str) -> Layout:
@@ -42,11 +42,11 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
-    """Plan all of a checkpoint as a number of ranks would save it.
+    """Plan all content of a checkpoint like a save of a number of ranks.
 
     Raises:
-        UsageError: There are values that torch would not read back, and they may not be left out.
-        CheckpointError: Elements are missing or stored twice, or a container is damaged.
+        UsageError: Torch cannot load some values, and they must not be omitted.
+        CheckpointError: Elements are missing or duplicate, or a container is damaged.
     """
     content = full_content(
         reader,
@@ -71,7 +71,7 @@ def _holds_value(value: object) -> bool:
 
 
 def _holds_open_ordered_dict(value: object) -> bool:
-    """Return True if a value holds an `OrderedDict` that torch's planner opens: it would come back as a dict."""
+    """Return True if a value contains an `OrderedDict` that torch's planner flattens, so that it becomes a dict."""
     if isinstance(value, (OrderedDict, Ordered)):
         return bool(value)
     if isinstance(value, dict):
@@ -89,11 +89,11 @@ def _parts(arrays: Mapping[Path, OutputTensor], chunks: Iterable[PayloadChunk]) 
 
 
 class _Slices:
-    """Writes the slices of a file one after the other as the bytes of their elements are given.
+    """Writes the slices of a file in order, from the bytes of their elements.
 
     Args:
-        file: The file.
-        writer: Where it goes.
+        file: Planned file.
+        writer: File to write to.
     """
 
     def __init__(self, file: SliceFile, writer: FileSink) -> None:
@@ -103,7 +103,7 @@ class _Slices:
         self._advance()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes of the chunks; they may be the end of one and the start of another."""
+        """Write the next bytes of the chunks, which may span several of them."""
         rest = memoryview(data).cast("B")
         while len(rest):
             assert self._archive is not None, "more bytes than the slices have"
@@ -114,11 +114,11 @@ class _Slices:
             self._advance()
 
     def close(self) -> None:
-        """Check that every slice is written."""
+        """Check that every slice has been written."""
         assert self._next == len(self._slices) and self._archive is None, "bytes of a slice were never given"
 
     def _advance(self) -> None:
-        """Write slices until one waits for bytes."""
+        """Write slices until one needs bytes of a tensor."""
         while not self._missing:
             if self._archive is not None:
                 self._archive.close()
@@ -139,7 +139,7 @@ class _Slices:
 
 
 def build_content(selection: Selection) -> Content:
-    """Build the content of a selection as torch would save it: `model` and `optim`."""
+    """Build the content of a selection in torch's form: `model` and `optim`."""
     arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     ties: dict[Path, Path] = {
         ("model", name): ("model", kept) for name, kept in selection.ties.items() if ("model", kept) in arrays
@@ -155,17 +155,17 @@ def build_content(selection: Selection) -> Content:
 
 
 def to_torch_path(path: Path) -> Path:
-    """Return a path as torch has it: numbers count lists, but those of an optimizer's parameters are keys."""
+    """Return a path in torch's form: numbers are list indexes, but parameter ids of optimizers are keys."""
     return tuple(str(key) if i and path[i - 1] == STATE and isinstance(key, int) else key for i, key in enumerate(path))
 
 
 def _as_torch(path: Path) -> Path:
-    """Keys of dicts are text for torch, numbers count lists: a parameter's number is a key."""
+    """Return a path whose parameter ids are text, as torch stores keys of dicts; other numbers are list indexes."""
     return tuple(map(str, path))
 
 
 def flatten_value(value: Any, path: Path) -> dict[Path, object]:
-    """Flatten a value as torch's planner does: dicts, and lists that hold dicts."""
+    """Flatten a value like torch's planner: dicts, and lists that contain dicts."""
     found: dict[Path, object] = {}
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -186,11 +186,11 @@ def _is_opened(value: list[Any]) -> bool:
 
 
 Boxes = Sequence[Sequence[tuple[Path, Box]]]
-"""For each rank, the boxes that it writes."""
+"""For each rank, the boxes to write."""
 
 
 def split_boxes(content: Content, world_size: int) -> Boxes:
-    """Split tensors as `torch.chunk` does, in their first dimension."""
+    """Split tensors along their first dimension, like `torch.chunk`."""
     local_tensors = [
         [LocalTensor(path, t.shape, t.dtype, tuple(_rows(t, world_size, rank))) for path, t in content.arrays.items()]
         for rank in range(world_size)
@@ -200,7 +200,7 @@ def split_boxes(content: Content, world_size: int) -> Boxes:
 
 
 def split_boxes_as_stored(content: Content) -> Boxes:
-    """Split tensors as the source has them: a rank for each of its files, a chunk for each piece."""
+    """Split tensors as in the source: one rank for each of its files, one chunk for each piece."""
     sources = dict.fromkeys(p.file for t in content.arrays.values() for m in t.output_parts for p in m.entry.pieces)
     ranks = {file: rank for rank, file in enumerate(sources)}
     boxes: list[list[tuple[Path, Box]]] = [[] for _ in sources or ("",)]
@@ -214,10 +214,10 @@ def split_boxes_as_stored(content: Content) -> Boxes:
 
 
 def _plan_layout(content: Content, boxes: Boxes, max_file_bytes: int, unique_suffix: str) -> Layout:
-    """Return the files; each rank gets one at least.
+    """Return the files, with at least one for each rank.
 
     Raises:
-        UnsupportedError: A value or a dtype that torch would not read back.
+        UnsupportedError: Torch cannot load a value or dtype.
     """
     items = [make_object(path, value) for path, value in content.values.items()]
     files: list[SliceFile] = []
@@ -244,7 +244,7 @@ def _dcp_file(file: SliceFile, arrays: Mapping[Path, OutputTensor]) -> OutputFil
 
 
 def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
-    """Return the box of a rank: its rows, or all of a tensor that cannot be split."""
+    """Return the box of a rank: its rows, or the full tensor if it cannot be split."""
     shape = tensor.shape
     if not shape or 0 in shape or tensor.members:
         return (full_box(shape),)

@@ -1,7 +1,7 @@
-"""`--to deepspeed-universal`: a folder for each trained parameter, which DeepSpeed resumes from on any topology.
+"""Target `deepspeed-universal`: one folder per trained parameter, from which DeepSpeed resumes on any topology.
 
-Written for `load_checkpoint` with `"checkpoint": {"load_universal": true}`, for ZeRO 1 to 3 alike: weights in float32
-under `zero/`, what all parameters share beside them, and model files with the live weights, buffers and ties.
+For `load_checkpoint` with `"checkpoint": {"load_universal": true}`, and ZeRO stages 1 to 3: weights in float32 under
+`zero/`, with the values that all parameters share, and model files with the live weights, buffers and ties.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LATEST = "latest_universal"
 _ZERO, _WEIGHTS, _STEP = "zero", "fp32", "step"
 _MASTER = "master"
 _OLDEST_VERSION = "0.14.0"
-"""What is written as DeepSpeed's version where the source is of another framework: files are alike since then."""
+"""DeepSpeed version to write if the source is from another framework: files are unchanged since then."""
 
 _LOOP = ("lr_scheduler", "data_sampler", "random_ltd", "global_samples")
-"""What of the training loop DeepSpeed takes up again, where the source is its own."""
+"""State of the training loop that DeepSpeed restores, if the source is a DeepSpeed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class _Param:
     """A trained parameter.
 
     Attributes:
-        weights: In float32.
-        slots: What the optimizer keeps of it.
-        step: Steps taken, as an array or as a value; None where nothing says it.
+        weights: Weights in float32.
+        slots: Optimizer slots.
+        step: Number of optimizer steps, as an array or a value; None if unknown.
     """
 
     weights: OutputTensor
@@ -65,8 +65,8 @@ def plan(conversion: Conversion) -> PlannedFiles:
     """Plan the folder of a conversion.
 
     Raises:
-        UsageError: DeepSpeed would not load this; the message says why.
-        CheckpointError: Master weights are missing, or the count of steps cannot be read.
+        UsageError: DeepSpeed could not load the result, for the stated reason.
+        CheckpointError: Master weights are missing, or the number of steps cannot be read.
     """
     reader, selection, options = conversion.reader, conversion.selection, conversion.options
     weights = master_weights(reader, options, conversion.config.config, selection)
@@ -96,10 +96,10 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def check(options: Options) -> None:
-    """Refuse options that do not fit.
+    """Reject options that do not apply.
 
     Raises:
-        UsageError: Only a part is asked for, or other keys than names.
+        UsageError: Only a part is requested, or other keys than names.
     """
     if options.part != "all" or options.optim_keys != "names":
         raise UsageError(
@@ -115,8 +115,8 @@ def master_weights(
     """Return the master weights: the optimizer's own copies if the source has them.
 
     Raises:
-        UsageError: The optimizer has a parameter that the model lacks; or the source has no optimizer.
-        CheckpointError: Something of them is missing.
+        UsageError: The optimizer has a parameter that the model lacks, or the source has no optimizer.
+        CheckpointError: Elements of the master weights are missing.
     """
     if not _trained_names(selection):
         raise UsageError(
@@ -146,7 +146,7 @@ def _trained_names(selection: Selection) -> list[str]:
 
 
 def _params(selection: Selection, weights: Sequence[OutputTensor]) -> tuple[dict[str, _Param], list[str]]:
-    """Return the trained parameters by name, and what of their state DeepSpeed would not load."""
+    """Return the trained parameters by name, and descriptions of the state that DeepSpeed would not load."""
     slots: dict[str, dict[str, OutputTensor]] = {}
     lost = []
     steps: dict[str, OutputTensor | object] = {}
@@ -175,7 +175,7 @@ def _params(selection: Selection, weights: Sequence[OutputTensor]) -> tuple[dict
 
 
 def _require_alike(selection: Selection, params: Mapping[str, _Param]) -> None:
-    """Refuse groups of which DeepSpeed could not fill one flat tensor for every slot."""
+    """Reject groups for which DeepSpeed could not fill one flat tensor for every slot."""
     for group in (selection.groups or {}).get(GROUPS, ()):
         slots = sorted({slot for name in group["params"] for slot in params[name].slots})
         for name in group["params"]:
@@ -204,7 +204,7 @@ def _param_files(folder: str, param: _Param) -> Iterator[_PlannedFile]:
 def _optimizer_state(
     reader: Reader, selection: Selection, params: Mapping[str, _Param]
 ) -> tuple[object, Sequence[OutputTensor]]:
-    """Return the content that all parameters share; stage 3 reads its groups and its steps there once more."""
+    """Return the values that all parameters share; stage 3 also reads its groups and steps from these."""
     steps = [param.step for param in params.values() if isinstance(param.step, OutputTensor)][:1]
     step = TensorValue(0, steps[0].dtype, ()) if steps else next((p.step for p in params.values()), None)
     given: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
@@ -222,7 +222,7 @@ def _optimizer_state(
 
 
 def _model_fields(reader: Reader, selection: Selection, params: Mapping[str, _Param], steps: int) -> dict[str, object]:
-    """Return what a model file says beside the weights."""
+    """Return the fields of a model file in addition to the weights."""
     groups: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
     shapes = [{name: NamedValue("size", params[name].weights.shape) for name in group["params"]} for group in groups]
     return {
@@ -245,7 +245,7 @@ def _model_fields(reader: Reader, selection: Selection, params: Mapping[str, _Pa
 
 
 def _loop(reader: Reader) -> dict[str, object]:
-    """Return what of the source's training loop DeepSpeed takes up again, as far as it is plain."""
+    """Return the state of the source's training loop that DeepSpeed restores, if its values are plain."""
     found: dict[str, object] = {}
     for key in _LOOP if reader.manifest.format.startswith("deepspeed") else ():
         below = {p[1:]: e.value for p, e in reader.manifest.objects.items() if p[0] == key}
@@ -261,7 +261,7 @@ def _version(reader: Reader) -> str:
 
 
 def _steps(reader: Reader, params: Mapping[str, _Param]) -> int:
-    """Return the optimizer steps taken."""
+    """Return the number of optimizer steps."""
     entry = reader.manifest.objects.get(("global_steps",))
     if entry is not None and type(entry.value) is int:
         return entry.value

@@ -1,8 +1,8 @@
-"""`reshard --to torch`: a file of `torch.save` for each rank, tensors as the DTensors that FSDP2 loads, split in rows.
+"""`reshard --to torch`: one `torch.save` file per rank, with tensors as row-sharded DTensors that FSDP2 loads.
 
-The pickles are those of torch 2.13: a mesh of one dimension over all ranks, `Shard(0)`. Values that are not tensors,
-and replicated tensors (buffers, steps), are in every rank's file. A sharded source shows which are replicated: those
-with several rows in one piece. If no tensor of the source is sharded, all with rows are split.
+The pickles are those of torch 2.13: a 1-D mesh over all ranks, `Shard(0)`. Values that are not tensors, and replicated
+tensors (buffers, steps), are in the file of every rank. A sharded source shows which tensors are replicated: those
+with several rows in one piece. If no tensor of the source is sharded, all tensors with rows are split.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _KIND = FolderKind("one checkpoint of a torch file for each rank", payload=re.co
 
 
 def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> PlannedRanks:
-    """Plan a file for each rank, `rank0.pt` first.
+    """Plan one file per rank, `rank0.pt` first.
 
     Args:
-        reader: The open checkpoint.
-        options: The number of ranks, and tensors that are not split.
-        title: The target, for messages.
+        reader: Open checkpoint.
+        options: Number of ranks, and tensors that are not split.
+        title: Name of the target, for messages.
 
     Raises:
-        UsageError: A glob matches nothing, or there is a value that torch would not read back.
-        CheckpointError: Elements are missing or stored twice, or a container is damaged.
-        UnsupportedError: A value or a dtype that torch would not read back.
+        UsageError: A glob matches nothing, or torch cannot load a value.
+        CheckpointError: Elements are missing or duplicate, or a container is damaged.
+        UnsupportedError: Torch cannot load a value or dtype.
     """
     content = full_content(reader, title, allow_loss=options.allow_loss)
     split = sharded_paths(content, options.keep_whole)
@@ -58,14 +58,14 @@ def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> Planned
 
 
 def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
-    """Return the paths of sharded tensors; every rank has the others in full.
+    """Return the paths of sharded tensors; all other tensors are replicated.
 
     Args:
-        content: What is written.
+        content: Content to write.
         keep_whole: Globs of dotted names that are not split.
 
     Raises:
-        UsageError: A glob that matches nothing.
+        UsageError: A glob matches nothing.
     """
     names = {path: dotted(path) for path in content.arrays}
     require_matches(keep_whole, list(names.values()))
@@ -74,7 +74,7 @@ def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path
 
 
 def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
-    """Return the tensors that a source splits, or would with more rows; all with rows if it splits none."""
+    """Return the tensors that the source splits, or would if they had more rows; all with rows if it splits none."""
     rows = {path: tensor for path, tensor in arrays.items() if tensor.shape and 0 not in tensor.shape}
     pieces = {path: sum(1 for piece in tensor.entry.pieces if piece.box.volume) for path, tensor in rows.items()}
     if all(count < 2 for count in pieces.values()):
@@ -106,7 +106,7 @@ def _instance(module: str, name: str, state: Mapping[str, object]) -> GlobalCall
 
 
 def _mesh(rank: int, world: int) -> GlobalCall:
-    """Return the mesh of all ranks as one of them has it; its ranks are in storage 0."""
+    """Return the mesh of all ranks as stored by one of them; its list of ranks is storage 0."""
     axis = _instance(_LAYOUT, "_FlatLayout", {"shape": (world,), "stride": (1,)})
     state: dict[str, object] = {
         "_device_type": "cpu",

@@ -1,4 +1,4 @@
-"""`--to native`: a step for any number of ranks, hashed as it is written, `COMMIT` last."""
+"""Target `native`: a step for any number of ranks, hashed while it is written, with `COMMIT` last."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from shardckpt.plan.optim.output_keys import to_state_paths
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan a native step of one writer; if it holds a model, it is a Hugging Face folder too."""
+    """Plan a native step of one writer; if it contains a model, it is a Hugging Face folder too."""
     model = ("model",) if conversion.options.part != "optim" else None
     tree = build_selected_tree(conversion.selection)
 
@@ -51,11 +51,11 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
-    """Plan a native step of several writers that holds all of a checkpoint.
+    """Plan a native step of several writers with all content of a checkpoint.
 
     Raises:
-        UsageError: There are values that a step cannot hold, and they may not be left out.
-        CheckpointError: Elements are missing or stored twice, or a container is damaged.
+        UsageError: A step cannot store some values, and they must not be omitted.
+        CheckpointError: Elements are missing or duplicate, or a container is damaged.
     """
     tree = build_full_tree(reader, allow_loss=options.allow_loss)
 
@@ -72,12 +72,12 @@ class NativeTree:
     """A state to save: arrays and tagged JSON.
 
     Attributes:
-        arrays: By path, each once, in the order that `json` counts them in; their pieces are located.
-        json: The nested state, as tagged JSON.
+        arrays: Arrays by path, each once, in the order of their indexes in `json`; their pieces are located.
+        json: Nested state as tagged JSON.
         ties: Further path of an array to its index.
-        topology: Free JSON.
-        warnings: What is odd or was left out, one sentence each.
-        variants: Where further weights of a model are, with where that is.
+        topology: JSON value that describes the ranks.
+        warnings: Oddities and omitted values, one sentence each.
+        variants: Path of further weights of a model to the path of the model; None if it was not saved.
     """
 
     arrays: Mapping[Path, OutputTensor]
@@ -89,15 +89,15 @@ class NativeTree:
 
 
 def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
-    """Build the state of a full checkpoint, proven complete.
+    """Build the state of a full checkpoint after checking that it is complete.
 
     Args:
-        reader: The open checkpoint.
-        allow_loss: Leave out values that a step cannot hold.
+        reader: Open checkpoint.
+        allow_loss: Whether to omit values that a step cannot store.
 
     Raises:
-        UsageError: There are such, and they may not be left out.
-        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        UsageError: A step cannot store a value, and `allow_loss` is false.
+        CheckpointError: Elements are missing or duplicate, or a container is damaged.
         StorageError: The store failed.
     """
     manifest = reader.manifest
@@ -121,7 +121,7 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
 
 
 def build_selected_tree(selection: Selection) -> NativeTree:
-    """Return what a conversion selected: `{"model": {name: ...}, "optim": {"state": {name: {slot: ...}}, ...}}`."""
+    """Build the state of a selection: `{"model": {name: ...}, "optim": {"state": {name: {slot: ...}}, ...}}`."""
     arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     values: dict[Path, object] = {}
     if selection.groups is not None:
@@ -138,7 +138,7 @@ def build_selected_tree(selection: Selection) -> NativeTree:
 
 
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
-    """Return the values that are not arrays, and those that the format cannot hold."""
+    """Return the values that are not arrays, and those that the format cannot store."""
     found: dict[Path, object] = {}
     lost = []
     for path, entry in reader.manifest.objects.items():
@@ -163,10 +163,10 @@ def _step_file(payload: PayloadFile, arrays: Mapping[Path, OutputTensor]) -> Out
 
 
 class _Hashed:
-    """Hashes what it passes on.
+    """Hashes bytes and passes them on.
 
     Args:
-        writer: Where it goes.
+        writer: File to write to.
     """
 
     def __init__(self, writer: FileSink) -> None:
@@ -174,7 +174,7 @@ class _Hashed:
         self.hasher = BlockHasher()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes. Raises StorageError."""
+        """Write and hash the next bytes. Raises StorageError."""
         self._writer.write(data)
         self.hasher.update(data)
 
@@ -184,10 +184,10 @@ class PlannedStep:
     """A planned native step.
 
     Attributes:
-        contents: Its manifest, without files and rows.
-        arrays: Where the elements come from.
-        payloads: The files of each writer, in order.
-        model: Where the model is, for a step of one writer.
+        contents: Manifest without files and rows.
+        arrays: Sources of the elements.
+        payloads: Files of each writer, in order.
+        model: Path of the model, for a step of one writer.
     """
 
     contents: ManifestContents
@@ -196,7 +196,7 @@ class PlannedStep:
     model: Path | None
 
     def layout(self, small: Mapping[str, bytes]) -> Layout:
-        """Return its files and others beside them; `COMMIT` is the last."""
+        """Return its files, with other files; `COMMIT` is last."""
         names = (*((HF_INDEX,) if self.model else ()), manifest_name(self.contents.save), COMMIT)
         files = tuple(_step_file(payload, self.arrays) for mine in self.payloads for payload in mine)
         return Layout(files, small, FinalFiles(names, self._ending))
@@ -221,17 +221,17 @@ class PlannedStep:
 
 
 def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> PlannedStep:
-    """Split arrays as `torch.chunk` does, in their first dimension, and plan a file for every writer at least.
+    """Split arrays along their first dimension, like `torch.chunk`, and plan at least one file per writer.
 
     Args:
-        tree: The state.
-        writers: For how many ranks.
-        most_bytes: Bytes of data in a file.
-        save: Its id, as `new_save_id` makes one.
-        model: Where the model is, if one writer's step shall be a Hugging Face folder too.
+        tree: State to save.
+        writers: Number of ranks.
+        most_bytes: Maximum bytes of data in a file.
+        save: Id of the save, from `new_save_id`.
+        model: Path of the model, if a step of one writer should be a Hugging Face folder too.
 
     Raises:
-        UnsupportedError: A type that the format has no name for.
+        UnsupportedError: The format has no name for a dtype.
     """
     arrays = tree.arrays
     held = [
@@ -252,7 +252,7 @@ def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, mod
 
 
 def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:
-    """Yield the box of a rank: its rows, or all of a tensor that cannot be split."""
+    """Yield the box of a rank: its rows, or the full tensor if it cannot be split."""
     shape: Shape = tensor.shape
     if not shape or 0 in shape or bits(tensor.dtype) % 8 or bits(tensor.entry.stored) % 8:
         yield full_box(shape)

@@ -1,4 +1,4 @@
-"""`--to safetensors`: files that `transformers` and inference servers load, with an index; or one file."""
+"""Target `safetensors`: files that `transformers` and inference servers load, with an index; or one file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
     """Plan the files of a conversion.
 
     Raises:
-        UsageError: One file would have to hold a model and an optimizer.
+        UsageError: One file cannot contain both a model and an optimizer.
     """
     stem = "adapter_model" if conversion.is_adapter else "model"
     groups: dict[str, list[tuple[OutputTensor, ...]]] = {}
@@ -64,8 +64,8 @@ def _plan_folder(
 ) -> Layout:
     """Return the files of a folder.
 
-    The index is written if there are several files, if optimizer files are beside them (readers that glob would take
-    those for shards), and on stores without rename, where the index makes the result loadable.
+    The index is written if there are several files, if there are optimizer files (which readers that list the folder
+    would take for shards), and on stores without rename, where the index makes the result loadable.
     """
     metadata = _metadata(conversion)
     files = {stem: name_files(parts, stem, unique_suffix) for stem, parts in groups.items()}
@@ -82,7 +82,7 @@ def _plan_folder(
 
 
 def _metadata(conversion: Conversion) -> dict[str, str]:
-    """Return the text of headers: that of the source, ties as `dropped: kept` (as `save_model` writes them), casts."""
+    """Return the header metadata: that of the source, ties as `dropped: kept` (like `save_model`), and casts."""
     selection = conversion.selection
     metadata = {**conversion.reader.manifest.metadata, "format": "pt", **selection.ties}
     casts = {t.name: t.entry.stored for t in selection.model if t.is_cast}
@@ -96,7 +96,7 @@ def build_file(file: PlannedFile, metadata: Mapping[str, str]) -> OutputFile:
     """Order a file's tensors and build its header.
 
     Raises:
-        UnsupportedError: A dtype that safetensors cannot hold.
+        UnsupportedError: Safetensors cannot store a dtype.
     """
     tensors = {t.name: t for t in file.tensors}
     order = file_order(HeaderTensor(t.name, t.dtype, t.shape) for t in file.tensors)

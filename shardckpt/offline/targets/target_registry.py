@@ -1,4 +1,4 @@
-"""Every format that can be written. Adding one is a module beside this one and a line in `BUILT_IN`."""
+"""Registry of output formats. To add one, write a module in this folder and add a line to `BUILT_IN`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILT_IN = {
     "native": "shardckpt.offline.targets.native",
     "deepspeed-universal": "shardckpt.offline.targets.deepspeed_universal",
 }
-"""The module of each built-in target, imported if it is asked for. The first one is written by default."""
+"""Modules of the built-in targets, imported on demand. The first target is the default."""
 
 DEFAULT = next(iter(BUILT_IN))
 
@@ -41,11 +41,11 @@ def load_targets() -> tuple[Target, ...]:
 
 
 def list_targets(*, for_ranks: bool = False, imports_plugins: bool = True) -> tuple[str, ...]:
-    """Return the names of the formats that can be written, those of installed plugins last.
+    """Return the names of the output formats, with those of installed plugins last.
 
     Args:
-        for_ranks: Return those of `reshard`. The others are those of `consolidate`, `convert` and `merge_adapter`.
-        imports_plugins: Import plugins to learn whether `reshard` can write them; without it, all are listed.
+        for_ranks: Whether to return the formats of `reshard` instead of `consolidate`, `convert` and `merge_adapter`.
+        imports_plugins: Whether to import plugins to learn if `reshard` supports them; without it, all are listed.
 
     Example:
         >>> shardckpt.list_targets()
@@ -61,11 +61,11 @@ def find_target(name: str, where: str = "") -> Target:
     """Return a target by its name; a plugin is loaded if no built-in target has it.
 
     Args:
-        name: As `--to` names it.
-        where: Path or URL that is written, for the errors of a plugin.
+        name: Name in `--to`.
+        where: Path or URL of the result, for errors of a plugin.
 
     Raises:
-        UsageError: There is none of this name, or its plugin is broken.
+        UsageError: No target has this name, or its plugin cannot be loaded.
     """
     if name in BUILT_IN:
         return load_target(name)
@@ -80,20 +80,20 @@ def _find_plugins() -> tuple[Plugin, ...]:
 
 
 def _load_plugins(on_error: Callable[[str], None] = lambda _: None) -> Iterator[Target]:
-    """Yield the targets of plugins; the message of one that cannot be loaded is passed on instead."""
+    """Yield the targets of plugins; for those that cannot be loaded, pass the message to `on_error`."""
     for plugin in _find_plugins():
         try:
             yield load_plugin(plugin, Target)
-        except UsageError as error:  # raised if somebody asks for it
+        except UsageError as error:  # raised when the target is used
             on_error(str(error))
 
 
 class _Guard(NamedTuple):
-    """Puts the name of a plugin into the errors of what it made: of a target, of its plan, of its files.
+    """Adds the name of a plugin to errors of its target, plan and files.
 
     Attributes:
-        plugin: The plugin.
-        where: Path or URL that is written.
+        plugin: Plugin of the target.
+        where: Path or URL of the result.
     """
 
     plugin: Plugin
@@ -136,14 +136,14 @@ class _Guard(NamedTuple):
 
 
 def find_rank_target(name: str, where: str = "") -> Target:
-    """Return a target that `reshard` writes, by its name.
+    """Return a target that `reshard` supports, by its name.
 
     Args:
-        name: As `--to` names it.
-        where: Path or URL that is written, for the errors of a plugin.
+        name: Name in `--to`.
+        where: Path or URL of the result, for errors of a plugin.
 
     Raises:
-        UsageError: There is none of this name, or it cannot be split for a number of ranks.
+        UsageError: No target has this name, or the target does not support a number of ranks.
     """
     target = find_target(name, where) if name in list_targets() else None
     if target is None or target.plan_ranks is None:
@@ -153,12 +153,12 @@ def find_rank_target(name: str, where: str = "") -> Target:
 
 
 def choose_target(name: str, path: str) -> Target:
-    """Return the target of a conversion, by the name that was asked for and the suffix of the path.
+    """Return the target of a conversion, by its name or by the suffix of the path.
 
-    Plugins are loaded if the path has a suffix that no built-in target has.
+    Plugins are loaded if no built-in target has the suffix of the path.
 
     Raises:
-        UsageError: The target is unknown, or does not write such a file.
+        UsageError: The target is unknown, or does not write files with this suffix.
     """
     targets = load_targets() if _has_suffix(path) else ()
     by_suffix = next((target for target in targets if path.endswith(target.suffixes)), None)

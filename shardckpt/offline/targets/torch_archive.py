@@ -1,4 +1,4 @@
-"""Files of `torch.save`, shared by the targets that write them."""
+"""Build `torch.save` files, for all targets that write them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def archive_file(
     """Return a file of `torch.save`.
 
     Args:
-        name: Path in the target.
-        archive: Its layout.
-        parts: Content of its storages, in order.
-        count: Tensors in it.
-        head: Content of the storages before those.
+        name: File name in the target.
+        archive: Layout of the file.
+        parts: Contents of its storages, in order.
+        count: Number of tensors in the file.
+        head: Content of the storages before those of `parts`.
     """
 
     def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ def archive_file(
 
 
 def can_pickle(value: object) -> bool:
-    """Return True if a file of `torch.save` holds a value exactly."""
+    """Return True if a `torch.save` file can store a value exactly."""
     try:
         encode_archive(value)
     except UnsupportedError:

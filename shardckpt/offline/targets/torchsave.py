@@ -1,4 +1,4 @@
-"""`--to torch`: files that `torch.load(weights_only=True)` reads, planned to the byte and written as a stream."""
+"""Target `torch`: files that `torch.load(weights_only=True)` reads, planned completely and written as a stream."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def model_files(
     """Return the files of a model, and the content of its index.
 
     Args:
-        selection: Tensors to write; tied names are in one file, over one storage.
-        groups: The tensors of each file.
+        selection: Tensors to write; tied names are in one file and share a storage.
+        groups: Tensors of each file.
         stem: `pytorch_model` or `adapter_model`.
-        unique_suffix: Put into every name, where the usual ones may still be read by somebody.
+        unique_suffix: Suffix of every stem; use it if readers may still read files with the usual names.
     """
     named = name_files(groups, stem, unique_suffix, SUFFIX)
     files = [torch_file(file.name, state_dict(selection, file.tensors), file.tensors) for file in named]
@@ -81,7 +81,7 @@ def model_files(
 
 
 def _single_file(conversion: Conversion) -> OutputFile:
-    """Return the one file of a part: the state dict of the model, or of the optimizer, or both under their keys."""
+    """Return the single file of a part: the state dict of the model or of the optimizer, or both under their keys."""
     selection, name = conversion.selection, conversion.file_name
     if conversion.options.part == "optim":
         return torch_file(name, _optimizer(selection, 0), selection.optim)
@@ -93,19 +93,19 @@ def _single_file(conversion: Conversion) -> OutputFile:
 
 
 def torch_file(name: str, value: object, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """Return a file that holds a value.
+    """Return a file with a value.
 
     Args:
-        name: In the target.
-        value: What is saved, with a `TensorValue` for each tensor.
-        tensors: What its storages hold, in the order of their numbers.
+        name: File name in the target.
+        value: Value to save, with a `TensorValue` for each tensor.
+        tensors: Contents of its storages, in the order of their indexes.
     """
     archive = plan_archive(value, [Storage(t.dtype, prod(t.shape)) for t in tensors])
     return archive_file(name, archive, list(iter_parts(tensors)), len(tensors))
 
 
 def state_dict(selection: Selection, tensors: Sequence[OutputTensor]) -> dict[str, TensorValue]:
-    """Return names to tensors in state-dict order, both names of a tied pair; storages are numbered as given."""
+    """Return names to tensors in state-dict order, with all names of tied tensors; storages have the given order."""
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
     order = selection.order or tuple(numbers)
     found = {}

@@ -1,4 +1,4 @@
-"""The files of a target as planned, and the run that writes them: publish, copy, finish, report."""
+"""The planned files of a target, and their execution: publish, copy, finish, report."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from shardckpt.storage.store import Store
 _Publication = TypeVar("_Publication")
 
 Hashes = Mapping[str, tuple[int, ...]]
-"""File to the hashes of its blocks."""
+"""File name to the hashes of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinalFiles:
-    """Files with the hashes of the payload, written last.
+    """Files that depend on the hashes of the payload; they are written last.
 
     Attributes:
-        names: In the order in which they are written.
-        made: Their content, once the payload is written.
+        names: File names in the order of writing.
+        made: Returns their content after the payload has been written.
     """
 
     names: tuple[str, ...]
@@ -53,9 +53,9 @@ class Layout:
     """The files of a target.
 
     Attributes:
-        payload: With their headers made, in order.
-        small: Other files, name to content, written after the payload.
-        ending: What is written last, where the format keeps hashes.
+        payload: Payload files in order, including their headers.
+        small: Name to content of other files, which are written after the payload.
+        ending: Files that are written last, if the format stores hashes.
     """
 
     payload: tuple[OutputFile, ...]
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def files(self) -> tuple[WrittenFile, ...]:
-        """The payload, for a report."""
+        """The payload files, for a report."""
         return tuple(WrittenFile(file.name, file.nbytes, file.count) for file in self.payload)
 
     @property
@@ -73,13 +73,13 @@ class Layout:
         return (*self.small, *(self.ending.names if self.ending else ()))
 
     def check_names(self, last: str) -> None:
-        """Check that no file replaces another one, and that the last file is planned.
+        """Check that file names are unique, and that the last file is planned.
 
         Args:
-            last: File that makes the result loadable; empty if all files appear at once.
+            last: Name of the file that makes the result loadable; empty if all files appear atomically.
 
         Raises:
-            UsageError: The target, a plugin as a rule, planned something else.
+            UsageError: The plan, usually of a plugin, violates this.
         """
         names = [posixpath.normpath(name) for name in (*(file.name for file in self.payload), *self.others)]
         fix = "This is a fault of the target, not of the checkpoint."
@@ -90,7 +90,7 @@ class Layout:
             raise UsageError("a target must plan its last file", found=", ".join(names[:5]), expected=last, fix=fix)
 
     def write_rest(self, hashes: Hashes, publication: Publication) -> None:
-        """Write all files but the payload, whose blocks have these hashes. Raises StorageError."""
+        """Write all files except the payload, given the hashes of its blocks. Raises StorageError."""
         ending = self.ending.made(hashes) if self.ending else {}
         for name, content in (*self.small.items(), *ending.items()):
             with publication.create(name) as writer:
@@ -104,17 +104,18 @@ def keep_nothing(target: str) -> Collection[str]:  # noqa: ARG001  (other format
 
 @dataclass(frozen=True, slots=True)
 class PlannedFiles:
-    """The files that a target makes of a conversion.
+    """The planned files of a conversion.
 
     Attributes:
-        kind: What may be replaced at the target.
-        last: File that makes the result loadable. It must be planned if the target is a folder of a remote store; on a
-            disk all files appear at once.
+        kind: Kind of checkpoint that may be replaced at the target.
+        last: Name of the file that makes the result loadable. It must be planned if the target is a folder of a remote
+            store; on a disk all files appear atomically.
         plan_layout: Returns the files, given a suffix for their names and the id of a native step. The suffix is empty
-            unless files of the usual names may still be read. Ranks that share the files are given those of rank 0.
-        nbytes: Bytes of tensor data that will be written.
-        find_kept: Returns files of the target that something else refers to, given its path or URL.
-        save_id: The id of the native step; empty for other formats.
+            unless readers may still read files with the usual names. All ranks that share the files get those of rank
+            0.
+        nbytes: Bytes of tensor data to write.
+        find_kept: Returns files of the target that other checkpoints refer to, given its path or URL.
+        save_id: Id of the native step; empty for other formats.
     """
 
     kind: Kind
@@ -127,18 +128,18 @@ class PlannedFiles:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """One planned conversion: the source is proven complete, the target is untouched.
+    """A planned conversion whose source is known to be complete; nothing has been written.
 
     Attributes:
-        reader: The open checkpoint.
-        files: The files to write.
-        report: The report, without files and times.
-        max_memory: Bytes that the process may add to its start-up.
-        overwrite: Replace a checkpoint of the same format.
-        jobs: Threads that read and write; None for as many as help.
-        allow_overflow: Accept finite values that become infinite in a cast.
+        reader: Open checkpoint.
+        files: Files to write.
+        report: Report without files and times.
+        max_memory: Maximum bytes of memory in addition to that of the started process.
+        overwrite: Whether to replace a checkpoint of the same format.
+        jobs: Number of threads that read and write; None to choose it.
+        allow_overflow: Whether to accept finite values that become infinite in a cast.
         copied: Name to size of files of `copied_from` that are copied unchanged.
-        copied_from: Where they are.
+        copied_from: Store of these files.
     """
 
     reader: Reader
@@ -152,7 +153,7 @@ class ConversionPlan:
     copied_from: Store | None = None
 
     def publish_with(self, function: Callable[..., _Publication]) -> _Publication:
-        """Call `publish` or `begin` of `storage.publish` for the target. Raises as they do."""
+        """Call `publish` or `begin` of `storage.publish` for the target. Raises their errors."""
         files, target, kind = self.files, self.report.target, self.files.kind
         if isinstance(kind, FolderKind):
             kind = replace(kind, renewed=frozenset(self.copied))
@@ -166,7 +167,7 @@ class ConversionPlan:
         )
 
     def plan_layout(self, unique_suffix: str, save_id: str) -> Layout:
-        """Return the files of the target. Raises UsageError if they cannot be those of one checkpoint."""
+        """Return the files of the target. Raises UsageError if their names clash or the last file is missing."""
         layout = self.files.plan_layout(unique_suffix, save_id)
         layout.check_names(self.files.last if local_path(self.report.target) is None else "")
         return layout
@@ -174,12 +175,12 @@ class ConversionPlan:
     def write_payload(
         self, files: Sequence[OutputFile], publication: Publication, on_progress: OnProgress | None
     ) -> Hashes:
-        """Write payload files, as many side by side as there are threads, and return the hashes of their blocks.
+        """Write payload files concurrently with all threads, and return the hashes of their blocks.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, a cast overflows, or a written file cannot be read.
             StorageError: Reading or writing failed.
-            UsageError: A file has another size than planned.
+            UsageError: The size of a file differs from the plan.
         """
         threads = self._count_threads(files)
         writers = max(min(threads, len(files)), 1)
@@ -198,7 +199,7 @@ class ConversionPlan:
         return count_threads(sum(file.nbytes for file in files), self.max_memory, is_local=is_local)
 
     def finish(self, layout: Layout, hashes: Hashes, publication: Publication) -> None:
-        """Write the files beside the payload, the last file last. Raises StorageError."""
+        """Write all files except the payload, with the last file at the end. Raises StorageError."""
         if self.copied_from is not None:
             for name, size in self.copied.items():
                 if name not in layout.small:
@@ -237,7 +238,7 @@ def _write_file(file: OutputFile, stream: TensorStream, publication: Publication
 
 
 class Stopwatch:
-    """Seconds spent in each phase; the phases follow one another.
+    """Seconds spent in each of several consecutive phases.
 
     Attributes:
         seconds: Phase to seconds so far.
@@ -248,14 +249,14 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     def end_phase(self, phase: str) -> None:
-        """Count the time since the last phase as `phase`."""
+        """Attribute the time since the last phase to `phase`."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
 
 
 def write_alone(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-    """Write all files from this process, publish them, and return them. Raises as `run_conversion` does."""
+    """Write all files from this process, publish them, and return them. Raises errors like `run_conversion`."""
     with plan.publish_with(publish) as publication:
         layout = plan.plan_layout(publication.unique_suffix, plan.files.save_id)
         hashes = plan.write_payload(layout.payload, publication, on_progress)
@@ -274,15 +275,15 @@ def run_conversion(
     """Write the target, unless the report is of a dry run, and return the completed report.
 
     Args:
-        plan: What is written.
-        watch: Its first phase has ended.
-        on_progress: Called as bytes are written.
-        write: Writes and publishes the files: from this process, or from all ranks of a job.
+        plan: Conversion to run.
+        watch: Stopwatch whose first phase has ended.
+        on_progress: Called while bytes are written.
+        write: Writes and publishes the files, from this process or from all ranks of a job.
 
     Raises:
         UsageError: The target exists and cannot be replaced.
         CheckpointError: The source's bytes cannot be read, or a cast overflows.
-        StorageError: Reading or writing failed, or the target has no room.
+        StorageError: Reading or writing failed, or the target has too little space.
     """
     watch.end_phase("plan")
     layout = plan.plan_layout("", plan.files.save_id) if plan.report.dry_run else write(plan, watch, on_progress)

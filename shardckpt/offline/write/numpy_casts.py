@@ -1,4 +1,4 @@
-"""Casts between float types: a finite value beyond the range of the type is an error, as it is for a load."""
+"""Cast between float dtypes; a finite value outside the range of the new dtype is an error, as for `load`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HALF_INFINITIES = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return numpy's type for torch's name.
+    """Return NumPy's dtype for torch's name.
 
     Raises:
-        TypeError: Numpy has none, or none that every release has (types narrower than a byte, complex32).
+        TypeError: NumPy has no such dtype in all supported releases (sub-byte types, complex32).
     """
     import numpy as np  # noqa: PLC0415  (0.07 s, and what casts nothing needs none)
 
@@ -41,18 +41,18 @@ def _find_type(name: str) -> Any:
 def cast_into(
     data: memoryview, stored: str, out: memoryview, dtype: str, *, name: str, allow_overflow: bool = False
 ) -> None:
-    """Cast elements, rounding to nearest even as torch does.
+    """Cast elements, rounding to nearest even like torch.
 
     Args:
-        data: Elements as stored.
-        stored: Their type.
-        out: Filled with as many elements of `dtype`.
-        dtype: The type wanted.
-        name: The tensor, for the message.
+        data: Stored elements.
+        stored: Dtype of the stored elements.
+        out: Buffer for as many elements of `dtype`; filled completely.
+        dtype: Dtype to cast to.
+        name: Name of the tensor, for the message.
         allow_overflow: Accept finite values that become infinite.
 
     Raises:
-        PrecisionError: A finite value is beyond the range of the type, or an imaginary part would be dropped.
+        PrecisionError: A finite value is outside the range of the dtype, or an imaginary part would be dropped.
     """
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
@@ -63,7 +63,7 @@ def cast_into(
             f"{name!r} is complex, and its imaginary parts would be dropped in {dtype}", found=stored, expected=dtype
         )
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        # torch casts float64 to the halves through float32, so that some values are rounded twice
+        # torch casts float64 to half types through float32, so that some values are rounded twice
         through = stored == "float64" and dtype in ("bfloat16", "float16")
         target[:] = source.astype(np.float32) if through else source
         lost = 0 if allow_overflow else _count_beyond(source, target, dtype)
@@ -77,7 +77,7 @@ def cast_into(
 
 
 def _count_beyond(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], dtype: str) -> int:
-    """Count finite values that are not finite after a cast; types without infinity have NaN there."""
+    """Count finite values that are not finite after a cast; dtypes without infinity have NaN there."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     if dtype in FLOATS:  # counting infinities is twice as fast

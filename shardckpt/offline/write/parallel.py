@@ -1,4 +1,4 @@
-"""One conversion by several ranks: each writes some of the payload files, the first begins and ends the publication."""
+"""Share one conversion among ranks: each writes some payload files; rank 0 begins and commits the publication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SEPARATOR = "\0"
 
 
 def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
-    """Return what each rank writes: the largest first, by the one that has least to write; the same on every rank."""
+    """Return the files of each rank: the largest first, to the rank with the fewest bytes; the same on every rank."""
     loads = [(0, rank) for rank in range(ranks)]
     heapify(loads)
     mine: list[list[OutputFile]] = [[] for _ in range(ranks)]
@@ -29,13 +29,13 @@ def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]
 
 
 def write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-    """Write a conversion with the ranks that were started together, by `torchrun` or by the caller's own job.
+    """Write a conversion with ranks that were started together, by `torchrun` or by the caller's own job.
 
-    All or nothing: a failure of one rank is raised on all. Rank 0 draws the names and writes the small files.
+    All or nothing: a failure of one rank is raised on all. Rank 0 generates the names and writes the small files.
 
     Raises:
         ShardckptError: This rank failed.
-        RankError: Another one did.
+        RankError: Another rank failed.
     """
     with init_gloo_group() as group:
         layout = _publish_together(group, plan, on_progress)
@@ -50,7 +50,7 @@ def _publish_together(group: Group, plan: ConversionPlan, on_progress: OnProgres
             if group.rank == 0:
                 publication = plan.publish_with(begin)
         names = (publication.unique_suffix, plan.files.save_id, publication.staging_url) if publication else ()
-        message = _SEPARATOR.join(names).encode("utf-8", "surrogateescape")  # a path on a disk is any bytes
+        message = _SEPARATOR.join(names).encode("utf-8", "surrogateescape")  # a local path may be any bytes
         received = group.broadcast(message).decode("utf-8", "surrogateescape")
         unique_suffix, save_id, place = received.split(_SEPARATOR, 2)
         with group.collective("writing"):

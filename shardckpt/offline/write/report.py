@@ -1,4 +1,4 @@
-"""Progress and results that a verb reports to its caller: frozen values, no printing."""
+"""Progress and results for callers, as frozen values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NO_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the copying of tensor data is.
+    """Progress of copying tensor data.
 
     Attributes:
         done_bytes: Bytes of tensor data written so far.
-        total_bytes: Bytes that will be written.
-        seconds: Since the first byte.
+        total_bytes: Bytes of tensor data to write.
+        seconds: Seconds since the first byte.
     """
 
     done_bytes: int
@@ -34,12 +34,12 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """One payload file of the target.
+    """A payload file of the target.
 
     Attributes:
-        name: In the target.
-        nbytes: Bytes of the full file.
-        tensors: How many tensors it holds.
+        name: File name in the target.
+        nbytes: Bytes of the file.
+        tensors: Number of tensors in the file.
     """
 
     name: str
@@ -49,22 +49,22 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a conversion did, or with `dry_run` would do.
+    """Result of a conversion; with `dry_run`, the planned result.
 
     Attributes:
-        source: Where it read.
-        target: Where it wrote.
+        source: Path or URL of the source.
+        target: Path or URL of the target.
         format: Format of the source.
-        part: What was asked for.
+        part: Requested part.
         files: Payload files, in order.
-        carried: Other files of the target.
-        tensors: Tensors written.
-        nbytes: Bytes of tensor data written.
-        ties: Name that is not written to the name that stands for it.
-        cast: Tensors that changed type, by stored and written type: `float32 -> bfloat16`.
-        left_out: Subtrees of the source that no part asked for holds.
-        warnings: What is odd, one sentence each.
-        seconds: Phase to seconds: open, plan, copy, publish.
+        carried: Names of the target's other files.
+        tensors: Number of written tensors.
+        nbytes: Written bytes of tensor data.
+        ties: Name that is not written to the name that is written for it.
+        cast: Number of cast tensors by stored and written dtype: `float32 -> bfloat16`.
+        left_out: Subtrees of the source outside of the requested part.
+        warnings: Oddities, one sentence each.
+        seconds: Seconds by phase: open, plan, copy, publish.
         dry_run: Whether nothing was written.
     """
 
@@ -85,11 +85,11 @@ class Report:
 
 
 class TensorInfo(NamedTuple):
-    """One tensor, as `inspect` shows it.
+    """A tensor, as shown by `inspect`.
 
     Attributes:
         name: Dotted path.
-        dtype: As readers return it.
+        dtype: Dtype that readers deliver.
         shape: Global shape, in elements.
         nbytes: Bytes of the full tensor.
         pieces: Number of pieces.
@@ -104,18 +104,18 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a checkpoint holds.
+    """Content of a checkpoint.
 
     Attributes:
         source: Path or URL.
-        format: What it was read as.
-        files: File to size in bytes, -1 for a missing one.
-        tensors: In saved order.
-        objects: Dotted path of every value that is not a tensor, to a short rendering if it is known.
-        ties: Dotted path to the dotted path of the array it shares.
-        metadata: Free text stored with the tensors.
-        parts: Part (`model`, `optimizer`, `other`) to where it is.
-        warnings: What is odd: gaps, overlaps, missing or short files.
+        format: Format of the checkpoint.
+        files: File name to size in bytes, -1 for a missing file.
+        tensors: Tensors in saved order.
+        objects: Dotted path of every value that is not a tensor to a short text of the value, if it is known.
+        ties: Dotted path to the dotted path of the array that it shares.
+        metadata: Text stored with the tensors.
+        parts: Part (`model`, `optimizer`, `other`) to its paths.
+        warnings: Oddities: gaps, overlaps, missing or short files.
     """
 
     source: str
@@ -130,21 +130,21 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; a tied one counts once."""
+        """Bytes of all tensors; tied tensors count once."""
         return sum(t.nbytes for t in self.tensors if t.name not in self.ties)
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Whether a checkpoint is complete.
+    """Result of `verify`.
 
     Attributes:
         source: Path or URL.
-        format: What it was read as.
-        tensors: Tensors whose coverage was checked.
+        format: Format of the checkpoint.
+        tensors: Number of tensors whose coverage was checked.
         checked_bytes: Bytes that match a stored checksum.
-        problems: Every fault found, one sentence each.
-        warnings: What is odd but no fault.
+        problems: All faults, one sentence each.
+        warnings: Oddities that are not faults.
     """
 
     source: str
@@ -156,22 +156,22 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the checkpoint has no problems."""
         return not self.problems
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor that differs.
+    """A tensor that differs.
 
     Attributes:
         name: Canonical name.
         kind: `only in a`, `only in b`, `dtype`, `shape` or `values`.
-        a: What the first holds, in words.
-        b: What the second holds, in words.
-        max_abs: Largest absolute difference; None where values were not compared.
-        max_rel: Largest difference relative to the larger magnitude; None where values were not compared.
-        nans: NaNs in the first and in the second.
+        a: Text for the tensor in the first checkpoint.
+        b: Text for the tensor in the second checkpoint.
+        max_abs: Largest absolute difference; None if values were not compared.
+        max_rel: Largest difference relative to the larger magnitude; None if values were not compared.
+        nans: Number of NaNs in the first and in the second.
     """
 
     name: str
@@ -185,13 +185,13 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """One value, no tensor in both, that differs.
+    """A value, not a tensor in both checkpoints, that differs.
 
     Attributes:
         name: Canonical name: `param_groups.0.lr`, or a dotted path.
         kind: `only in a`, `only in b`, `type` or `value`.
-        a: What the first holds, in words.
-        b: What the second holds, in words.
+        a: Text for the value in the first checkpoint.
+        b: Text for the value in the second checkpoint.
     """
 
     name: str
@@ -202,20 +202,20 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two checkpoints differ.
+    """Differences of two checkpoints.
 
     Attributes:
         a: Path or URL of the first.
         b: Path or URL of the second.
-        compared: Tensors in both.
-        equal: Those of them with the same dtype, shape and bits, or within the tolerances.
-        differences: The tensors that differ, or are in one alone, in order of name.
-        warnings: What is odd.
-        compared_values: Values in both that are not tensors; a sequence of plain values counts as one.
-        equal_values: Those of them that are equal.
-        value_differences: The values that differ, or are in one alone, in order of name.
-        not_compared: Name of what was asked for and could not be compared, to the reason.
-        left_out: Dotted names of what was not asked for.
+        compared: Number of tensors in both.
+        equal: Number of these with the same dtype, shape and bits, or within the tolerances.
+        differences: Tensors that differ or are in only one, in order of name.
+        warnings: Oddities, one sentence each.
+        compared_values: Number of values in both that are not tensors; a sequence of plain values counts as one.
+        equal_values: Number of these that are equal.
+        value_differences: Values that differ or are in only one, in order of name.
+        not_compared: Name of a requested entry that could not be compared, to the reason.
+        left_out: Dotted names of content outside of the requested part.
     """
 
     a: str
@@ -232,5 +232,5 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether all that was asked for was compared, and nothing differs."""
+        """Whether everything requested was compared, and nothing differs."""
         return not self.differences and not self.value_differences and not self.not_compared

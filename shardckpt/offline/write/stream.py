@@ -1,4 +1,4 @@
-"""Stream tensors into output files, as copies and batches under a byte budget, and count the bytes."""
+"""Stream tensors to output files, as copies and batches within a memory limit, and count the bytes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from shardckpt.storage.store import PositionedWriter, Read, Store, Writer
 _T = TypeVar("_T")
 
 RESERVED_BYTES = 20 * 2**20
-"""What the modules of a conversion add to those of `inspect`, measured as resident memory (numpy: 16 MiB)."""
+"""Additional resident memory of a conversion's modules over those of `inspect`, measured (NumPy: 16 MiB)."""
 
 _BUFFERS = 4
-"""For each thread a batch exists at most so many times: as stored, as staged, as cast, and written meanwhile."""
+"""Maximum copies of a batch in memory for each thread: as stored, as staged, as cast, and being written."""
 
 _LEAST_BATCH_BYTES = 1 << 16
 _LOCAL_BATCH_BYTES = 1 << 20
-"""On a disk a batch that stays in the processor's cache is moved fastest."""
+"""Batch size for local sources: fastest if a batch stays in the processor's cache."""
 
 _REMOTE_BATCH_BYTES = 1 << 23
-"""From a remote store fewer and larger requests are."""
+"""Batch size for remote sources: fewer and larger requests are faster."""
 
 _WIDE_BATCH_BYTES = 1 << 25
-"""Each batch of a transposed view reads much of its storage again, so that few large ones are fastest."""
+"""Batch size for transposed views: each batch reads much of its storage again, so that few large ones are faster."""
 
 _COPY_BYTES = 1 << 18
 _COPY_STEP_BYTES = 1 << 28
@@ -49,12 +49,12 @@ _BATCHES_OF_A_TASK = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """How much memory one thread may use.
+    """Memory limits of one thread, in bytes.
 
     Attributes:
-        batch_bytes: Most bytes of one batch.
-        wide_bytes: Most bytes of one batch of a transposed view.
-        step_bytes: Most bytes of one copy, after which progress is reported; a remote source holds so many in memory.
+        batch_bytes: Maximum bytes of one batch.
+        wide_bytes: Maximum bytes of one batch of a transposed view.
+        step_bytes: Maximum bytes of one copy, after which progress is reported; a remote source keeps them in memory.
     """
 
     batch_bytes: int
@@ -63,11 +63,11 @@ class MemoryBudget:
 
     @classmethod
     def share(cls, max_memory: int, threads: int, *, is_local: bool) -> MemoryBudget:
-        """Share a cap on added memory, in bytes, among threads that run side by side.
+        """Divide a limit on added memory, in bytes, among concurrent threads.
 
         Args:
-            max_memory: The cap.
-            threads: How many share it.
+            max_memory: Limit in bytes.
+            threads: Number of threads.
             is_local: Whether the source's files are on this machine.
         """
         share = max(max_memory - RESERVED_BYTES, 0) // (_BUFFERS * threads)
@@ -77,24 +77,24 @@ class MemoryBudget:
 
 
 class Sink(Protocol):
-    """Takes bytes in order."""
+    """A sequential consumer of bytes."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes. Raises StorageError."""
+        """Write the next bytes. Raises StorageError."""
 
 
 class FileSink(Sink, Protocol):
-    """An open file, as an encoder gets it: it cannot be closed."""
+    """An open file for an encoder, which cannot close it."""
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
         """Append a range of a file of `source`. Raises StorageError."""
 
 
 class CountingWriter:
-    """A writer that counts bytes, for the encoder of a file, which must not close it.
+    """Counts the bytes that an encoder writes to a file, and cannot be closed.
 
     Args:
-        writer: The open file.
+        writer: Open file.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -107,7 +107,7 @@ class CountingWriter:
         self.nbytes += memoryview(data).nbytes
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`. Raises as `Writer.copy_from` does."""
+        """Append a range of a file of `source`. Raises errors like `Writer.copy_from`."""
         self._writer.copy_from(source, name, offset, nbytes)
         self.nbytes += nbytes
 
@@ -129,15 +129,15 @@ class CountingWriter:
 
 
 class Stopped(BaseException):
-    """Unwinds a writing thread after another one failed; no error, so that no target takes it for one."""
+    """Ends a writing thread after another one failed; not an Exception, so that targets do not handle it."""
 
 
 class Meter:
-    """Counts written bytes, from several threads, and reports them to the caller.
+    """Counts written bytes from several threads, and reports them to the caller.
 
     Args:
-        total_bytes: Bytes that will be written.
-        on_progress: Called after every step, under a lock; may raise to stop the work.
+        total_bytes: Bytes to write.
+        on_progress: Called after every step, under a lock; may raise an exception to stop the work.
     """
 
     def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
@@ -147,18 +147,18 @@ class Meter:
         self._raised: list[BaseException] = []
 
     def has_raised(self, error: BaseException) -> bool:
-        """Return True if an error is what `on_progress` raised."""
+        """Return True if `on_progress` raised this error."""
         return any(each is error for each in self._raised)
 
     def stop(self) -> None:
-        """Make every thread that counts on raise `Stopped`: another one failed, or the user interrupted."""
+        """Make every thread raise `Stopped` at its next call of `add`, after an error or an interruption."""
         self._stopped = True
 
     def add(self, nbytes: int) -> None:
-        """Count `nbytes` more.
+        """Add written bytes to the count.
 
         Raises:
-            Stopped: The work was stopped meanwhile.
+            Stopped: The work was stopped.
         """
         if self._stopped:
             raise Stopped
@@ -173,11 +173,11 @@ class Meter:
 
 
 class TensorPart(NamedTuple):
-    """A box of a tensor that is written in one range.
+    """A box of a tensor that is written contiguously.
 
     Attributes:
-        tensor: The tensor.
-        box: The elements, in row-major order.
+        tensor: Tensor to write.
+        box: Box in the tensor, in row-major order.
     """
 
     tensor: OutputTensor
@@ -185,14 +185,14 @@ class TensorPart(NamedTuple):
 
 
 class TensorStream:
-    """Streams tensors of one open checkpoint into output files, under a byte budget.
+    """Streams tensors of one open checkpoint to output files, within a memory limit.
 
     Args:
-        reader: The open checkpoint.
-        budget: Memory that may be used.
-        meter: Counts the bytes written.
+        reader: Open checkpoint.
+        budget: Memory limits.
+        meter: Counter of the written bytes.
         pool: Threads that read, cast and write.
-        allow_overflow: Accept finite values that become infinite in a cast.
+        allow_overflow: Whether to accept finite values that become infinite in a cast.
     """
 
     def __init__(
@@ -203,11 +203,11 @@ class TensorStream:
         self._scratch = _Scratch()
 
     def is_from_caller(self, error: BaseException) -> bool:
-        """Return True if an error is what the caller's `on_progress` raised, to stop the work."""
+        """Return True if the caller's `on_progress` raised this error to stop the work."""
         return self._meter.has_raised(error)
 
     def write_tensors(self, tensors: Sequence[OutputTensor], writer: FileSink) -> None:
-        """Write full tensors back to back; bytes that do not change are copied from file to file.
+        """Write full tensors contiguously; unchanged bytes are copied from file to file.
 
         Several threads fill the file if it can be written at any offset.
 
@@ -223,7 +223,7 @@ class TensorStream:
             self._write_in_order(plan, writer, writer)
 
     def write_parts(self, parts: Iterable[TensorPart], sink: Sink) -> None:
-        """Write parts of tensors back to back; threads assemble them, this one writes them.
+        """Write parts of tensors contiguously; threads assemble them, this thread writes them.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
@@ -406,7 +406,7 @@ class _Assembler:
 
 
 Encoder = Callable[[TensorStream, FileSink], tuple[int, ...]]
-"""Writes one file from start to end, without closing it; returns hashes of its blocks if the format stores them."""
+"""Writes one file from start to end without closing it; returns hashes of its blocks if the format stores them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,10 +414,10 @@ class OutputFile:
     """A planned file of tensor data, in any format.
 
     Attributes:
-        name: Path in the target, with forward slashes.
-        nbytes: Bytes of the full file.
-        count: Tensors, or parts of tensors, in it.
-        encode: Writes its bytes.
+        name: File name in the target, with forward slashes.
+        nbytes: Bytes of the file.
+        count: Number of tensors, or parts of tensors, in the file.
+        encode: Writes the bytes of the file.
     """
 
     name: str
@@ -427,19 +427,19 @@ class OutputFile:
 
 
 def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
-    """Yield full tensors as parts; one of several members is yielded as its members."""
+    """Yield full tensors as parts; a tensor of several members is yielded as its members."""
     for tensor in tensors:
         for member in tensor.output_parts:
             yield TensorPart(member, full_box(member.shape))
 
 
 def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[Batch]:
-    """Yield parts in order, split into blocks and grouped in batches of at most `most` bytes.
+    """Yield parts in order, split into blocks and grouped into batches of at most `most` bytes.
 
     Args:
-        parts: What is written.
-        most: Most bytes of a batch.
-        wide: Most bytes of a block of a transposed view, which is a batch of its own where it is larger.
+        parts: Parts to write.
+        most: Maximum bytes of a batch.
+        wide: Maximum bytes of a block of a transposed view, which forms a batch of its own if it is larger than `most`.
     """
     takes: list[Take] = []
     size = 0

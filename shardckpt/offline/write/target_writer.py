@@ -1,4 +1,4 @@
-"""The earlier place of what a target's plan consists of, for targets of other packages."""
+"""Compatibility module: earlier import path of the classes of a target's plan, for targets of other packages."""
 
 from __future__ import annotations
 
