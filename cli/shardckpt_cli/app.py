@@ -1,4 +1,4 @@
-"""The command line: builds the command of one verb; imports neither torch nor shardckpt before it runs."""
+"""The command line: builds the command of one verb; imports neither torch nor shardckpt until it runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardckpt_cli.exits import run_main, wrap_command
 
 
 class _Verb(NamedTuple):
-    """One command.
+    """A command, named by its verb.
 
     Attributes:
-        function: What it runs; its docstring is the help.
-        command_class: Its class.
-        help: The help, if it is not the docstring.
+        function: Function that it calls; its docstring is the help.
+        command_class: Class of the command.
+        help: Help text, if it is not the docstring.
     """
 
     function: Callable[..., None]
@@ -44,10 +44,10 @@ _VERBS = {
 
 
 def build_command(first_word: str = "") -> Any:
-    """Return the command with the one verb that runs, because to build all of them takes longer than to run most.
+    """Return the command with only the verb that will run, since building all verbs takes longer than most runs.
 
     Args:
-        first_word: Of the command line. All verbs are built if it is none of them: for the help, and to suggest one.
+        first_word: First word of the command line. If it is not a verb, all verbs are built, to show or suggest them.
     """
     app = typer.Typer(
         name="shardckpt",
@@ -77,12 +77,12 @@ def _take_options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Take what stands before the command."""
+    """Accept the options before the verb."""
 
 
 def main() -> None:
-    """Run the command; exit codes: 0 done, 1 the checkpoint, 2 the call, 3 the storage, 130 and 143 on signals."""
-    # a manifest is a hundred thousand small values that live to the end: looking for cycles among them only costs
+    """Run the command. Exit codes: 0 success, 1 checkpoint, 2 usage, 3 storage, 130 and 143 signals."""
+    # a manifest has about 100,000 small objects that live until exit, so that frequent collection is wasted
     gc.set_threshold(200_000, 50, 100)
     words = sys.argv[1:] or ["--help"]
     run_main(lambda: build_command(words[0])(words, standalone_mode=False))

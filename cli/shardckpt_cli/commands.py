@@ -1,6 +1,6 @@
-"""Classes of commands that convert only the values that need it.
+"""Command classes that convert only the values that need conversion.
 
-The newest typer imports pydantic, 0.07 s of processor time, to check that text is text and that a default is valid.
+The newest typer imports pydantic, which takes 0.07 s of CPU time, to validate text and defaults.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class _ConvertIfNeeded(NamedTuple):
-    """Takes the place of a parameter's `process_value`: text and defaults pass as they are.
+    """Replaces the `process_value` of a parameter: text and defaults pass unchanged.
 
     Attributes:
-        parameter: The option or argument.
-        is_text: Whether its values are text.
-        convert: Its own `process_value`.
+        parameter: Option or argument.
+        is_text: Whether the values are text.
+        convert: Original `process_value` of the parameter.
     """
 
     parameter: Any
@@ -24,14 +24,14 @@ class _ConvertIfNeeded(NamedTuple):
     convert: Any
 
     def __call__(self, context: Any, value: Any) -> Any:
-        """Return the value that the command is given."""
+        """Return the value that is passed to the command."""
         if value is self.parameter.default and not self.parameter.required:
             return value
         return value if self.is_text and isinstance(value, str) else self.convert(context, value)
 
 
 def _convert_if_needed(command: Any, context: Any) -> None:
-    """Change the parameters of a command."""
+    """Replace `process_value` of all parameters of a command."""
     hints = get_type_hints(command.callback)
     for parameter in command.get_params(context):
         if not isinstance(parameter.process_value, _ConvertIfNeeded):
@@ -40,10 +40,10 @@ def _convert_if_needed(command: Any, context: Any) -> None:
 
 
 class CommandWithVerbs(TyperGroup):
-    """The command that has verbs."""
+    """The top-level command, whose subcommands are verbs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before the verb."""
+        """Parse the arguments before the verb."""
         _convert_if_needed(self, ctx)
         return super().parse_args(ctx, args)
 
@@ -52,16 +52,16 @@ class Command(TyperCommand):
     """One verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words behind the verb."""
+        """Parse the arguments after the verb."""
         _convert_if_needed(self, ctx)
         return super().parse_args(ctx, args)
 
 
 class CommandWithTargets(Command):
-    """A command whose help lists the formats that can be written; they are looked up only for the help."""
+    """A command whose help lists the output formats, which are looked up only for the help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
+        """Write the help text."""
         import shardckpt
 
         targets, rank_targets = (

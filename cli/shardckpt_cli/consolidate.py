@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardckpt import Report
 
 _MOST_FILES = 40
-"""Lines of the report: a universal checkpoint has files for each parameter."""
+"""Maximum lines of the report; a universal checkpoint has several files for each parameter."""
 
 
 CONVERT_HELP = "Convert a checkpoint, keeping how its tensors are split over files."
@@ -55,11 +55,11 @@ def consolidate(
 
 
 def run(verb: str, given: dict[str, Any]) -> None:
-    """Call a verb that writes a checkpoint, and print what it did.
+    """Call a function that writes a checkpoint, and print its report.
 
     Args:
-        verb: Its name on the front door.
-        given: Its arguments, with `quiet` and `as_json` for the printing; None for what was not given.
+        verb: Public name of the function.
+        given: Arguments of the call, with `quiet` and `as_json` for the printing; None for options that were not given.
     """
     import shardckpt
 
@@ -81,7 +81,7 @@ def run(verb: str, given: dict[str, Any]) -> None:
 
 
 def _words(report: Report) -> str:
-    """Return what was done (or would be) in a few lines."""
+    """Return the report in a few lines."""
     from shardckpt.errors import escape
 
     did = "would write" if report.dry_run else "wrote"

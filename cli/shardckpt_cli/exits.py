@@ -1,4 +1,4 @@
-"""From errors and signals to one line on stderr and an exit code."""
+"""Convert errors and signals to one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def on_interrupt_message(words: str) -> None:
     """Set the end of the message for an interrupted command.
 
     Args:
-        words: The state it leaves behind; by default, that nothing is left under the target's name.
+        words: State that an interrupted command leaves; by default, that nothing is left under the target's name.
     """
     _interrupt_messages.append(words)
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived; unwinds like Ctrl-C, so that whatever was half-done is taken back."""
+    """Raised on SIGTERM; unwinds like Ctrl-C, so that unfinished work is rolled back."""
 
 
 class CommandFailure(Exception):  # noqa: N818  (it only carries one)
-    """Carries an error past the argument parser, which would handle it in its own way."""
+    """Carries an error past the argument parser, which would handle it differently."""
 
 
 def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
     """Make end-of-file errors, interruptions and broken pipes of a command reach `run_main`.
 
-    A truncated checkpoint is an EOFError, and the parser would turn it into "Aborted" and print an empty line; a reader
-    that has seen enough is not a failure, and the parser would exit with 1.
+    A truncated checkpoint is an EOFError, which the parser would report as "Aborted" after an empty line; a closed
+    output pipe is not a failure, but the parser would exit with 1.
     """
 
     @functools.wraps(command)
@@ -85,7 +85,7 @@ def _exit_code(run: Callable[[], object]) -> int:
     except Terminated:
         return _die(f"terminated; {_interrupt_messages[-1]}", 143)
     except BrokenPipeError:
-        # whoever read our output has seen enough; keep the interpreter from flushing into the closed pipe
+        # the output pipe was closed; keep the interpreter from flushing into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001  (an error that is not ours must still be one line; the traceback on request)
@@ -106,7 +106,7 @@ def _failed(error: Exception) -> int:
 
     if isinstance(error, ShardckptError):
         return _die(str(error), error.exit_code)
-    if hasattr(error, "format_message"):  # typer's own errors; which class they are depends on the click it carries
+    if hasattr(error, "format_message"):  # typer's own errors; their class depends on the version of click
         return _die(f"{' '.join(error.format_message().split()).rstrip('.')}. See `shardckpt --help`", 2)
     if os.environ.get("SHARDCKPT_TRACEBACK"):
         raise error

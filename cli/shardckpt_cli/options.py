@@ -1,4 +1,4 @@
-"""The arguments and options that several commands have, declared once; each command says its own default."""
+"""Arguments and options shared by several commands; each command sets its own default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or f
 Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt or .bin file.")]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL.")]
 
-# what is read
+# input
 To = Annotated[
     str,
     typer.Option("--to", help="Format to write: {targets}. Default: by the suffix of DST, else the first."),
@@ -35,7 +35,7 @@ Base = Annotated[
     typer.Option("--base", help="Folder that the checkpoint refers to: PATH or NAME=PATH; repeatable."),
 ]
 
-# what becomes of it
+# conversion
 Dtype = Annotated[str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64.")]
 KeepFp32 = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of names that are not cast; repeatable.")]
 AllowOverflow = Annotated[
@@ -48,19 +48,19 @@ Rename = Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for 
 Rules = Annotated[str, typer.Option("--rules", help="TOML file of rules, or the name of a built-in set.")]
 ConfigFrom = Annotated[str, typer.Option("--config-from", help="Folder with config.json and tokenizer files to copy.")]
 
-# how it is written
+# output
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB is decimal, 5GiB binary.")]
 MaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory that the process may use beyond its start-up.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the same format at DST.")]
 Jobs = Annotated[int | None, typer.Option("--jobs", help="Threads that read and write; as many as help if not given.")]
 
-# the same in the words of commands with few options
+# shorter descriptions for commands with few options
 ShortMaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB or 5GiB.")]
 ShortMaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory beyond the start-up.")]
 ShortDryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything; write nothing.")]
 
-# what is printed
+# printing
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 AllAsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]

@@ -1,6 +1,6 @@
-"""How results are printed: sizes, tables, JSON, and the progress on a terminal.
+"""Print results: sizes, tables, JSON, and the progress on a terminal.
 
-`rich` draws what goes to a terminal, and is imported only then. A pipe or a file gets plain text, each row on its line.
+`rich` formats output for terminals, and is imported only for them. Pipes and files get plain text, one row per line.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Protocol, TextIO
 _WIDEST = 96
 _MOST_PLACES = 12
 _MOST_DRAWN = 1000
-"""Rows of a table that rich draws, at 0.25 ms each."""
+"""Maximum rows of a table that rich draws, at 0.25 ms each."""
 
 
 class ProgressLike(Protocol):
-    """What a progress callback is given."""
+    """Argument of a progress callback."""
 
     @property
     def done_bytes(self) -> int:
@@ -30,12 +30,12 @@ class ProgressLike(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that will be written."""
+        """Bytes to write."""
 
 
-@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen sizes
+@lru_cache(maxsize=4096)  # checkpoints of 100,000 tensors have a few dozen sizes
 def size(nbytes: float) -> str:
-    """Return bytes as people read them, in decimal units."""
+    """Return a number of bytes as text in decimal units: `1.5 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -44,19 +44,19 @@ def size(nbytes: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number of things: `1 tensor`, `2 tensors`."""
+    """Return a number with a noun in singular or plural: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def show_table(
     rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), right: frozenset[int] = frozenset()
 ) -> None:
-    """Print rows as aligned columns; a terminal gets long names folded within their column.
+    """Print rows as aligned columns; on a terminal, long names are wrapped within their column.
 
     Args:
-        rows: Of equal length, escaped.
+        rows: Rows of equal length, with escaped text.
         header: Names of the columns.
-        right: Columns that are aligned to the right.
+        right: Indexes of right-aligned columns.
     """
     if _can_draw(sys.stdout) and not os.environ.get("NO_COLOR") and len(rows) <= _MOST_DRAWN:
         _draw_table(rows, header, right)
@@ -75,22 +75,22 @@ def _draw_table(rows: Sequence[Sequence[str]], header: Sequence[str], right: fro
     drawn = Table(*columns, box=None, pad_edge=False, show_header=bool(header))
     for row in rows:
         drawn.add_row(*row)
-    # a name may hold [bold] or :smile:, which would be replaced
+    # names may contain [bold] or :smile:, which would be replaced
     Console(markup=False, emoji=False, highlight=False).print(drawn)
 
 
 def _can_draw(stream: TextIO) -> bool:
-    """Return True for a terminal that can move its cursor."""
+    """Return True if a stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def as_json(result: Any) -> str:
-    """Return a frozen result as JSON; surrogates are escaped, and numbers that JSON lacks are text: "inf", "nan"."""
+    """Return a result as JSON; surrogates are escaped, and numbers that JSON lacks are text: "inf", "nan"."""
     return json.dumps(_plain(result), indent=2, default=str)
 
 
 def _plain(value: Any) -> Any:
-    """Return frozen results, nested in one another, as what JSON knows."""
+    """Return nested results as JSON values."""
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 
 def warn(lines: Iterable[str]) -> None:
-    """Print warnings to stderr, a line each."""
+    """Print warnings to stderr, one per line."""
     from shardckpt.errors import escape
 
     for line in lines:
@@ -111,7 +111,7 @@ def warn(lines: Iterable[str]) -> None:
 
 
 def left_out(places: Sequence[str]) -> None:
-    """Say on stderr what of the source was not asked for, so that nothing is dropped in silence."""
+    """Print the skipped content of the source to stderr, so that nothing is dropped silently."""
     from shardckpt.errors import escape
 
     if places:
@@ -121,13 +121,13 @@ def left_out(places: Sequence[str]) -> None:
 
 @contextmanager
 def show_progress(*, quiet: bool) -> Iterator[Callable[[ProgressLike], None] | None]:
-    """Show bytes, their rate and the time left on a terminal, from the first byte to the end of the block.
+    """Show bytes, rate and remaining time on a terminal, from the first byte to the end of the block.
 
     Args:
-        quiet: Show nothing.
+        quiet: Whether to show nothing.
 
     Yields:
-        What the work calls with its progress; None if nothing is shown.
+        The callback for progress; None if nothing is shown.
     """
     if quiet or not _can_draw(sys.stderr):
         yield None

@@ -1,4 +1,4 @@
-"""The door of the script: an interruption is one line and its exit code even while the command is being loaded."""
+"""Entry point of the script, which also handles an interruption while the command is loading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Load the command and run it; until it takes signals itself they end the process, for there is nothing to undo."""
+    """Load the command and run it; until it handles signals, they end the process, since nothing needs undoing."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     from shardckpt_cli.app import main as run
