@@ -194,7 +194,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its module. Raises MissingTorchError if that needs torch, which is not installed."""
+    """Load a public name from its module.
+
+    Raises MissingTorchError if that needs torch, which is not installed.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     home = _HOME_OF.get(name, "shardckpt.errors")

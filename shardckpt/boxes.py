@@ -1,4 +1,4 @@
-"""Boxes of n-dimensional arrays, in elements: intersect, cover, gaps, and flat ranges as boxes. Pure integers."""
+"""Boxes of n-dimensional arrays, in elements: intersect, cover, flat ranges."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ def _split(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[t
 
 
 def _best_split(region: Box, inside: list[tuple[Box, int]]) -> tuple[int, int]:
-    """Return dimension and coordinate of the middle border, in the dimension where it crosses the fewest boxes."""
+    """Return dimension and coordinate of the middle border.
+
+    The dimension is that in which the border crosses the fewest boxes.
+    """
     best: tuple[int, int, int] | None = None
     for dim in range(len(region.size)):
         low, high = region.offset[dim], region.stop[dim]
@@ -156,7 +159,7 @@ def _with(box: Box, dim: int, offset: int, size: int) -> Box:
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and length of one of `parts` chunks of `size`, split like `torch.chunk`.
+    """Return start and length of one of `parts` chunks, split like `torch.chunk`.
 
     All chunks have the length of the first, except the last ones, which may be shorter or empty.
     """
@@ -166,7 +169,7 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def chunk_box(shape: Shape, dim: int, parts: int, index: int) -> Box:
-    """Return one chunk of an array of `shape` along a dimension, split like `torch.chunk`."""
+    """Return one chunk of an array along a dimension, split like `torch.chunk`."""
     return _with(full_box(shape), dim, *chunk_range(shape[dim], parts, index))
 
 
@@ -210,7 +213,7 @@ def flat_index(shape: Shape, index: Shape) -> int:
 
 
 def is_contiguous(shape: Shape, box: Box) -> bool:
-    """Return True if `box` is one contiguous range of an array of `shape` in row-major order."""
+    """Return True if `box` is one contiguous range of an array, row-major."""
     inner_full = True
     for n, s in zip(reversed(box.size), reversed(shape), strict=True):
         if not inner_full and n != 1:
@@ -220,7 +223,7 @@ def is_contiguous(shape: Shape, box: Box) -> bool:
 
 
 def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return True if the boxes are the cells of a grid over an array of `shape`, each cell once.
+    """Return True if the boxes are the cells of a grid over an array, each once.
 
     The shards of a mesh form a grid, for any number of ranks. Faster than `cover`, which finds all gaps and overlaps.
     """
@@ -239,7 +242,7 @@ def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 
 def contiguous_blocks(box: Box, most: int) -> Iterator[Box]:
-    """Split `box` into contiguous blocks of at most `most` elements, in row-major order.
+    """Split `box` into contiguous blocks of at most `most` elements, in order.
 
     Args:
         box: Box to split.

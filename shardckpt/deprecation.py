@@ -1,4 +1,7 @@
-"""Deprecated names and values of public parameters and attributes, which keep working for one release."""
+"""Deprecated names and values of public parameters and attributes.
+
+They keep working for one release.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ Replace = Callable[[Any], tuple[str, Any] | None]
 
 
 def renamed_params(**names: str | Replace) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that accepts deprecated keyword parameters and warns at the caller's line.
+    """Return a decorator that accepts deprecated keyword parameters.
+
+    Warnings point to the caller's line.
 
     Args:
         **names: Deprecated name to its current name, which alone is in the signature; or to a function that also
@@ -52,7 +57,9 @@ def renamed_params(**names: str | Replace) -> Callable[[Callable[P, T]], Callabl
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warn at the line that uses a deprecated attribute or method; its implementation calls this.
+    """Warn at the line that uses a deprecated attribute or method.
+
+    The implementation of the attribute calls this.
 
     Args:
         old: Deprecated name, with the name of its class.

@@ -1,4 +1,6 @@
-"""Streams, events, pinned memory and errors of devices. No other module of the package uses torch's functions for them.
+"""Streams, events, pinned memory and errors of devices.
+
+No other module of the package uses torch's functions for them.
 
 The terms are torch's: a stream runs its queued operations in order; an event is a position in a stream, for which
 another stream or the host can wait. The CPU has no streams: for it the functions do nothing.
@@ -47,7 +49,7 @@ class Stream(Protocol):
     """A queue of operations on a device (torch: `torch.cuda.Stream`)."""
 
     def wait_stream(self, stream: Stream) -> None:
-        """Run future operations of this stream after those that another stream has queued so far."""
+        """Run future operations after those that another stream has queued so far."""
 
     def wait_event(self, event: Event) -> None:
         """Run future operations of this stream after an event."""
@@ -82,7 +84,10 @@ class TorchStreams:
         return context
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Delay the reuse of a tensor's memory after it is freed until the operations queued on a stream have run."""
+        """Delay the reuse of a freed tensor's memory until a stream's work is done.
+
+        The work is all operations queued on the stream so far.
+        """
         tensor.record_stream(stream)  # type: ignore[arg-type]
 
 
@@ -107,7 +112,10 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return True if a device runs operations asynchronously to the host. All modules use this function for that."""
+    """Return True if a device runs operations asynchronously to the host.
+
+    All modules use this function for that.
+    """
     return _streams.has_streams(device)
 
 
@@ -122,7 +130,10 @@ def make_stream(device: torch.device, priority: int = 0) -> Stream:
 
 
 def get_current_stream(device: torch.device) -> Stream:
-    """Return the stream that operations are queued on now. The device must have streams."""
+    """Return the stream that operations are queued on now.
+
+    The device must have streams.
+    """
     return _streams.get_current(device)
 
 
@@ -132,7 +143,7 @@ def use_stream(stream: Stream, device: torch.device) -> AbstractContextManager[o
 
 
 def record_event(device: torch.device, stream: Stream | None = None) -> Event | None:
-    """Return an event after the operations that are queued so far; None if the device has no streams.
+    """Return an event after the operations queued so far; None without streams.
 
     Args:
         device: The device.
@@ -144,7 +155,9 @@ def record_event(device: torch.device, stream: Stream | None = None) -> Event | 
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
-    """Record that a stream uses a tensor of another stream, so that its freed memory is reused after that stream.
+    """Record that a stream uses a tensor of another stream.
+
+    Its memory is reused after that stream once it is freed.
 
     Args:
         tensor: The tensor.
@@ -155,7 +168,9 @@ def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
 
 
 class CurrentStreams:
-    """The streams that a thread queues on, for threads that work for it: a new thread has other current streams.
+    """The current streams of a thread, for other threads that work for it.
+
+    A new thread has other current streams.
 
     Args:
         devices: The devices; those without streams are ignored.
@@ -178,7 +193,10 @@ class CurrentStreams:
 
 
 def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    """Return a CPU tensor in pinned memory; the same tensor if no accelerator can read pinned memory."""
+    """Return a CPU tensor in pinned memory, if an accelerator can read it.
+
+    Otherwise returns the same tensor.
+    """
     if not wanted or not has_pinned_memory() or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()
@@ -199,7 +217,7 @@ def copy_to_pinned(tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
 
 
 def has_pinned_memory() -> bool:
-    """Return True if an accelerator copies from and to pinned memory asynchronously to the host."""
+    """Return True if an accelerator copies to and from pinned memory."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found is not None and found.type not in _WITHOUT_PINNED_MEMORY
 
@@ -210,7 +228,10 @@ def has_pinned_copies(device: torch.device) -> bool:
 
 
 def is_gpu_used() -> bool:
-    """Return True if this process already uses an accelerator, so that pinned memory is worth its cost."""
+    """Return True if this process already uses an accelerator.
+
+    Then pinned memory is worth its cost.
+    """
     found = torch.accelerator.current_accelerator()
     if found is None or found.type in _WITHOUT_PINNED_MEMORY:
         return False

@@ -1,4 +1,6 @@
-"""Names and widths of dtypes in torch's and in safetensors' spelling. Imports neither torch nor numpy.
+"""Names and widths of dtypes in torch's and in safetensors' spelling.
+
+Imports neither torch nor NumPy.
 
 Safetensors names: https://huggingface.co/docs/safetensors (format section), release 0.8.
 """
@@ -99,11 +101,11 @@ def is_known(name: str) -> bool:
 
 
 def nbytes(name: str, elements: int) -> int:
-    """Return the number of bytes of `elements` packed elements; a sub-byte remainder is rounded up."""
+    """Return the bytes of `elements` packed elements, rounded up."""
     return (elements * _BITS[name] + 7) // 8
 
 
 @lru_cache(maxsize=4096)  # checkpoints of 100,000 tensors have a few dozen dtypes and shapes
 def array_nbytes(name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of bytes of a packed array of `shape`; a sub-byte remainder is rounded up."""
+    """Return the bytes of a packed array of `shape`, rounded up."""
     return nbytes(name, prod(shape))

@@ -52,7 +52,7 @@ def show(value: object) -> str:
 
 
 def _count(value: object, left: int) -> int:
-    """Return how many more values may be shown after this one; negative if it contains too many."""
+    """Return how many more values may be shown; negative if there are too many."""
     if isinstance(value, dict):
         inner: Iterable[object] = (part for pair in value.items() for part in pair)
     elif isinstance(value, (tuple, list, set, frozenset)):
@@ -68,7 +68,10 @@ def _count(value: object, left: int) -> int:
 
 
 def escape(text: object) -> str:
-    """Return `text` on one line: control characters, newlines and lone surrogates as backslash escapes."""
+    """Return `text` on one line, with other characters as backslash escapes.
+
+    Escapes control characters, newlines and lone surrogates.
+    """
     shown = text if isinstance(text, str) else show(text)
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}... ({len(shown)} characters)"
@@ -78,7 +81,9 @@ def escape(text: object) -> str:
 
 
 class ShardckptError(Exception):
-    """Root of the error classes. Its text is one line: what, where, found, expected, fix.
+    """Root of the error classes, with a one-line text.
+
+    The text contains what, where, found, expected, fix.
 
     Args:
         what: Description of the error.
@@ -190,7 +195,10 @@ class AmbiguousError(UsageError, LookupError):
 
 
 class StateDictError(ShardckptError, RuntimeError):
-    """The `state_dict` or `load_state_dict` of an object raised an exception, which is the cause of this error."""
+    """The `state_dict` or `load_state_dict` of an object raised an exception.
+
+    That exception is the cause of this error.
+    """
 
 
 class StorageError(ShardckptError, OSError):
@@ -208,7 +216,7 @@ class NoSpaceError(StorageError):
 
 
 class RankError(ShardckptError, RuntimeError):
-    """A rank failed, died, or did not take part in time; raised on every remaining rank.
+    """A rank failed, died, or was too late; raised on every remaining rank.
 
     Args:
         what: Description of the error, with the rank.

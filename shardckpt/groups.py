@@ -1,4 +1,4 @@
-"""Process groups behind one small interface: a torch process group, or a single process.
+"""Process groups behind one interface: a torch group, or a single process.
 
 Values are sent as bytes in tensor collectives, never as pickled objects: peers send data, not code.
 """
@@ -75,7 +75,9 @@ class Group(ABC):
         """
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, in rank order. Collective; lengths must be equal, which saves an all-gather.
+        """Return the bytes of all ranks, in rank order. Collective.
+
+        Lengths must be equal, which saves an all-gather.
 
         Args:
             data: Bytes of this rank.
@@ -84,7 +86,9 @@ class Group(ABC):
 
     @contextmanager
     def collective(self, what: str) -> Iterator[Piggyback]:
-        """Run a block on every rank; an error on one is raised on all, with its rank. One all-gather at the end.
+        """Run a block on every rank; raise an error of one rank on all.
+
+        One all-gather at the end; errors name the rank.
 
         Args:
             what: Name of the operation, for the message.
@@ -150,7 +154,9 @@ class LocalGroup(Group):
 
 
 class TorchGroup(Group):
-    """A torch process group. Messages are sent as tensors on a device of its backend; for NCCL an accelerator.
+    """A torch process group.
+
+    Messages are sent as tensors on a device of its backend; for NCCL an accelerator.
 
     Args:
         group: Process group; None for the default group.
@@ -222,7 +228,9 @@ class TorchGroup(Group):
 
 
 def get_group_device(group: dist.ProcessGroup | None = None, preferred: torch.device = _CPU) -> torch.device:
-    """Return a device whose tensors the backend of a group can send; NCCL cannot send tensors of the CPU.
+    """Return a device whose tensors the backend of a group can send.
+
+    NCCL cannot send tensors of the CPU.
 
     Args:
         group: Process group; None for the default group.
@@ -246,7 +254,10 @@ def _pad_to_tensor(data: bytes, nbytes: int) -> torch.Tensor:
 
 
 def current_group(group: dist.ProcessGroup | None = None) -> Group:
-    """Return the group of this process: a torch process group if one is initialized, else a group of one."""
+    """Return this process's group: a torch process group, else a group of one.
+
+    The torch group is used if it is initialized.
+    """
     if dist.is_available() and dist.is_initialized():
         return TorchGroup(group)
     return LocalGroup()
@@ -254,7 +265,7 @@ def current_group(group: dist.ProcessGroup | None = None) -> Group:
 
 @contextmanager
 def init_gloo_group(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
-    """Yield the group of all ranks: the initialized process group, else a gloo group that this call initializes.
+    """Yield the group of all ranks, which is initialized with gloo if needed.
 
     Args:
         timeout: Time that ranks wait for each other in a process group that this call initializes.

@@ -1,4 +1,6 @@
-"""Layouts that map full parameters to shards, flat or per dimension, for any world size. Without torch.
+"""Layouts of full parameters in shards: flat or per dimension, any world size.
+
+Needs no torch.
 
 The shard of a rank is one 1-D array of `chunk` elements, zero-padded to the same length on every rank. A layout
 gives the position of each parameter's elements in the shard, as boxes and runs.
@@ -59,7 +61,7 @@ class ParamSpec:
         return tuple(self.shape[d] for d in self.order) if self.order else self.shape
 
     def boxes(self, start: int, stop: int) -> list[Box]:
-        """Return the boxes in the full parameter of its elements `[start, stop)` in memory order."""
+        """Return the boxes of elements `[start, stop)` in memory order."""
         found = flat_to_boxes(self.memory_shape, start, stop)
         return [self._restored(box) for box in found] if self.order else found
 
@@ -95,7 +97,9 @@ class ShardRun:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters concatenated into one flat parameter and split into chunks of equal size, at any element.
+    """Parameters concatenated to one flat parameter and split into equal chunks.
+
+    Chunks may end at any element.
 
     Attributes:
         specs: Parameters, in order.
@@ -124,7 +128,10 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the flat parameter, including gaps between parameters, without padding at the end."""
+        """Elements of the flat parameter, with gaps, without padding at the end.
+
+        Gaps are those between aligned parameters.
+        """
         return self.offsets[-1] + self.specs[-1].numel if self.specs else 0
 
     @cached_property
@@ -137,7 +144,10 @@ class FlatLayout:
         return chunk_range(self.numel, self.world, rank)[1]
 
     def runs(self, rank: int) -> list[ShardRun]:
-        """Return the runs of parameters in a rank's shard, in order; parameters without elements there are skipped."""
+        """Return the runs of parameters in a rank's shard, in order.
+
+        Parameters without elements there are skipped.
+        """
         low, high = rank * self.chunk, (rank + 1) * self.chunk
         found = []
         for index, (spec, at) in enumerate(zip(self.specs, self.offsets, strict=True)):
@@ -147,7 +157,7 @@ class FlatLayout:
         return found
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
-        """Return `(parameter, box, offset in the shard)` for all elements of a rank's shard, in order.
+        """Return `(parameter, box, offset in the shard)` of a rank, in order.
 
         The elements of a box are permuted in the shard if the parameter's memory order is not row-major.
         """
@@ -164,7 +174,9 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class DimLayout:
-    """Each parameter split along one of its dimensions into equal chunks; later ranks may have shorter or empty chunks.
+    """Each parameter split along one dimension into equal chunks.
+
+    Later ranks may have shorter or empty chunks.
 
     Attributes:
         specs: Parameters, in order; all in row-major memory order.
@@ -185,7 +197,10 @@ class DimLayout:
                 raise FormatError("a parameter cannot be split along this dimension", where=spec.name, found=dim)
 
     def box(self, index: int, rank: int) -> Box:
-        """Return the box of one parameter on a rank; it has a zero size if the rank has no elements."""
+        """Return the box of one parameter on a rank.
+
+        It has a zero size if the rank has no elements.
+        """
         spec, dim = self.specs[index], self.dims[index]
         if not spec.shape:
             return Box((), ()) if rank == 0 else Box((0,), (0,))
@@ -202,11 +217,11 @@ class DimLayout:
 
     @cached_property
     def chunk(self) -> int:
-        """Number of elements of every rank's shard, including padding: the size of rank 0's shard."""
+        """Elements of every rank's shard, with padding: the size of rank 0's shard."""
         return self.places[-1] + self.box(len(self.specs) - 1, 0).volume if self.specs else 0
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
-        """Return `(parameter, box, offset in the shard)` for all elements of a rank's shard, in order."""
+        """Return `(parameter, box, offset in the shard)` of a rank, in order."""
         found = [(index, self.box(index, rank), self.places[index]) for index in range(len(self.specs))]
         return [each for each in found if each[1].volume]
 

@@ -1,4 +1,4 @@
-"""Frozen descriptions of a checkpoint: named arrays, the pieces that hold them, and small objects. No data.
+"""Frozen descriptions of a checkpoint: arrays, their pieces, small objects.
 
 A reader turns any format into a `Manifest`; all functions on checkpoints work on manifests alone. Paths are tuples,
 since `{"a.b": t}` and `{"a": {"b": u}}` differ. The small classes are named tuples, since a checkpoint may have a
@@ -65,7 +65,7 @@ class Encoded(NamedTuple):
 
 
 class Lazy(NamedTuple):
-    """A container that must be opened to locate the elements; `Reader.resolve` does this.
+    """A container to open to locate the elements; `Reader.resolve` does this.
 
     Attributes:
         offset: Offset of the container's first byte in the file.
@@ -151,7 +151,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of a checkpoint: all arrays with the locations of their bytes, and all other values.
+    """Content of a checkpoint: locations of all arrays, and all other values.
 
     Attributes:
         format: Name of the format of the checkpoint.
@@ -198,7 +198,9 @@ def dotted(path: Path) -> str:
 
 
 def unflatten(values: Mapping[Path, Any], where: str | None = None, *, has_lists: bool = False) -> Any:
-    """Build nested dicts from values by path; a value at the empty path is returned unchanged.
+    """Build nested dicts from values by path.
+
+    A value at the empty path is returned unchanged.
 
     Args:
         values: Values by path. An empty dict counts as a dict of the result.

@@ -29,7 +29,9 @@ def open(
 def open(
     path: Any, *, verify: str | bool = "read", base: NamedBases | None = None, framework: str = "torch"
 ) -> OpenedTensors | OpenedArrays:
-    """Open a checkpoint of any format to read parts of it: `open(path)["model.layers.0.weight"][0:128]`.
+    """Open a checkpoint of any format to read parts of it.
+
+    For example `open(path)["model.layers.0.weight"][0:128]`.
 
     `with open(path) as checkpoint:` closes its files at the end of the block.
 

@@ -1,4 +1,4 @@
-"""Formats and targets of other distributions, found by entry point and loaded when needed."""
+"""Formats and targets of other distributions, found by entry point."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class Plugin(NamedTuple):
 
 
 def find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Return the entry points of some groups, by name. Entry points with clashing names are ignored, with a warning.
+    """Return the entry points of some groups, by name.
+
+    Entry points with clashing names are ignored, with a warning.
 
     Args:
         groups: Names of entry point groups.
@@ -72,7 +74,10 @@ def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tupl
 
 
 def _has_entry_points(group: str, path: tuple[str, ...]) -> bool:
-    """Return True if a distribution on a path may have entry points of a group. Takes 2 ms."""
+    """Return True if a distribution on a path may have entry points of a group.
+
+    Takes 2 ms.
+    """
     section = f"[{group}]".encode()
     for folder in path:
         try:
@@ -124,7 +129,9 @@ def name_plugin(
     error_type: type[ShardckptError],
     passes: Callable[[BaseException], bool] = lambda _: False,
 ) -> Iterator[None]:
-    """Convert exceptions of a plugin in the block to an error that names it; errors of shardckpt pass unchanged.
+    """Raise exceptions of a plugin as an error that names it.
+
+    Errors of shardckpt pass unchanged.
 
     Args:
         plugin: Plugin that the block calls.

@@ -1,4 +1,4 @@
-"""Wait for other ranks through the store of their process group, with a limit on the time of every call.
+"""Wait for other ranks through the store of their group, with time limits.
 
 A store on a rank (a TCPStore; with `env://` on rank 0) does not answer while that rank is stopped, and most of its
 calls have no timeout: torch's `check`, `set` and `add` wait forever. Therefore each call runs on a thread of its own,
@@ -108,7 +108,9 @@ _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Wait until every rank arrives: creating a group without some rank would not name the missing one.
+    """Wait until every rank arrives, to name a missing one.
+
+    Creating a group without some rank would not name it.
 
     Args:
         group: Process group of the ranks.
@@ -136,7 +138,7 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def _missing(store: Any, own: str, keys: Sequence[str], seconds: float) -> list[int]:
-    """Announce this rank, and return the ranks that have not arrived when the time is over."""
+    """Announce this rank; return the ranks that have not arrived in time."""
     end = time.monotonic() + seconds
     store.set(own, "1")
     while missing := [each for each, key in enumerate(keys) if not store.check([key])]:
@@ -156,7 +158,7 @@ _FIX = "Its own log says why; the others have stopped. Saves and loads are calls
 def make_group(
     group: dist.ProcessGroup, make: Callable[[], dist.ProcessGroup | None], timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """Return a new process group that the ranks of another group create together, after all have met.
+    """Return a new process group of another group's ranks, after all have met.
 
     Args:
         group: Process group of the ranks that take part.

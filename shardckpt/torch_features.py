@@ -1,4 +1,6 @@
-"""Alternatives for features that the oldest supported torch lacks, detected by attribute, never by version.
+"""Alternatives for features that the oldest supported torch lacks.
+
+Features are detected by attribute, never by version.
 
 | feature | alternative |
 |---|---|
@@ -117,7 +119,7 @@ def assign_gradient_of_another_type(parameter: torch.Tensor, grad: torch.Tensor)
 
 
 class _EnteredHooks(threading.local):
-    """Stack of the saved-tensor hook contexts that a thread has entered, the innermost last."""
+    """Stack of saved-tensor hook contexts that a thread has entered."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[PackHook, UnpackHook]] = []
@@ -131,7 +133,7 @@ def _get_recorded_hooks() -> tuple[PackHook, UnpackHook] | None:
 
 
 def _record_entered_hooks() -> None:
-    """Record the entered contexts of saved-tensor hooks on each thread, if torch cannot return them."""
+    """Record entered saved-tensor hook contexts if torch cannot return them."""
     context: Any = torch.autograd.graph.saved_tensors_hooks
     enter, leave = context.__enter__, context.__exit__
 

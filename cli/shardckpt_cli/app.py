@@ -1,4 +1,7 @@
-"""The command line: builds the command of one verb; imports neither torch nor shardckpt until it runs."""
+"""The command line: builds the command of one verb.
+
+Imports neither torch nor shardckpt until that command runs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ _VERBS = {
 
 
 def build_command(first_word: str = "") -> Any:
-    """Return the command with only the verb that will run, since building all verbs takes longer than most runs.
+    """Return the command with only the verb that will run.
+
+    Building all verbs takes longer than most runs.
 
     Args:
         first_word: First word of the command line. If it is not a verb, all verbs are built, to show or suggest them.
@@ -81,7 +86,10 @@ def _take_options(
 
 
 def main() -> None:
-    """Run the command. Exit codes: 0 success, 1 checkpoint, 2 usage, 3 storage, 130 and 143 signals."""
+    """Run the command.
+
+    Exit codes: 0 success, 1 checkpoint, 2 usage, 3 storage, 130 and 143 signals.
+    """
     # a manifest has about 100,000 small objects that live until exit, so that frequent collection is wasted
     gc.set_threshold(200_000, 50, 100)
     words = sys.argv[1:] or ["--help"]

@@ -58,7 +58,7 @@ class Command(TyperCommand):
 
 
 class CommandWithTargets(Command):
-    """A command whose help lists the output formats, which are looked up only for the help."""
+    """A command whose help lists the output formats, looked up only for the help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help text."""

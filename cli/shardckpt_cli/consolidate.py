@@ -1,4 +1,4 @@
-"""`shardckpt consolidate` and `shardckpt convert`: one function, registered under both names."""
+"""`shardckpt consolidate` and `shardckpt convert`, which share a function."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class CommandFailure(Exception):  # noqa: N818  (it only carries one)
 
 
 def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Make end-of-file errors, interruptions and broken pipes of a command reach `run_main`.
+    """Make EOFErrors, interruptions and broken pipes of a command reach `run_main`.
 
     A truncated checkpoint is an EOFError, which the parser would report as "Aborted" after an empty line; a closed
     output pipe is not a failure, but the parser would exit with 1.

@@ -1,4 +1,4 @@
-"""Arguments and options shared by several commands; each command sets its own default."""
+"""Arguments and options of several commands; each command sets its own default."""
 
 from __future__ import annotations
 

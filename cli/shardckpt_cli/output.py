@@ -51,7 +51,9 @@ def count(number: int, noun: str) -> str:
 def show_table(
     rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), right: frozenset[int] = frozenset()
 ) -> None:
-    """Print rows as aligned columns; on a terminal, long names are wrapped within their column.
+    """Print rows as aligned columns.
+
+    On a terminal, long names are wrapped within their column.
 
     Args:
         rows: Rows of equal length, with escaped text.
@@ -85,7 +87,10 @@ def _can_draw(stream: TextIO) -> bool:
 
 
 def as_json(result: Any) -> str:
-    """Return a result as JSON; surrogates are escaped, and numbers that JSON lacks are text: "inf", "nan"."""
+    """Return a result as JSON.
+
+    Surrogates are escaped, and numbers that JSON lacks are text: "inf", "nan".
+    """
     return json.dumps(_plain(result), indent=2, default=str)
 
 
@@ -111,7 +116,7 @@ def warn(lines: Iterable[str]) -> None:
 
 
 def left_out(places: Sequence[str]) -> None:
-    """Print the skipped content of the source to stderr, so that nothing is dropped silently."""
+    """Print the content of the source that was skipped to stderr."""
     from shardckpt.errors import escape
 
     if places:
@@ -121,7 +126,9 @@ def left_out(places: Sequence[str]) -> None:
 
 @contextmanager
 def show_progress(*, quiet: bool) -> Iterator[Callable[[ProgressLike], None] | None]:
-    """Show bytes, rate and remaining time on a terminal, from the first byte to the end of the block.
+    """Show bytes, rate and remaining time on a terminal.
+
+    The display lasts from the first byte to the end of the block.
 
     Args:
         quiet: Whether to show nothing.

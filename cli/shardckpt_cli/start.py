@@ -1,4 +1,4 @@
-"""Entry point of the script, which also handles an interruption while the command is loading."""
+"""Entry point of the script, which handles interruptions while loading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Load the command and run it; until it handles signals, they end the process, since nothing needs undoing."""
+    """Load the command and run it.
+
+    Until it handles signals, they end the process, since nothing needs undoing.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     from shardckpt_cli.app import main as run

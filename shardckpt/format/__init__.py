@@ -1,1 +1,1 @@
-"""Read checkpoints of every format as manifests, without a model and without other ranks."""
+"""Read checkpoints of every format as manifests, without a model or other ranks."""

@@ -1,4 +1,4 @@
-"""Delete the steps of a run that no retention rule keeps, and orphans. Used by `Checkpointer` and `prune`."""
+"""Delete steps of a run that no retention rule keeps, and orphans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardckpt.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Names of deleted folders and of content that stays; with `dry_run`, of what would be deleted.
+    """Deleted folders and content that stays; with `dry_run`, those planned.
 
     Attributes:
         steps: Folders of deleted steps, including duplicates of a step number.

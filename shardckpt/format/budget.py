@@ -1,4 +1,4 @@
-"""Limits on the cost of reading a file: a budget for all objects made of its bytes, and checks of dict keys.
+"""Limits on the cost of reading a file: budgets, and checks of dict keys.
 
 Memory and time are counted together, in bytes: a container costs the memory of its Python object, work without memory
 costs 64 bytes per microsecond. The cost of a dropped value is not refunded, so that creating and dropping values in a
@@ -111,7 +111,7 @@ _KEY_PARTS = 64
 
 
 class _Table:
-    """Simulates where CPython inserts keys in the hash table of a dict or set, and counts collisions.
+    """Simulation of CPython's hash tables of dicts and sets that counts collisions.
 
     Keys with equal hashes collide in every slot. Other keys collide if their hashes were chosen for it: the sequence of
     probed slots depends only on the hash and the size of the table.
@@ -190,7 +190,9 @@ class KeyGuard:
         self._tables: dict[int, tuple[object, _Table]] = {}  # the container is kept so that no other object gets its id
 
     def check(self, key: object, container: dict[Any, Any] | set[Any]) -> None:
-        """Check a key before the caller inserts it: its hash must be defined, cheap, and collide with few others.
+        """Check a key before insertion.
+
+        Its hash must be defined, cheap, and collide with few others.
 
         Args:
             key: Key to check.
@@ -222,7 +224,7 @@ class KeyGuard:
             known[1].add(hash(key), count + 1)
 
     def check_all(self, keys: Sequence[object]) -> None:
-        """Check the keys of a container that is created from all of them at once, like `check`."""
+        """Check the keys of a container that is created from all of them at once."""
         for key in keys:
             if type(key) is not int and type(key) not in self._plain:
                 self._check_kind(key)
@@ -236,7 +238,7 @@ class KeyGuard:
             raise FormatError(f"the pickle uses a value of type {type(key).__name__} as a key")
 
     def _check_parts(self, key: tuple[object, ...], left: int) -> int:
-        """Check the parts of a tuple; return how many more values the outermost tuple may contain."""
+        """Check the parts of a tuple; return the number of values that may follow."""
         for part in key:
             left -= 1
             if left <= 0:

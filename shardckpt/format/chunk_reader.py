@@ -1,4 +1,4 @@
-"""Read boxes of tensors from their pieces into buffers of the caller; read full tensors block by block."""
+"""Read boxes of tensors from their pieces into buffers; read tensors by blocks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _StagedRead:
 
 
 def straight_reads(want: ReadItem) -> list[Read] | None:
-    """Return the reads that fill a box directly; None if bytes must be decoded or reordered."""
+    """Return the reads that fill a box directly; None if bytes must be transformed."""
     reads: list[Read] = []
     for piece in want.pieces:
         if piece.box == want.box and isinstance(piece.layout, Span):
@@ -89,7 +89,9 @@ def straight_reads(want: ReadItem) -> list[Read] | None:
 
 
 class PieceReader:
-    """Reads boxes from the files of one store. Keeps a decoder for each encoded piece until `forget`.
+    """Reader of boxes from the files of one store.
+
+    Keeps a decoder for each encoded piece until `forget`.
 
     Args:
         store: Store of the files.
@@ -170,7 +172,7 @@ class PieceReader:
 def _span_ranges(
     want: ReadItem, piece: Piece, span: Span, inner: Box, parts: list[_StagedRead]
 ) -> Iterator[tuple[memoryview, int]]:
-    """Yield the target of the bytes of `inner`, and the offset in the file at which they start.
+    """Yield the target of the bytes of `inner`, and their offset in the file.
 
     The target is in the item's buffer if the bytes are contiguous there, else a buffer that is scattered later.
     """
@@ -214,7 +216,10 @@ def _rows(box: Box) -> Iterator[Box]:
 
 
 def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_StagedRead, int]]:
-    """Yield the byte ranges of a storage that contain `inner`, split at large gaps between its elements."""
+    """Yield the byte ranges of a storage that contain `inner`.
+
+    Ranges are split at large gaps between elements.
+    """
     width = bits(want.dtype) // 8
     near = _NEAR_BYTES if len(want.buffer) < _LARGE_BYTES else _NEAR_BYTES_OF_LARGE
     todo = [inner]
@@ -262,7 +267,7 @@ def _scatter(part: _StagedRead) -> None:
 
 
 def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:
-    """Return True if two arrays of one checkpoint have equal bits; compared block by block."""
+    """Return True if two arrays of one checkpoint have equal bits."""
     from_a, from_b = locate(reader, manifest, [a, b])
     return all(x == y for x, y in zip(read_blocks(reader, from_a), read_blocks(reader, from_b), strict=True))
 

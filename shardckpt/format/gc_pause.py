@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable the cyclic garbage collector in the block; reference counting still frees objects.
+    """Disable the cyclic garbage collector; reference counting still frees objects.
 
     New objects trigger the collector again and again, over all objects of the process: up to half of the time to open a
     large checkpoint.

@@ -131,7 +131,7 @@ class ManifestBuilder:
         self.content.aliases |= content.aliases
 
     def build_manifest(self, source: Manifest, format_name: str) -> Manifest:
-        """Return the manifest of the merged checkpoint; files and warnings of the source are kept."""
+        """Return the merged checkpoint's manifest; files and warnings are kept."""
         return replace(
             source,
             format=format_name,
@@ -211,7 +211,7 @@ def label_rank_file(place: int, parts: int, world: int) -> str:
 
 
 def split_content(manifest: Manifest, roots: Collection[Path]) -> tuple[dict[Path, PathContent], PathContent]:
-    """Split a manifest by root paths; return the content of each root, and the rest under full paths."""
+    """Split a manifest by root paths; return their content, and the rest."""
     lengths = sorted({len(root) for root in roots})
     contents, rest = {root: PathContent() for root in roots}, PathContent()
 
@@ -260,7 +260,9 @@ def require_one_save(origins: Iterable[RankOrigin], url: str) -> None:
 
 
 def note_missing_ranks(builder: ManifestBuilder, world: int, names: Mapping[int, Collection[object]]) -> None:
-    """Warn about ranks without a file; if ranks have different tensor names, their content is unknown.
+    """Warn about ranks without a file.
+
+    If ranks have different tensor names, the content of missing files is unknown.
 
     Args:
         builder: Builder that receives the warning.

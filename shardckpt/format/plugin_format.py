@@ -1,4 +1,4 @@
-"""Wrap formats of plugins: their errors name the plugin, or are contained while formats are detected."""
+"""Wrap formats of plugins so that errors name the plugin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.plugins import Plugin, name_plugin, warn_of_plugin
 
 
 def guard_format(form: Format, plugin: Plugin) -> Format:
-    """Return a format of a plugin that warns if its recognition fails, and raises typed errors if its reading fails."""
+    """Wrap a plugin's format: warn if it cannot recognize, raise typed errors."""
 
     def recognize(source: Source) -> Evidence:
         try:
@@ -69,7 +69,7 @@ def _guard_reader(reader: Reader, plugin: Plugin, where: str) -> Reader:
 
 
 def _check_reader(reader: object) -> None:
-    """Check the types in a reader of a plugin, which no later step checks. Raises TypeError."""
+    """Check the types in a plugin's reader. Raises TypeError."""
     if not isinstance(reader, Reader):
         raise TypeError(f"`open` must return a Reader, got {type(reader).__name__}")
     for file, size in reader.manifest.files.items():

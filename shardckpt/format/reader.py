@@ -1,4 +1,4 @@
-"""Interface of formats: how a format recognizes a source, and the reader that turns it into a manifest."""
+"""Interface of formats: recognize a source, and read it as a manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ the step's reference of each to its path or URL. `NAME=PATH` is the same as text
 
 
 def require_bases(bases: object) -> None:
-    """Check an argument `base`. Raises UsageError if it is neither a path or URL nor several of them."""
+    """Check an argument `base`.
+
+    Raises UsageError if it is neither a path or URL nor several of them.
+    """
     path = (str, os.PathLike)
     places = bases.values() if isinstance(bases, Mapping) else [bases] if isinstance(bases, path) else bases
     if not isinstance(places, Collection) or not all(isinstance(place, path) for place in places):
@@ -70,7 +73,7 @@ class Source:
         return sorted(name for name, entry in self.listing.items() if entry.is_folder)
 
     def head(self, name: str, nbytes: int = 64) -> bytes:
-        """Return the first bytes of a file, fewer if it is shorter; cached for all formats."""
+        """Return a file's first bytes, fewer if it is shorter; cached for all formats."""
         known = self._heads.get(name)
         if known is None or len(known) < nbytes:
             entry = self.listing.get(name)
@@ -111,7 +114,7 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParamShapes:
-    """Names and shapes of a model's parameters that come from outside of the checkpoint.
+    """Names and shapes of a model's parameters from outside of the checkpoint.
 
     Attributes:
         shapes: Name to shape, in the order of the model if that is known.
@@ -145,7 +148,7 @@ class Reader:
         self.manifest = manifest
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces in the same order, with every `Lazy` layout replaced by the location of its elements.
+        """Return the pieces in order, with every `Lazy` layout resolved.
 
         All containers are opened in one batch, so that a remote store can merge the reads.
 
@@ -182,12 +185,18 @@ class Reader:
 
     @property
     def raw_store(self) -> Store:
-        """The files without checks of hashes; `store` checks them if the format stores hashes."""
+        """The files without checks of hashes.
+
+        `store` checks them if the format stores hashes.
+        """
         return self.store
 
     @property
     def unverified_store(self) -> Store:
-        """The files with as few checks as possible; data that nothing else guarantees is still checked."""
+        """The files with as few checks as possible.
+
+        Data that nothing else guarantees is still checked.
+        """
         return self.raw_store
 
     def checksums(self) -> Iterator[Checksum]:

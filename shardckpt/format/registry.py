@@ -1,4 +1,4 @@
-"""Detect and open the format of a path or URL, from its structure if possible, else from file names."""
+"""Detect and open the format of a path or URL, by structure, else by names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from shardckpt.storage.store import Listed, Store, SubfolderStore, WrappedStore
 
 
 class BuiltIn(NamedTuple):
-    """A built-in format, whose module is imported only if a source may have it, since importing all takes 0.05 s.
+    """A built-in format, imported only if a source may have it.
+
+    Importing all of them takes 0.05 s.
 
     Attributes:
         name: Name of the format.
@@ -143,7 +145,7 @@ def iter_formats() -> Iterator[Format]:
 
 
 def _iter_formats(is_wanted: Callable[[BuiltIn], bool]) -> Iterator[Format]:
-    """Yield the formats of plugins and the wanted built-in ones; each is imported when reached."""
+    """Yield formats of plugins and the wanted built-in ones, imported on demand."""
     yield from _load_formats(_FIRST, tuple(sys.path))
     yield from (built_in.load() for built_in in BUILT_IN if is_wanted(built_in))
     yield from _load_formats(_LAST, tuple(sys.path))
@@ -151,7 +153,7 @@ def _iter_formats(is_wanted: Callable[[BuiltIn], bool]) -> Iterator[Format]:
 
 @cache
 def _load_formats(group: str, _path: tuple[str, ...]) -> tuple[Format, ...]:
-    """Return the formats of plugins; those that fail to load are skipped with a warning."""
+    """Return the formats of plugins; skip those that fail to load, with a warning."""
     formats = []
     for plugin in find_plugins((_FIRST, _LAST), tuple(built_in.name for built_in in BUILT_IN)):
         try:
@@ -242,7 +244,9 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
 
 
 def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
-    """Return the checkpoints nearest below a folder, by path: those of one level, at most `_SHOWN` and one.
+    """Return the nearest checkpoints below a folder, all of one level, by path.
+
+    At most `_SHOWN` and one.
 
     Searches at most `_LEVELS` levels, `_FOLDERS` folders and `_NAMES` names.
     """
@@ -271,7 +275,9 @@ def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
 
 
 def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list[str]]:
-    """Return the format of a subfolder during a search, and its subfolders, last by name first.
+    """Return the format of a subfolder in a search, and its subfolders.
+
+    The subfolders are in reverse order.
 
     Directly below the searched folder, file names are sufficient evidence.
     """
@@ -310,7 +316,9 @@ def _probe_nearby(source: Source) -> Format | None:
 
 
 def checkpoint_in(url: str) -> str:
-    """Return a description of the checkpoint that a folder is, contains, or looks like; empty if there is none.
+    """Describe the checkpoint that a folder is, contains, or looks like.
+
+    Empty if there is none.
 
     Args:
         url: Path or URL of the folder, which need not exist.
@@ -330,7 +338,7 @@ def checkpoint_in(url: str) -> str:
 
 
 def _describe_run(path: str) -> str:
-    """Return a description of the run whose step a path is; empty if it is not a step of a run."""
+    """Return a description of the run that a path is a step of; else empty."""
     from shardckpt.format.native.run_directory import is_step_name  # noqa: PLC0415  (as any other format)
 
     run, _, name = path.rpartition("/")
@@ -354,7 +362,9 @@ def _unknown_error(source: Source, what: str, fix: str) -> UnknownFormatError:
 
 
 def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
-    """Open the checkpoint at a path or URL, in any format; arguments as for `open_source`.
+    """Open the checkpoint at a path or URL, in any format.
+
+    Arguments as for `open_source`.
 
     Raises:
         SourceNotFoundError: The path or URL does not exist.

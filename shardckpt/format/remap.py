@@ -1,4 +1,4 @@
-"""Apply rules to an open checkpoint: plan them on names and shapes, then locate the pieces; reads no tensors.
+"""Apply rules to an open checkpoint's names and shapes, and locate the pieces.
 
 `remap_reader` applies rules to a complete checkpoint; a conversion also selects among the results.
 """
@@ -84,7 +84,7 @@ def plan_rules(
 
 
 def _ties(made: Mapping[str, RemappedTensor], ties: Mapping[str, str]) -> dict[str, str]:
-    """Return the results that are equal since the same operations make them from the same tensors."""
+    """Return the results that equal operations make from the same tensors."""
     groups: dict[RemappedTensor, list[str]] = {}
     for name, each in made.items():
         groups.setdefault(each._replace(recipe=planning.replace_sources(each.recipe, ties)), []).append(name)
@@ -104,7 +104,7 @@ def locate_model(
     names: Sequence[str],
     model: Mapping[str, TensorEntry],
 ) -> tuple[dict[str, TensorEntry], list[TensorEntry]]:
-    """Return the located results by name, and the tensors of the checkpoint that they are made from.
+    """Return the located results by name, and their source tensors.
 
     Args:
         reader: Open checkpoint.

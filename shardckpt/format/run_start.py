@@ -13,7 +13,9 @@ _FIX = "Name the folder that holds the steps of a run (step-00000100, ...), or l
 
 
 def require_start_of_run(url: str) -> None:
-    """Require that a folder without steps contains no other checkpoint, so that a run may begin in it.
+    """Require that a folder without steps may become the directory of a new run.
+
+    It must not contain another checkpoint.
 
     Args:
         url: Path or URL of the folder.

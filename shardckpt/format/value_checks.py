@@ -1,4 +1,4 @@
-"""Check values from untrusted files: lists, names, counts and shapes, within limits."""
+"""Check values from untrusted files: lists, names, counts and shapes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_counts(value: object, most: int = MOST_ELEMENTS, where: str = "") -> S
 
 
 def is_shape(value: object) -> bool:
-    """Return True if a value is a shape of at most 64 dimensions and `MOST_ELEMENTS` elements."""
+    """Return True for a shape of at most 64 dimensions and `MOST_ELEMENTS` elements."""
     return (
         isinstance(value, list | tuple)
         and len(value) <= MOST_DIMENSIONS

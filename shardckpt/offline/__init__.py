@@ -1,1 +1,4 @@
-"""Operations on stored checkpoints without running ranks: consolidate, inspect, verify, diff. No model, no torch."""
+"""Operations on stored checkpoints: consolidate, inspect, verify, diff.
+
+They need neither running ranks nor a model nor torch.
+"""

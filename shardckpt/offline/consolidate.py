@@ -38,7 +38,7 @@ def _keep_selection(selection: Selection) -> Selection:
 def consolidate(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
 ) -> Report:
-    """Merge a sharded checkpoint into full tensors, as safetensors that `transformers` can load.
+    """Merge a sharded checkpoint into full tensors, as safetensors.
 
     Memory is constant: bytes are copied from file to file, or through a bounded buffer. Nothing appears under `dst`
     until the result is complete.
@@ -66,7 +66,7 @@ def consolidate(
 
 
 def _with_config_warning(report: Report, options: Options) -> Report:
-    """Return the report with a warning if transformers lacks the config of a folder that was merged into another."""
+    """Add a warning if transformers lacks the config of a merged folder."""
     target = choose_target(options.to, report.target)
     is_model_folder = (
         options.part == "model"
@@ -82,7 +82,7 @@ def _with_config_warning(report: Report, options: Options) -> Report:
 def convert(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
 ) -> Report:
-    """Convert a checkpoint like `consolidate`, but keep the distribution of tensors over files.
+    """Convert a checkpoint like `consolidate`, but keep its split into files.
 
     Tensors that one source file contains in full stay together; those split over several files share one more file.
 

@@ -1,4 +1,4 @@
-"""Implement `diff`: compare two checkpoints by tensors and values, across formats and world sizes.
+"""Implement `diff`: compare two checkpoints across formats and world sizes.
 
 Tensors are compared block by block, in bounded memory.
 """
@@ -110,7 +110,7 @@ def diff(
 
 
 def _list_differently_named(a: _Side, b: _Side) -> list[str]:
-    """Return the prefixes of optimizers whose parameters have certain names in only one checkpoint."""
+    """Return the prefixes of optimizers with certain names in only one checkpoint."""
     in_a, in_b = a.held.optimizers, b.held.optimizers
     return [prefix for prefix in in_a if prefix in in_b and in_a[prefix].naming != in_b[prefix].naming]
 
@@ -238,7 +238,10 @@ def _list_not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[s
 
 
 def _source(name: str, sources: Mapping[str, ObjectEntry]) -> str:
-    """Return the dotted path of the value that contains another; empty if it was not read from a file."""
+    """Return the dotted path of the value that contains another; else empty.
+
+    Empty if it was not read from a file.
+    """
     while name and name not in sources:
         name = name.rpartition(".")[0]
     return name
@@ -280,7 +283,7 @@ def _leaves(a: _Side, b: _Side) -> tuple[Leaves, Leaves]:
 
 
 def _most_values(reader: Reader) -> int:
-    """Return the maximum number of values that the files of a checkpoint can contain, at one byte each."""
+    """Return the maximum number of values in a checkpoint's files, at a byte each."""
     return _LEAST_VALUES + sum(size for size in reader.manifest.files.values() if size > 0)
 
 
@@ -367,12 +370,18 @@ def _convert(data: bytearray, entry: TensorEntry) -> bytearray:
 
 
 def _is_tolerated(dtype: str) -> bool:
-    """Return True if tolerances apply to a dtype: floating-point and complex dtypes that can be read as numbers."""
+    """Return True if tolerances apply to a dtype.
+
+    They apply to floating-point and complex dtypes that can be read as numbers.
+    """
     return dtype.startswith(("float", "bfloat", "complex")) and bits(dtype) % 8 == 0
 
 
 def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
-    """Return True if all numbers are within the tolerance; complex numbers are compared by parts."""
+    """Return True if all numbers are within the tolerance.
+
+    Complex numbers are compared by parts.
+    """
     if x.dtype.kind == "c":
         x, y = x.view(np.float64), y.view(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,4 +1,4 @@
-"""Implement `inspect`: the content of a checkpoint, from headers and metadata alone."""
+"""Implement `inspect`: show content from headers and metadata alone."""
 
 from __future__ import annotations
 

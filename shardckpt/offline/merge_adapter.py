@@ -1,4 +1,4 @@
-"""Implement `merge-adapter`: add the weights of a LoRA adapter to its base, computed block by block."""
+"""Implement `merge-adapter`: add a LoRA adapter to its base, block by block."""
 
 from __future__ import annotations
 
@@ -146,7 +146,10 @@ class _AdapterReader:
         return data, entry.stored
 
     def rows(self, name: str, dim: int, start: int, size: int, kind: str) -> NDArray[Any]:
-        """Return some rows (`dim` 0) or columns (`dim` 1) of a factor; further dimensions count as columns."""
+        """Return some rows (`dim` 0) or columns (`dim` 1) of a factor.
+
+        Further dimensions count as columns.
+        """
         shape = self._entries[name].shape
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
         box = Box(offset, tuple(size if d == dim else n for d, n in enumerate(shape)))
@@ -179,7 +182,7 @@ class _LowRankSum:
         self._source, self._low_rank, self._shape, self._before = source, low_rank, shape, before
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return a block of the weight with the product added, in the dtype of the computation."""
+        """Return a block of the weight plus the product, in the computation's dtype."""
         if self._before is not None:
             data, stored = self._before(box, data, stored)
         kind = "float64" if stored == "float64" else "float32"

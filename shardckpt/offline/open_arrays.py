@@ -113,7 +113,7 @@ class ArraySource:
         return array
 
     def _fill(self, entry: TensorEntry, box: Box, into: memoryview) -> None:
-        """Read a box in parts that are consecutive in memory; parts are cast if the dtype differs."""
+        """Read a box in parts that are consecutive in memory, with casts."""
         pieces = PieceReader(self._store)
         stop = 0
         for part in contiguous_blocks(box, max(_BATCH_BYTES * 8 // bits(entry.stored), 1)):
@@ -159,7 +159,9 @@ def array_dtype(entry: TensorEntry) -> np.dtype[Any]:
 
 
 def decode_named_value(value: NamedValue) -> object:
-    """Convert a value of torch without torch: a size to a tuple, a device to text, a dtype to NumPy's.
+    """Convert a value of torch without torch.
+
+    A size becomes a tuple, a device text, a dtype NumPy's dtype.
 
     Raises:
         UnsupportedError: NumPy lacks the dtype.
@@ -178,7 +180,7 @@ def decode_named_value(value: NamedValue) -> object:
 
 
 class SavedArray(StoredTensor[ArraySource, NDArray[Any]]):
-    """A tensor of an open checkpoint; indexing reads the selected elements, `[...]` all of them."""
+    """A tensor of an open checkpoint; indexing reads elements, `[...]` all of them."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Implement `ls` and `prune`: list the steps of a run, and remove steps that no rule keeps."""
+"""Implement `ls` and `prune`: list and remove the steps of a run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class Pruned:
 
 
 def ls(root: str | os.PathLike[str]) -> StepList:
-    """List the steps of a run. A step is complete if its `COMMIT` is valid and all its files have their sizes.
+    """List the steps of a run.
+
+    A step is complete if its `COMMIT` is valid and all its files have their sizes.
 
     Args:
         root: Path or URL of the run's folder.
@@ -130,7 +132,7 @@ def prune(
     verify: bool = False,
     dry_run: bool = False,
 ) -> Pruned:
-    """Remove the steps of a run that no rule keeps, and orphans that are more than a day old.
+    """Remove the steps of a run that no rule keeps, and orphans of over a day.
 
     The newest complete step always stays, and only complete steps count. `COMMIT` of a step is removed first, so that
     an interrupted call leaves every step either complete or nonexistent.
@@ -191,7 +193,10 @@ def _is_complete(step: StepFolder) -> bool:
 
 
 def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
-    """Return a run after checking its newest complete step; a step that is removed meanwhile is not faulty."""
+    """Return a run after checking its newest complete step.
+
+    A step that is removed meanwhile is not faulty.
+    """
 
     def find_fault(step: StepFolder) -> str:
         return manifest_fault(store, step) or (_damage(store, step) if verify else "")
@@ -225,7 +230,7 @@ def _open(root: str) -> Store:
 
 
 def _require_empty(root: str, store: Store) -> None:
-    """Reject a folder that contains other content than steps. Raises UnknownFormatError."""
+    """Reject a folder with other content than steps. Raises UnknownFormatError."""
     require_start_of_run(root)
     names = [entry.name for entry in store.list() if not entry.name.startswith(".")]
     if names:

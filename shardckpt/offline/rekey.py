@@ -1,4 +1,4 @@
-"""Implement `rekey`: convert the keys of optimizer state to names, ids, flattened names, or flat parameters."""
+"""Implement `rekey`: convert the keys of optimizer state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def rekey(
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Report:
-    """Write a checkpoint like `consolidate`, with other keys for its optimizer state; no value changes.
+    """Write a checkpoint like `consolidate`, with other keys for its optimizer.
+
+    No value changes.
 
     Args:
         src: Checkpoint in any readable format, with an optimizer: path or URL of a folder or file.

@@ -1,4 +1,4 @@
-"""Implement `repair`: rebuild the lost manifest or `COMMIT` of a native step from its payload files."""
+"""Implement `repair`: rebuild a step's manifest or `COMMIT` from its payload."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def repair(
     base: NamedBases = "",
     dry_run: bool = False,
 ) -> Repair:
-    """Rebuild the manifest and `COMMIT` of a native step from the headers of its payload files.
+    """Rebuild manifest and `COMMIT` of a native step from its payload files.
 
     All bytes are read. Nothing is written if the step is complete already, or if tensors are missing, since files
     cannot be reconstructed.
@@ -248,7 +248,10 @@ def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> Manifest
 def _read_based(
     store: Store, sizes: Mapping[str, int], save: str, files: Sequence[DescribedFile]
 ) -> ManifestContents | None:
-    """Return the manifest of a step with bases if it matches the payload files; other files do not store the bases."""
+    """Return the manifest of a step with bases if it matches the payload files.
+
+    Other files do not store the bases.
+    """
     old = _old_manifest(store, sizes, save)
     if old is None or not old.bases:
         return None

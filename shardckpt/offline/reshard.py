@@ -1,4 +1,4 @@
-"""Implement `reshard`: write all content of a checkpoint for another number of ranks."""
+"""Implement `reshard`: write a checkpoint for another number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def reshard(
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Report:
-    """Write all content of a checkpoint like a save of `world_size` ranks, with at least one payload file per rank.
+    """Write all content of a checkpoint like a save of `world_size` ranks.
+
+    Each rank has at least one payload file.
 
     No value changes: loading the result gives the same bits as loading the source, at any world size. Memory is
     constant.

@@ -30,7 +30,9 @@ _SHOWN = 4
 def verify(
     src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
 ) -> Verification:
-    """Check that a checkpoint is complete: each element once, files of full length, and matching checksums.
+    """Check that a checkpoint is complete.
+
+    Each element must exist once, files must have their sizes, and stored checksums must match.
 
     A damaged checkpoint is reported, not raised; only an unrecognized source or a failing storage raises.
 
@@ -71,7 +73,10 @@ def verify(
 
 
 def _list_wrong_files(reader: Reader) -> list[str]:
-    """Compare the manifest's file names and sizes with the folder, since the reader of a plugin may be wrong."""
+    """Compare the manifest's file names and sizes with the folder.
+
+    The reader of a plugin may be wrong.
+    """
     manifest = reader.manifest
     sizes = {name: size for name, size in manifest.files.items() if name not in manifest.elsewhere}
     found: dict[str, int] = {}

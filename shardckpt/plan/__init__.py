@@ -1,1 +1,1 @@
-"""Planning without I/O: tensors to select, their names, output files, and source bytes."""
+"""Planning without I/O: selected tensors, names, output files, source bytes."""

@@ -1,4 +1,4 @@
-"""Plan the merge of a LoRA adapter: the changed weights, their factors and scales. Uses names and settings only."""
+"""Plan the merge of a LoRA adapter, from names and settings only."""
 
 from __future__ import annotations
 
@@ -165,7 +165,9 @@ def _low_rank(
 
 
 class _Settings:
-    """Ranks and scales of modules: defaults, and patterns that match the end of a module's name.
+    """Ranks and scales of modules: defaults, and patterns of module names.
+
+    Patterns match the end of a name.
 
     Args:
         config: Content of `adapter_config.json`.

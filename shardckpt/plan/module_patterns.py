@@ -1,4 +1,6 @@
-r"""Match the patterns of module names in adapter configs in linear time; supports the subset that peft writes.
+r"""Match patterns of module names in adapter configs in linear time.
+
+Supports the subset that peft writes.
 
 `re` takes exponential time for some patterns, and these come from untrusted files. Supported are characters, `.`,
 classes such as `[0-9]`, `\d`, `\w`, and escaped characters, each with or without `*`, `+` or `?`, and alternatives in
@@ -77,7 +79,7 @@ class _Place(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """A branch that consumes no character: all of its later targets are tried together."""
+    """A branch that consumes no character; all its later targets are tried."""
 
     targets: tuple[int, ...]
 
@@ -86,7 +88,7 @@ _Nodes = list[_Place | _Branch]
 
 
 class ModulePattern:
-    """A pattern that matches the end of a module's name, from its start or after a dot.
+    """A pattern that matches a module's name, or its end after a dot.
 
     Args:
         text: Pattern, as peft writes it.
@@ -128,7 +130,7 @@ class ModulePattern:
         return self._automaton.fits(name) if self._automaton is not None else self._fits_parts(name)
 
     def _fits_parts(self, name: str) -> bool:
-        """Compare the parts between dots, each of which matches any character, with the end of a name."""
+        """Compare the parts between dots, which match any character, with a name's end."""
         at = len(name) - len(self._parts)
         if at < 0 or (at and name[at - 1] != "."):
             return False
@@ -149,7 +151,9 @@ def _literal_tail(text: str) -> str:
 
 
 class _Automaton:
-    """Matches a pattern one character at a time; a state is the set of nodes that a match may have reached.
+    """An automaton that matches a pattern one character at a time.
+
+    A state is the set of nodes that a match may have reached.
 
     Args:
         nodes: Pattern: each node continues at the next one, and branches lead forward.

@@ -45,7 +45,9 @@ class SavedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules that keep steps; a step that no rule keeps is deleted. Without rules all steps are kept.
+    """Rules that keep steps; steps that no rule keeps are deleted.
+
+    Without rules all steps are kept.
 
     Attributes:
         keep_last: Number of newest steps to keep.
@@ -128,7 +130,7 @@ def _seconds(time: timedelta | float | str | None) -> float | None:
 
 
 def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: bool = False) -> list[SavedStep]:
-    """Return steps with corrected times, so that no step is old because of one wrong clock.
+    """Return steps with corrected times, robust to one wrong clock.
 
     The age of a step is computed from the times between the steps after it, and from its own time; the smaller is used.
     A time that runs backward, or that is longer than `PAUSE_S`, counts as zero, since a pause of the run and a wrong
@@ -152,7 +154,10 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: b
 
 
 def _without_times_behind(steps: Iterable[SavedStep], now: float) -> list[SavedStep]:
-    """Return steps in the order of a run, each no older than earlier steps whose time is not in the future."""
+    """Return steps in the order of a run, none older than earlier steps.
+
+    Earlier steps whose time is in the future are ignored.
+    """
     ordered, latest = [], -math.inf
     for step in steps:
         if step.saved_at is not None:

@@ -1,1 +1,1 @@
-"""Stores of named bytes: local and fsspec stores, range requests, publishing. Independent of tensors."""
+"""Stores of named bytes: local and fsspec stores, range requests, publishing."""

@@ -1,4 +1,4 @@
-"""A store over fsspec: a bucket, or a folder on any other file system that fsspec supports."""
+"""A store over fsspec: a bucket, or a folder on another file system."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ _Running = deque[tuple[tuple[str, ByteRange], Future[bytes]]]
 
 
 class FsspecStore:
-    """A folder on any file system of fsspec. Reads are thread-safe; endpoints and keys come from the environment.
+    """A folder on any file system of fsspec.
+
+    Reads are thread-safe; endpoints and keys come from the environment.
 
     Args:
         url: URL of the folder.
@@ -82,7 +84,9 @@ class FsspecStore:
         return Capabilities(renames=False, is_local=False)
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; an empty list if the folder does not exist.
+        """Return the content of `folder`, sorted by name.
+
+        An empty list if the folder does not exist.
 
         Raises:
             UnsafeError: The folder leaves the root.
@@ -151,7 +155,10 @@ class FsspecStore:
             self._fetch_all(requests, wanted)
 
     def _plan(self, name: str, parts: _Parts) -> Sequence[ByteRange]:
-        """Return the requests for the missing parts of a file; a request that continues the previous reads ahead."""
+        """Return the requests for the missing parts of a file.
+
+        A request that continues the previous one reads ahead.
+        """
         size = self._sizes[name]
         missing = [ByteRange(part.start, part.start + len(part.target)) for part in parts]
         requests = plan_requests(self._cache, name, size, missing)
@@ -265,14 +272,16 @@ class FsspecStore:
                 self._fs.rmdir(self._path(name))
 
     def _walk(self, folder: str) -> Iterator[Listed]:
-        """Yield all content of a folder, recursively; the content of each folder before the folder itself."""
+        """Yield all content of a folder recursively, before the folder itself."""
         for entry in self.list(folder):
             if entry.is_folder:
                 yield from self._walk(entry.name)
             yield entry
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch; None if the store has no times.
+        """Return the time of the last change in a folder, in seconds since the epoch.
+
+        None if the store has no times.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -286,7 +295,9 @@ class FsspecStore:
         return max((time for time in times if time is not None), default=None)
 
     def written_at(self, name: str) -> float | None:
-        """Return the time at which a file was written, in seconds since the epoch; None if the store has no times.
+        """Return the time at which a file was written, in seconds since the epoch.
+
+        None if the store has no times.
 
         Raises:
             MissingFileError: The file does not exist.
@@ -296,7 +307,7 @@ class FsspecStore:
         return _changed(self._get_info(name, "its time"))
 
     def version(self, name: str) -> str:
-        """Return a text that changes when a file is replaced; empty if the store does not report one.
+        """Return a text that changes when a file is replaced; empty if unavailable.
 
         Raises:
             MissingFileError: The file does not exist.
@@ -312,7 +323,10 @@ class FsspecStore:
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
 
     def _get_info(self, name: str, what: str) -> dict[str, Any]:
-        """Return the store's metadata of a file. Raises MissingFileError, UnsafeError, StorageError."""
+        """Return the store's metadata of a file.
+
+        Raises MissingFileError, UnsafeError, StorageError.
+        """
         path = self._path(name)
         info: dict[str, Any] = retry(lambda: self._fs.info(path), f"cannot find {what}", self._shown(name))
         return info
@@ -339,7 +353,7 @@ _VERSIONS = ("ETag", "etag", "e_tag", "VersionId", "version_id", "generation", "
 
 
 def _changed(entry: Mapping[str, Any]) -> float | None:
-    """Return the time at which an object was written, from any of the keys that file systems use."""
+    """Return the time at which an object was written; file systems use many keys."""
     value = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
     if isinstance(value, str):
         with suppress(ValueError):

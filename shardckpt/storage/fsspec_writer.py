@@ -1,4 +1,4 @@
-"""Writers over fsspec: one put request, a multipart upload, or a temporary file that is renamed."""
+"""Writers over fsspec: put request, multipart upload, or temporary file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ class FsspecWriter(ClosingWriter):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Make the file appear. Raises FileExistsError if `is_new` is set and the file exists."""
+        """Make the file appear.
+
+        Raises FileExistsError if `is_new` is set and the file exists.
+        """
 
     @abstractmethod
     def _drop(self) -> None:
@@ -127,14 +130,20 @@ class FsspecWriter(ClosingWriter):
             self._drop()
 
     def _refuse_old(self) -> None:
-        """Raise FileExistsError if the name is in use; for back ends that cannot check and write atomically."""
+        """Raise FileExistsError if the name is in use.
+
+        For back ends that cannot check and write atomically.
+        """
         self._fs.invalidate_cache()
         if self._fs.exists(self._path):
             raise FileExistsError(self._path)
 
 
 class ObjectWriter(FsspecWriter):
-    """An object of a bucket: one request with retries if it fits into a part, else a multipart upload."""
+    """An object of a bucket: one request with retries, or a multipart upload.
+
+    One request if it fits into a part.
+    """
 
     def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
         super().__init__(fs, path, shown, is_new=is_new)
@@ -191,7 +200,7 @@ class ObjectWriter(FsspecWriter):
 
 
 class MovedWriter(FsspecWriter):
-    """A file that is written under a temporary name in the same folder and then renamed.
+    """A file written under a temporary name in the same folder and then renamed.
 
     Raises:
         StorageError: The file cannot be created.
@@ -233,7 +242,10 @@ class MovedWriter(FsspecWriter):
 
 
 def new_writer(fs: Any, path: str, shown: str, *, is_new: bool) -> FsspecWriter:
-    """Return the writer for a file system. Arguments as for FsspecWriter. Raises StorageError."""
+    """Return the writer for a file system. Raises StorageError.
+
+    Arguments as for FsspecWriter.
+    """
     kind = ObjectWriter if _protocols(fs) & _APPEARS_AT_ONCE else MovedWriter
     return kind(fs, path, shown, is_new=is_new)
 

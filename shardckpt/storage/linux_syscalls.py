@@ -18,7 +18,9 @@ _NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EP
 
 
 def exchange(one: str, other: str) -> bool:
-    """Swap two existing names of one file system atomically: renameat2 with RENAME_EXCHANGE.
+    """Swap two existing names of one file system atomically.
+
+    Uses renameat2 with RENAME_EXCHANGE.
 
     Returns:
         False if the kernel or the file system does not support it; then nothing has changed.
@@ -38,7 +40,7 @@ def exchange(one: str, other: str) -> bool:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to start writing a range of a file to the disk; never fails, since it is only a hint.
+    """Ask the kernel to start writing a range of a file; a hint that never fails.
 
     The disk starts early, so that the final fsync has little left to write.
 

@@ -42,7 +42,10 @@ _REMOTE_BUFFER = 32 << 20
 
 
 class OpenFile:
-    """A file descriptor that closes with its last reference, so that eviction cannot close it during a read."""
+    """A file descriptor that closes with its last reference.
+
+    So eviction cannot close it during a read.
+    """
 
     __slots__ = ("fd",)
 
@@ -56,7 +59,10 @@ class OpenFile:
             raise UnsafeError("not a regular file", where=path, fix="Remove it from the checkpoint's folder.")
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        """Close the descriptor; `close` is bound as a default since module names may be gone at interpreter exit."""
+        """Close the descriptor.
+
+        `close` is bound as a default since module names may be gone at interpreter exit.
+        """
         fd = getattr(self, "fd", -1)
         if fd >= 0:
             close(fd)
@@ -92,7 +98,9 @@ class LocalStore:
             self._files.clear()
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; an empty list if the folder does not exist.
+        """Return the content of `folder`, sorted by name.
+
+        An empty list if the folder does not exist.
 
         The size of a link is the size of the file that it points to, or 0 if that does not exist.
 
@@ -103,7 +111,9 @@ class LocalStore:
         return list(self.list_first(folder, None))
 
     def list_first(self, folder: str, most: int | None) -> Sequence[Listed]:
-        """Return some of the names in `folder`, like `list`, in a time that does not grow with the number of names.
+        """Return some of the names in `folder`, like `list`.
+
+        The time does not grow with the number of names.
 
         Args:
             folder: As for `list`.
@@ -204,7 +214,9 @@ class LocalStore:
                 return
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all its content, without following links; a missing one is not an error.
+        """Remove a folder with all its content, without following links.
+
+        A missing one is not an error.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -219,7 +231,9 @@ class LocalStore:
             _remove(path)
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch; None if it does not exist.
+        """Return the time of the last change in a folder, in seconds since the epoch.
+
+        None if it does not exist.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -275,7 +289,9 @@ class LocalStore:
         return path
 
     def _is_free_of_links(self, name: str) -> bool:
-        """Return True if the path is certainly below the root: no part of it is a link, and the root is unchanged.
+        """Return True if the path is certainly below the root.
+
+        No part of it is a link, and the root is unchanged.
 
         Takes one system call for each part of the name; `os.path.realpath` also needs one for each folder above the
         root.
@@ -303,7 +319,7 @@ def _get_folder_id(path: str) -> tuple[int, int] | None:
 
 
 def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """Yield groups of consecutive reads in one file; one system call can fill each group."""
+    """Yield groups of consecutive reads in one file, for one system call each."""
     run: list[Read] = []
     end = 0
     for read in sorted((read for read in reads if read.buffer.nbytes), key=_place):
@@ -391,7 +407,7 @@ class LocalWriter(ClosingWriter):
                 view = view[count:]
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`, through one buffer that fits into the processor's cache.
+        """Append a range of a file of `source`, through a cache-sized buffer.
 
         Raises:
             TruncatedError: The file ends before the range does.
@@ -480,7 +496,7 @@ class LocalWriter(ClosingWriter):
 
 
 def sync_folder(path: str) -> None:
-    """Sync a folder so that its names survive a power failure, if the file system supports that.
+    """Sync a folder so that its names survive a power failure, if possible.
 
     Raises:
         OSError: The disk failed.
@@ -522,7 +538,7 @@ def _raise_unless_missing(error: OSError) -> None:
 
 
 def _remove(path: str) -> None:
-    """Remove a file, a link or an empty folder that another process may have removed already."""
+    """Remove a file, link or empty folder; another process may have done so."""
     with suppress(FileNotFoundError):
         if os.path.isdir(path) and not os.path.islink(path):
             os.rmdir(path)
@@ -541,7 +557,7 @@ def _is_below(real: str, root: str) -> bool:
 
 
 def _is_cached_blob(real: str, root: str) -> bool:
-    """Return True if `root` is in a snapshot of a Hugging Face cache and `real` in the blobs of the same cache."""
+    """Return True if `root` is a Hugging Face snapshot, and `real` in its blobs."""
     folder = root
     while os.path.basename(os.path.dirname(folder)) != "snapshots":
         folder, below = os.path.dirname(folder), folder

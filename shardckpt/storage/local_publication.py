@@ -91,7 +91,10 @@ class LocalPublication(Publication):
         return os.path.basename(self._target) if isinstance(self._kind, FileKind) else name
 
     def commit(self) -> None:
-        """Move the result to its final path, sync the move, and remove the old content. Raises StorageError."""
+        """Move the result to its path, sync, and remove old content.
+
+        Raises StorageError.
+        """
         with convert_os_errors("cannot put the result in place", self._target):
             self._require_replaceable()  # another process may have created the target since
             # Opened before the swap, so that after it only the fsync can fail.
@@ -179,7 +182,10 @@ class LocalPublication(Publication):
                 release(mark)
 
     def _settle(self) -> None:
-        """Sync the swap, then remove the old content, which an exchange has left under the temporary name."""
+        """Sync the swap, then remove the old content.
+
+        An exchange has left it under the temporary name.
+        """
         try:
             sync_open_folder(self._parent)
         except OSError as error:
@@ -191,7 +197,10 @@ class LocalPublication(Publication):
         self._release()
 
     def _doubt(self, error: OSError) -> StorageError:
-        """Return the error for a swap whose sync failed; the old content must stay until the sync succeeds."""
+        """Return the error for a swap whose sync failed.
+
+        The old content must stay until the sync succeeds.
+        """
         kept = next((path for path in (self._old, self._partial) if path and os.path.lexists(path)), "")
         then = f"bring back the old content, which stays beside it as {os.path.basename(kept)}" if kept else "remove it"
         return storage_error(
@@ -254,7 +263,7 @@ def _resolve_target(path: str) -> str:
 
 
 def _restore(target: str) -> None:
-    """Restore the old content that a killed process moved aside, unless the target exists again."""
+    """Restore old content that a killed process moved aside, if still needed."""
     if not _is_vacant(target):
         return
     left = find_orphans(target, OLD)
@@ -273,7 +282,7 @@ def _is_vacant(target: str) -> bool:
 
 
 def _entries(root: str, folder: str) -> list[Listed]:
-    """Return the content of a folder below a root; links count as files, whatever they point to."""
+    """Return the content of a folder below a root; links count as files."""
     prefix = f"{folder}/" if folder else ""
     with suppress(FileNotFoundError), os.scandir(os.path.join(root, folder)) as entries:
         return sorted(

@@ -1,4 +1,4 @@
-"""Find and remove temporary files that killed processes left beside a target; a lock shows which have an owner.
+"""Find and remove temporary files of killed processes; locks show owners.
 
 A temporary folder belongs to the process that holds a flock on it: the kernel releases the lock when the process
 ends. Process ids are not used, since containers share them and systems reuse them. A forked child would share the lock
@@ -84,7 +84,7 @@ def make_partial(target: str) -> tuple[str, int]:
 
 
 def hold(fd: int) -> None:
-    """Lock an open file or folder until it is closed; does nothing on a file system without locks."""
+    """Lock an open file or folder until it is closed, if locks are supported."""
     _held.add(fd)
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -103,7 +103,10 @@ def release(fd: int) -> None:
 
 
 def take(path: str) -> int | None:
-    """Lock an existing orphan and return the descriptor; None if another process holds the lock or locking fails."""
+    """Lock an existing orphan and return the descriptor.
+
+    None if another process holds the lock or locking fails.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -153,13 +156,13 @@ def _changed(path: str) -> int:
 
 
 def sweep(target: str, kind: str) -> None:
-    """Remove the unlocked orphans of a kind beside `target`; never raises for those that cannot be removed."""
+    """Remove the unlocked orphans of a kind beside `target`; never raises."""
     for path in find_orphans(target, kind):
         remove_orphan(path)
 
 
 def remove_orphan(path: str) -> bool:
-    """Remove an orphan unless a process has locked it; return True if it no longer exists."""
+    """Remove an orphan unless it is locked; return True if it no longer exists."""
     fd = take(path)
     if fd is None:
         return False
@@ -171,7 +174,7 @@ def remove_orphan(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a folder with all its content, as far as possible; never raises OSError."""
+    """Remove a file, or a folder with its content; never raises OSError."""
     for _ in range(_ATTEMPTS):
         with suppress(OSError):  # rmtree raises errors of closing a folder
             if os.path.isdir(path) and not os.path.islink(path):

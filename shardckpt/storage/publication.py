@@ -55,4 +55,7 @@ class Publication(ABC):
 
     @abstractmethod
     def rollback(self) -> None:
-        """Remove the files unless the result has been committed; never raises. Called by `publish`."""
+        """Remove the files unless the result has been committed.
+
+        Never raises. Called by `publish`.
+        """

@@ -1,4 +1,4 @@
-"""Publish results atomically: the target's name shows the complete result or the old content.
+"""Publish results atomically: a target shows the complete result or old content.
 
 One process begins and commits a publication; other processes may join it and add files.
 """
@@ -24,7 +24,7 @@ _SHOWN = 3
 def publish(
     url: str, kind: Kind, *, overwrite: bool, needed_bytes: int, last: str | None = None, keep: Collection[str] = ()
 ) -> Iterator[Publication]:
-    """Open a publication; leaving the block commits the result, an exception rolls it back.
+    """Open a publication: leaving the block commits, an exception rolls back.
 
     On a disk all files are written beside the target, which a rename then replaces. On a store without rename, files
     get their final names when they are closed, the old content stays readable meanwhile, and `last` is written after
@@ -67,7 +67,7 @@ def begin(
     prefix: str = "",
     keep: Collection[str] = (),
 ) -> Publication:
-    """Open a publication without a `with` block; the caller must call its `commit` or `rollback`.
+    """Open a publication; the caller must call its `commit` or `rollback`.
 
     Other arguments and errors as for `publish`.
 
@@ -90,7 +90,9 @@ def begin(
 
 
 class JoinedPublication(Publication):
-    """A publication that another process began and commits; this process writes files into its `staging_url`.
+    """A publication that another process began and commits.
+
+    This process writes files into its `staging_url`.
 
     Args:
         staging_url: URL of the folder, from the process that began the publication.
@@ -108,7 +110,7 @@ class JoinedPublication(Publication):
         self._writers: dict[str, Writer] = {}
 
     def create(self, name: str) -> Writer:
-        """Start a file whose name no other writer and no old content has. Raises StorageError."""
+        """Start a file with a unique name. Raises StorageError."""
         self._writers[name] = self._store.create(name)
         return self._writers[name]
 
@@ -150,7 +152,9 @@ def _require_folder(path: str) -> None:
 
 
 def _is_there_now(path: str) -> bool:
-    """Check again for a folder after creating its parents, which are removed again if they were missing.
+    """Check again for a folder after creating its parents.
+
+    Parents that were missing are removed again.
 
     Network file systems may cache that a parent does not exist; creating it makes them look it up again.
     """
@@ -166,7 +170,7 @@ def _is_there_now(path: str) -> bool:
 
 
 def _make_missing(folder: str, created: list[str]) -> None:
-    """Create a folder and its missing parents, and append the created paths to `created`."""
+    """Create a folder and missing parents; append created paths to `created`."""
     if os.path.isdir(folder):
         return
     _make_missing(os.path.dirname(folder), created)
@@ -176,7 +180,9 @@ def _make_missing(folder: str, created: list[str]) -> None:
 
 
 def overlaps(source: str, target: str) -> bool:
-    """Return True if two URLs name the same place, or one a place inside the other, with links resolved.
+    """Return True if two URLs name the same place, or one a place in the other.
+
+    Links are resolved.
 
     Raises:
         UsageError: One of them is not a valid path or URL.
@@ -200,7 +206,9 @@ def _is_within(one: str, other: str) -> bool:
 
 
 def missing_files(url: str, sizes: Mapping[str, int]) -> dict[str, int | None]:
-    """Return the incomplete files and the sizes that this process sees, in bytes: None for a missing file.
+    """Return the incomplete files with the sizes that this process sees.
+
+    In bytes; None for a missing file.
 
     Takes one listing if all files are complete.
 
@@ -260,7 +268,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _size(url: str, name: str) -> int | None:
-    """Return the current size of a file in the store, in bytes; None for a missing file."""
+    """Return the size of a file in the store in bytes; None for a missing file."""
     with suppress(MissingFileError):
         return open_store(url).size(name)
     return None

@@ -1,4 +1,4 @@
-"""Cache of fetched ranges of remote files, and planning of requests for missing ranges. Sends no requests."""
+"""Cache of fetched ranges of remote files, and planning of requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class ByteRange(NamedTuple):
 
 
 class BlockCache:
-    """Disjoint ranges of files, in full blocks; the least recently used are dropped beyond the budget.
+    """Disjoint ranges of files, in full blocks.
+
+    The least recently used are dropped beyond the budget.
 
     Args:
         budget: Maximum bytes to keep.
@@ -58,7 +60,7 @@ class BlockCache:
             self._held -= len(old)
 
     def overlapping(self, name: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield start and bytes of every cached range that overlaps a range, in file order."""
+        """Yield start and bytes of each cached range that overlaps, in file order."""
         starts = self._starts.get(name, [])
         for piece_start in starts[max(bisect_right(starts, start) - 1, 0) :]:
             if piece_start >= stop:
@@ -92,7 +94,7 @@ class BlockCache:
 
 
 def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[ByteRange]) -> list[ByteRange]:
-    """Return a small number of ranges to fetch that cover all `missing` ranges and no cached byte.
+    """Return few ranges to fetch that cover all `missing` ranges.
 
     Args:
         cache: Cached ranges; they consist of full blocks, so the block of a missing byte is missing completely.

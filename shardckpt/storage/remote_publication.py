@@ -1,4 +1,4 @@
-"""Publish on a store without rename: new names beside the old ones; the file that makes it loadable comes last."""
+"""Publish on a store without rename: new names first, the final file last."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class BufferedWriter(ClosingWriter):
                 raise
 
     def is_written(self) -> bool:
-        """Return True if the store has a file with exactly these bytes. Raises StorageError."""
+        """Return True if the store has a file with these bytes. Raises StorageError."""
         try:
             store = open_remote(self._store.url)
             nbytes = store.size(self._name)
@@ -162,7 +162,9 @@ class RemoteFolder(Publication):
         self._is_done = self._is_doubtful = False
 
     def create(self, name: str) -> Writer:
-        """Start a file of the result. It appears on close, or at the commit if it is `last` or replaces an old file.
+        """Start a file of the result.
+
+        It appears on close, or at the commit if it is `last` or replaces an old file.
 
         Raises:
             StorageError: The file cannot be created.
@@ -178,7 +180,10 @@ class RemoteFolder(Publication):
         return writer
 
     def commit(self) -> None:
-        """Remove the old content and close the deferred files, `last` at the end. Raises StorageError."""
+        """Remove old content and close the deferred files, `last` at the end.
+
+        Raises StorageError.
+        """
         last = self._deferred.get(self._last or "")
         if isinstance(last, BufferedWriter) and len(self._deferred) == 1 and (self._prefix or not self._old):
             self._flip(last)
@@ -192,7 +197,10 @@ class RemoteFolder(Publication):
         self._is_done = True
 
     def _flip(self, last: BufferedWriter) -> None:
-        """Create or replace `last`, then remove old files; readers are not affected if this removal fails."""
+        """Create or replace `last`, then remove old files.
+
+        Readers are not affected if this removal fails.
+        """
         self._is_doubtful = True  # the request may succeed although its answer is lost
         is_new = self._last not in self._old
         gone = self._old if is_new else self._replaced()
@@ -215,14 +223,17 @@ class RemoteFolder(Publication):
         return named + [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a file is older than `_DEAD_S`, or if the store does not report times."""
+        """Return True if a file is older than `_DEAD_S`, or its age is unknown."""
         with suppress(StorageError):
             written = self._store.written_at(name)
             return written is None or time.time() - written > _DEAD_S
         return False
 
     def rollback(self) -> None:
-        """Delete the written files, the last first, unless the commit happened or may have; never raises."""
+        """Delete the written files, the last first; never raises.
+
+        Deletes none if the commit happened or may have.
+        """
         if self._is_done:
             return
         for writer in self._deferred.values():
@@ -234,7 +245,7 @@ class RemoteFolder(Publication):
                 self._store.delete(name)
 
     def _is_rolled_back(self) -> bool:
-        """Remove `last` if this publication created it; return True if nothing refers to the files."""
+        """Remove a new `last`; return True if nothing refers to the files."""
         last = self._deferred.get(self._last or "")
         if not isinstance(last, BufferedWriter) or self._last is None or self._last in self._old:
             return False

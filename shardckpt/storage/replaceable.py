@@ -1,4 +1,7 @@
-"""Decide what overwriting may replace: one checkpoint of the written kind, or an empty folder, and nothing else."""
+"""Decide what overwriting may replace: one checkpoint of the written kind.
+
+An empty folder may be replaced too, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ def _no_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:  # noq
 
 @dataclass(frozen=True, slots=True)
 class FolderKind:
-    """Patterns of the files of a checkpoint folder. Files in subfolders are matched by their relative path.
+    """Patterns of the files of a checkpoint folder.
+
+    Files in subfolders are matched by their relative path.
 
     Attributes:
         title: Name of one such checkpoint in messages.
@@ -68,12 +73,14 @@ Kind = FolderKind | FileKind
 
 
 def is_ignored(name: str) -> bool:
-    """Return True if a file may be ignored: an operating system created it, or it is a temporary file."""
+    """Return True if a file may be ignored: a system file or temporary file."""
     return is_partial(name) or _OF_A_SYSTEM.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFolder, where: str) -> list[str]:
-    """Return all files of a folder if it may be replaced: it contains one checkpoint of a kind, or only ignored files.
+    """Return all files of a folder if it may be replaced.
+
+    It must contain one checkpoint of a kind, or only ignored files.
 
     The search ends at the first other file.
 
@@ -114,7 +121,7 @@ def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFold
 
 
 def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[str]:
-    """Yield the files of a folder, recursively; each folder is listed when it is reached.
+    """Yield the files of a folder recursively; list each folder when reached.
 
     Args:
         list_folder: Lists a folder.
@@ -165,7 +172,10 @@ def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
 
 
 def _find_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]) -> list[str]:
-    """Return the files with payload names whose first bytes are not those of payload; empty files count as payload."""
+    """Return the files with payload names and other content.
+
+    Empty files count as payload.
+    """
     if kind.is_one is None:
         return []
     heads = {

@@ -1,4 +1,4 @@
-"""Resolve paths and URLs to stores: paths are local, URLs with a protocol use fsspec."""
+"""Resolve paths and URLs to stores; URLs with a protocol use fsspec."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ _TEXT = "Name a file, a folder or a URL as text; a state goes before it."
 
 
 def local_path(url: str) -> str | None:
-    """Return the local path of a URL; None if it is remote. `~` is expanded to the home folder.
+    """Return the local path of a URL; None if it is remote.
+
+    `~` is expanded to the home folder.
 
     Raises:
         UsageError: The URL is empty or contains a NUL character.
@@ -109,7 +111,7 @@ def kind(url: str) -> str:
 
 
 def file_version(folder: str, name: str) -> str:
-    """Return a text that changes when a file is replaced; empty if the store does not report one.
+    """Return a text that changes when a file is replaced; empty if unavailable.
 
     Args:
         folder: Path or URL of the folder.

@@ -1,4 +1,4 @@
-"""Retry requests that fail with transient errors, with growing pauses; raise other errors immediately."""
+"""Retry requests after transient errors; raise other errors immediately."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def is_transient(error: BaseException) -> bool:
 
 
 def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> StorageError:
-    """Return a StorageError for any exception of a back end; the caller raises it `from` the exception."""
+    """Return a StorageError for any exception of a back end.
+
+    The caller raises it `from` the exception.
+    """
     shown = f"{what} (tried {tries} times)" if tries > 1 else what
     if isinstance(error, FileNotFoundError):
         return MissingFileError(shown, where=where, found="no such object", fix="Check the URL.")

@@ -1,4 +1,4 @@
-"""SFTP for stores: one connection per process and server, pipelined requests, and reconnection after errors.
+"""SFTP for stores: one connection per server, pipelining, reconnection.
 
 fsspec's connection allows one thread at a time, is never reconnected after an error, and waits for an answer after
 each 32 KiB written.
@@ -22,7 +22,7 @@ _PACKET = 32 << 10
 
 
 class SftpFiles:
-    """The part of fsspec's file system interface that stores use. Concurrent calls are serialized.
+    """The part of fsspec's interface that stores use; calls are serialized.
 
     Args:
         connect: Returns an fsspec file system over a new connection.
@@ -36,7 +36,10 @@ class SftpFiles:
         self.turn = threading.RLock()
 
     def live(self) -> Any:
-        """Return a file system whose connection is not known to be lost. The caller must hold `turn`."""
+        """Return a file system whose connection is not known to be lost.
+
+        The caller must hold `turn`.
+        """
         if self._fs is not None and (self._fs.ftp.get_channel().closed or not _transport(self._fs).is_active()):
             self.forget()
         if self._fs is None:
@@ -54,7 +57,7 @@ class SftpFiles:
             lost.client.close()
 
     def leave(self) -> None:
-        """Close the socket inherited by a fork; the parent process continues to use the connection."""
+        """Close the socket inherited by a fork; the parent continues to use it."""
         if self._fs is not None:
             with suppress(Exception):
                 _transport(self._fs).sock.close()
@@ -130,7 +133,7 @@ class SftpFiles:
 
 
 class SftpUpload:
-    """A file being written. Each write sends all its packets before it reads the answers.
+    """A file being written; each write sends all packets before reading answers.
 
     Args:
         files: Connection to the server.
@@ -160,7 +163,7 @@ def _transport(fs: Any) -> Any:
 
 
 def _require_known_host(fs: Any) -> None:
-    """Compare a server's key with its entry in `known_hosts`, which fsspec does not read.
+    """Compare a server's key with `known_hosts`, which fsspec does not read.
 
     Raises:
         StorageError: The keys differ. Servers without an entry are accepted.
@@ -188,7 +191,9 @@ _SHARING = threading.Lock()
 
 
 def get_connection(server: str, connect: Callable[[], Any]) -> SftpFiles:
-    """Return this process's connection to a server; connections inherited over a fork are not used.
+    """Return this process's connection to a server.
+
+    Connections inherited over a fork are not used.
 
     Args:
         server: Key of the connection: address, user and options.

@@ -1,4 +1,4 @@
-"""Interface of a store of named bytes, checks and errors shared by all stores, and stores that wrap other stores."""
+"""Interface of stores of named bytes, with shared checks, errors and wrappers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Capabilities:
 
 
 class Writer(Protocol):
-    """A file being written sequentially. Nothing appears under its name before `close`.
+    """A file being written sequentially, which appears under its name on `close`.
 
     As a context manager, a writer closes the file on success and aborts on an exception.
     """
@@ -131,7 +131,9 @@ class ClosingWriter(ABC):
 
 @runtime_checkable
 class Store(Protocol):
-    """Named bytes below one root. Names are relative, with forward slashes, never absolute and never with `..`.
+    """Named bytes below one root.
+
+    Names are relative, with forward slashes, never absolute and never with `..`.
 
     Names are `str`, so that they mean the same on a disk and in a bucket.
     """
@@ -145,7 +147,10 @@ class Store(Protocol):
         """Optional capabilities of this store."""
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; an empty list if the folder does not exist."""
+        """Return the content of `folder`, sorted by name.
+
+        An empty list if the folder does not exist.
+        """
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes.
@@ -157,7 +162,9 @@ class Store(Protocol):
         """
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer. A remote store merges near ranges into few requests and retries transient errors.
+        """Fill every buffer.
+
+        A remote store merges near ranges into few requests and retries transient errors.
 
         Raises:
             TruncatedError: A file ends before a range does.
@@ -173,13 +180,22 @@ class Store(Protocol):
         """Remove a file; a missing one is not an error. Raises StorageError."""
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all its content, in any order; a missing one is not an error. Raises StorageError."""
+        """Remove a folder with all its content, in any order. Raises StorageError.
+
+        A missing folder is not an error.
+        """
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch; None if unknown."""
+        """Return the time of the last change in a folder, in seconds since the epoch.
+
+        None if unknown.
+        """
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder atomically; only if `capabilities.renames`. Raises StorageError."""
+        """Rename a file or folder atomically, if `capabilities.renames`.
+
+        Raises StorageError.
+        """
 
 
 def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
@@ -271,7 +287,7 @@ def storage_error(error: OSError, what: str, where: str, *, is_target: bool = Fa
 
 @contextmanager
 def convert_os_errors(what: str, where: str, *, is_target: bool = False) -> Iterator[None]:
-    """Raise an OSError of the block as a StorageError; errors of shardckpt pass unchanged."""
+    """Raise OSErrors of the block as StorageErrors; other errors pass unchanged."""
     try:
         yield
     except ShardckptError:  # some errors of shardckpt are OSErrors too
@@ -281,7 +297,7 @@ def convert_os_errors(what: str, where: str, *, is_target: bool = False) -> Iter
 
 
 class WrappedStore:
-    """A store that forwards all calls to another store; base class of stores that change some of them.
+    """A store that forwards all calls to another one; base class of wrappers.
 
     Args:
         store: Underlying store.
@@ -352,17 +368,26 @@ class SubfolderStore(WrappedStore):
         return f"{self._store.url.rstrip('/')}/{self._folder}"
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; an empty list if the folder does not exist."""
+        """Return the content of `folder`, sorted by name.
+
+        An empty list if the folder does not exist.
+        """
         start = len(self._folder) + 1
         entries = self._store.list(self._name(folder) if folder else self._folder)
         return [entry._replace(name=entry.name[start:]) for entry in entries]
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes. Raises MissingFileError, UnsafeError or StorageError."""
+        """Return a file's size in bytes.
+
+        Raises MissingFileError, UnsafeError or StorageError.
+        """
         return self._store.size(self._name(name))
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer. Raises TruncatedError, MissingFileError, UnsafeError or StorageError."""
+        """Fill every buffer.
+
+        Raises TruncatedError, MissingFileError, UnsafeError or StorageError.
+        """
         self._store.read([Read(self._name(name), offset, buffer) for name, offset, buffer in reads])
 
     def create(self, name: str) -> Writer:
@@ -374,15 +399,24 @@ class SubfolderStore(WrappedStore):
         self._store.delete(self._name(name))
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all its content; a missing one is not an error. Raises StorageError."""
+        """Remove a folder with all its content. Raises StorageError.
+
+        A missing folder is not an error.
+        """
         self._store.delete_folder(self._name(folder))
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch; None if unknown."""
+        """Return the time of the last change in a folder, in seconds since the epoch.
+
+        None if unknown.
+        """
         return self._store.changed_at(self._name(folder))
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder atomically; only if `capabilities.renames`. Raises StorageError."""
+        """Rename a file or folder atomically, if `capabilities.renames`.
+
+        Raises StorageError.
+        """
         self._store.rename(self._name(source), self._name(target))
 
     def _name(self, name: str) -> str:

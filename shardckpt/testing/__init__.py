@@ -1,4 +1,4 @@
-"""Conformance suites for stores, readers and targets: subclass one in a test module. Needs pytest."""
+"""Conformance suites for stores, readers and targets, to subclass. Needs pytest."""
 
 import pytest
 

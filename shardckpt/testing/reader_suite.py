@@ -1,4 +1,4 @@
-"""Conformance suite for readers: recognize only their own format, read all of it, fail with typed errors."""
+"""Conformance suite for readers: recognition, complete reads, typed errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ GARBAGE = (b"", b"\0" * 64, b"{", b"PK\x03\x04", b"\x80\x04\x95", b"\xff" * 200)
 
 
 class ReaderSuite:
-    """Tests of one `Format`. A subclass sets `form` and provides a `checkpoint` fixture; the format must be installed.
+    """Tests of one `Format`.
+
+    A subclass sets `form` and provides a `checkpoint` fixture; the format must be installed.
 
     Attributes:
         form: The format under test.

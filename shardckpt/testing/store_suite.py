@@ -1,4 +1,4 @@
-"""Conformance suite for stores: read and write named bytes, atomically, and never outside the root."""
+"""Conformance suite for stores: atomic reads and writes of named bytes."""
 
 from __future__ import annotations
 

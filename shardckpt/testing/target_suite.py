@@ -1,4 +1,4 @@
-"""Conformance suite for targets: write all planned files atomically, and report every lossy conversion."""
+"""Conformance suite for targets: atomic writes, and reports of all losses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class TargetSuite:
         return shardckpt.consolidate(source, place, to=self.target.name, **{**self.options, **options})
 
     def read_model(self, place: str | Path) -> Mapping[str, NDArray[Any]] | None:  # noqa: ARG002
-        """Return the tensors of a written model by name; None if an installed format reads them.
+        """Return the tensors of a written model by name.
+
+        None if an installed format reads them.
 
         Args:
             place: Path or URL of the written checkpoint.
@@ -69,7 +71,7 @@ class TargetSuite:
         return None
 
     def compare_model(self, source: Path, place: str | Path) -> dict[str, str]:
-        """Return the differences between a written model and its source: name to `dtype`, `shape` or another word."""
+        """Return differences of a written model: name to `dtype`, `shape` or other."""
         found = self.read_model(place)
         if found is None:
             comparison = shardckpt.diff(source, place, part="model")
@@ -206,7 +208,10 @@ def read_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
 
 
 def _compare(expected: NDArray[Any], found: NDArray[Any]) -> str:
-    """Return the difference, in values only if the dtypes are equal; empty for equal bits."""
+    """Return the difference; empty for equal bits.
+
+    Values are compared only if the dtypes are equal.
+    """
     if expected.shape != found.shape:
         return "shape"
     if expected.dtype != found.dtype:

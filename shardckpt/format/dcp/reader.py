@@ -1,4 +1,6 @@
-"""Reader of torch's distributed checkpoints (DCP): `.metadata` maps boxes of tensors to slices of `.distcp` files.
+"""Reader of torch's distributed checkpoints (DCP).
+
+`.metadata` maps boxes of tensors to slices of `.distcp` files.
 
 Written by `torch.distributed.checkpoint.save` since torch 2.0; tested up to torch 2.13. A slice is a complete torch
 archive, a tensor of a safetensors file (`SerializationFormat.SAFETENSORS`), or a zstd stream of an archive. Without
@@ -38,7 +40,7 @@ _ZSTD = re.compile(r"stream\.zstd(@[^/]*)?(/1(\..*)?)?")
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by `.metadata`, by metadata files of ranks, or by `.distcp` files alone."""
+    """Recognize a folder by `.metadata`, metadata of ranks, or `.distcp` files alone."""
     if source.file is not None:
         is_named = source.file.endswith(SUFFIX) or bool(metadata_names([source.file]))
         return Evidence.NAME if is_named else Evidence.NONE
@@ -53,7 +55,10 @@ def recognize(source: Source) -> Evidence:
 
 
 def metadata_names(files: Sequence[str]) -> list[str]:
-    """Return the metadata files among `files` (names without folders): one, or one for each rank in rank order."""
+    """Return the metadata files among `files`: one, or one for each rank.
+
+    `files` are names without folders; the result is in rank order.
+    """
     if METADATA in files:
         return [METADATA]
     ranks = {int(match["rank"]): name for name in files if (match := _RANK_METADATA.fullmatch(name))}
@@ -190,7 +195,7 @@ class _Metadata:
         return FormatError(f"{name!r} {what}", where=self._where, found=found, expected=expected)
 
     def _index(self, storage: Mapping[object, object]) -> dict[tuple[str, Shape | None], _Stored]:
-        """Return the storage records by name and offset, both of which torch stores in the key object."""
+        """Return the storage records by name and offset, from torch's key objects."""
         stored: dict[tuple[str, Shape | None], _Stored] = {}
         for key, info in storage.items():
             index = key.state if isinstance(key, InstanceStub) else None
@@ -303,7 +308,10 @@ class _Metadata:
         return self._dtypes.setdefault(dtype.name, dtype.name)
 
     def _add_paths(self, union: _Union) -> None:
-        """Add the paths that torch's planner stored; planners of other libraries store other values, or none."""
+        """Add the paths of torch's planner.
+
+        Planners of other libraries store other values, or none.
+        """
         if not isinstance(self._planner_data, dict):
             return
         for name, path in self._planner_data.items():
@@ -318,7 +326,10 @@ class _Metadata:
 
 
 def _format_value(value: object) -> str:
-    """Return a short text for an error, without the content of containers, which a hostile pickle can make endless."""
+    """Return a short text for an error.
+
+    Omits the content of containers, which a hostile pickle can make endless.
+    """
     if isinstance(value, InstanceStub):
         return value.name
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
@@ -366,7 +377,7 @@ def _manifest(store: Store, prefix: str, sizes: Mapping[str, int], names: Sequen
 
 
 def _aliases(tensors: Mapping[Path, TensorEntry]) -> dict[Path, Path]:
-    """Return tensors with exactly the slices of an earlier tensor: two names of one array."""
+    """Return the tensors with exactly the slices of an earlier tensor: its aliases."""
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
     for path, entry in tensors.items():
@@ -388,7 +399,10 @@ def _object(path: Path, stored: _Stored | None) -> ObjectEntry:
 
 
 def _sizes(store: Store, prefix: str, sizes: Mapping[str, int], used: Mapping[str, None]) -> dict[str, int]:
-    """Return the size of each required file, -1 for a missing one; each subfolder is listed once."""
+    """Return the size of each required file; -1 for a missing one.
+
+    Each subfolder is listed once.
+    """
     known = {prefix + name: size for name, size in sizes.items()}
     folders = {file.rpartition("/")[0] for file in used if file not in known}
     for folder in folders - {prefix.rstrip("/")}:
@@ -413,7 +427,9 @@ def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Ma
 
 
 class DcpReader(Reader):
-    """An open DCP folder. Slices are opened by `resolve` when their elements are needed.
+    """An open DCP folder.
+
+    `resolve` opens slices when their elements are needed.
 
     Args:
         store: Store of the files.
@@ -428,7 +444,7 @@ class DcpReader(Reader):
         self._budget = ReadBudget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces in the same order, with every slice replaced by the location of its elements.
+        """Return the pieces in order, with each slice replaced by its elements' location.
 
         Raises:
             CheckpointError: A slice is damaged, or contradicts the metadata.
@@ -453,7 +469,9 @@ class DcpReader(Reader):
         return read_object(self.store, entry.file, entry.layout, budget)
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the CRC-32 of each record of each uncompressed slice, in file order; nothing for records without one.
+        """Yield the CRC-32 of each record of each uncompressed slice, in file order.
+
+        Records without one are skipped.
 
         Raises:
             CheckpointError: A slice is damaged.

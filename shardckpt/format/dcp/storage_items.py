@@ -1,4 +1,4 @@
-"""Locate the elements of tensors in slices of `.distcp` files; slices are opened in batches.
+"""Locate the elements of tensors in slices of `.distcp` files, in batches.
 
 A slice is a complete torch archive that was written as a stream, so its local headers have no sizes: a plain slice is
 located through the directory at its end, a compressed slice by parsing the start of the decoded stream.
@@ -71,7 +71,10 @@ class StoredSlice(NamedTuple):
     is_zstd: bool
 
     def is_safetensors(self, piece: Piece) -> bool:
-        """Return True if the slice is in a safetensors file; then torch stores the size of its elements only."""
+        """Return True if the slice is in a safetensors file.
+
+        Then torch stores the size of its elements only.
+        """
         assert isinstance(piece.layout, Lazy)
         return not self.is_zstd and piece.layout.nbytes == nbytes(self.stored, piece.box.volume)
 
@@ -99,7 +102,7 @@ Blobs = dict[tuple[str, int], Blob]
 def resolve_slices(
     store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs, budget: ReadBudget
 ) -> list[Piece]:
-    """Return DCP pieces in the same order, with every `Lazy` layout replaced by the location of the elements.
+    """Return DCP pieces in order, with every `Lazy` layout resolved.
 
     Args:
         store: Store of the files.
@@ -163,7 +166,10 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
 def _layouts(
     store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs, budget: ReadBudget
 ) -> list[Span | Strided | Encoded]:
-    """Return the location of each slice's elements. `blobs` caches the safetensors headers between batches."""
+    """Return the location of each slice's elements.
+
+    `blobs` caches the safetensors headers between batches.
+    """
     found: dict[int, Span | Strided | Encoded] = {}
     tensors = {i: o for i, o in enumerate(opened) if o.slice.is_safetensors(o.piece)}
     streams = {i: o for i, o in enumerate(opened) if o.slice.is_zstd}
@@ -177,7 +183,10 @@ def _layouts(
 
 
 def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs) -> None:
-    """Read the safetensors headers that are not cached; torch stores the offset of the header, not of the tensor."""
+    """Read the safetensors headers that are not cached.
+
+    Torch stores the offset of the header, not of the tensor.
+    """
     places = {(o.piece.file, o.layout.offset): o.where for o in opened}
     missing = {place: where for place, where in places.items() if place not in blobs}
     starts = {place: bytearray(8) for place in missing}
@@ -262,7 +271,7 @@ def _locate_in_archives(store: Store, opened: Sequence[OpenedSlice], budget: Rea
 
 
 def _entry(archive: ZipArchive, name: str, where: str) -> ZipEntry:
-    """Return the entry with a name below the archive's only root folder, whose name may be any."""
+    """Return the entry with a name below the archive's only root folder."""
     first = next(iter(archive.entries), "")
     entry = archive.entries.get(f"{first.partition('/')[0]}/{name}")
     if entry is None:
@@ -271,7 +280,10 @@ def _entry(archive: ZipArchive, name: str, where: str) -> ZipEntry:
 
 
 def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequence[OpenedSlice]) -> None:
-    """Reject big-endian elements; one check per file suffices, since one process wrote all its slices."""
+    """Reject big-endian elements.
+
+    One check per file suffices, since one process wrote all its slices.
+    """
     wanted, where = {}, {}
     for archive, o in zip(archives, opened, strict=True):
         root = next(iter(archive.entries)).partition("/")[0]
@@ -283,7 +295,10 @@ def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequ
 
 
 def _stub(data: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> TensorStub:
-    """Return the tensor of a slice's pickle, cached by its bytes, which are equal for layers of equal shape."""
+    """Return the tensor of a slice's pickle, cached by its bytes.
+
+    The bytes are equal for layers of equal shape.
+    """
     stub = known.get(data)
     if stub is None:
         value = pickle_reader.load(data, where=opened.where, persistent=Storages(), limits=_PICKLE_LIMITS)
@@ -388,7 +403,9 @@ def _walk_head(head: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice)
 
 
 def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator[Checksum]:
-    """Yield the CRC-32 of each record of torch archives, in the given order; records without one are skipped.
+    """Yield the CRC-32 of each record of torch archives, in the given order.
+
+    Records without one are skipped.
 
     Args:
         store: Store of the files.

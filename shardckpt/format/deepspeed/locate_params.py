@@ -1,4 +1,4 @@
-"""Locate each parameter in the flat tensors of the ranks of one DeepSpeed model, and check the sizes."""
+"""Locate each parameter of one DeepSpeed model in the ranks' flat tensors."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class DataParallelRanks:
         return max((state.tensor_ranks for state in self.models.values()), default=1)
 
     def slot_lengths(self, unit: int) -> dict[int, set[int]]:
-        """Return, for each rank, the possible lengths of its slots of a flat tensor, in elements."""
+        """Return for each rank the possible lengths of its slots, in elements."""
         lengths = {rank: {state.flats[unit].shape[0]} for rank, state in self.optims.items()}
         for group in [] if self.is_split else self._find_groups(unit):
             total, partition = self._offsets(unit)[-1], self._fit_partition(unit, group)
@@ -130,7 +130,7 @@ class DataParallelRanks:
             yield from self._locate_stage1_2(unit)
 
     def _locate_stage3(self) -> Iterator[TrainedParam]:
-        """Stage 3: each parameter is partitioned individually, over all flat tensors of a rank."""
+        """Locate parameters of stage 3, where each is partitioned individually."""
         parts = [sum(layout.part_elements(prod(shape), self.world) for shape in unit.values()) for unit in self.shapes]
         lengths = {rank: [entry.shape[0] for entry in state.flats] for rank, state in self.optims.items()}
         first = next(iter(lengths.values()), parts)
@@ -150,7 +150,7 @@ class DataParallelRanks:
                 offset += layout.part_elements(prod(shape), self.world)
 
     def _locate_stage1_2(self, unit: int) -> Iterator[TrainedParam]:
-        """Stages 1 and 2: a flat group is split into equal partitions, for each group of ranks that shares it."""
+        """Locate parameters of stages 1 and 2, where a flat group has equal partitions."""
         for rank, state in self.optims.items():
             if unit >= len(state.flats):
                 self.refuse(f"group {unit}", [rank], f"{len(state.flats)} flat tensors", len(self.shapes))
@@ -165,7 +165,7 @@ class DataParallelRanks:
         return {name: prod(shape) for name, shape in self.shapes[unit].items()}
 
     def _offsets(self, unit: int) -> list[int]:
-        """Return the offset of each parameter in a flat group, and the end of the group, in elements."""
+        """Return the offset of each parameter in a flat group, and the group's end."""
         first, numels = next(iter(self.optims.values()), None), list(self._numels(unit).values())
         paddings = first.paddings[unit] if first and first.paddings and unit < len(first.paddings) else None
         if paddings is not None and len(paddings) != len(numels):
@@ -186,7 +186,10 @@ class DataParallelRanks:
         }
 
     def _fit_partition(self, unit: int, group: PartitionGroup) -> int:
-        """Return the partition size of a flat group in elements; it must match the lengths of the ranks' tensors."""
+        """Return the partition size of a flat group in elements.
+
+        It must match the lengths of the ranks' tensors.
+        """
         total = self._offsets(unit)[-1]
         lengths = {
             place: self.optims[rank].flats[unit].shape[0]
@@ -206,7 +209,10 @@ class DataParallelRanks:
         return partition or 1
 
     def _find_groups(self, unit: int) -> list[PartitionGroup]:
-        """Return the groups of ranks that share a flat group: one group, or one for each set of experts."""
+        """Return the groups of ranks that share a flat group.
+
+        There is one group, or one for each set of experts.
+        """
         state = next(iter(self.optims.values()), None)
         count = state.counts[unit] if state else self.world
         if count == self.world:
@@ -253,7 +259,7 @@ class DataParallelRanks:
     def _find_wrong_start(
         self, runs: Mapping[str, tuple[PartitionRun, ...]]
     ) -> tuple[str, PartitionRun, tuple[int, int]] | None:
-        """Return a run for which its rank stores another offset, and that offset; None if all match."""
+        """Return a run and its rank's different stored offset; None if all match."""
         for name, run in ((name, run) for name, each in runs.items() for run in each):
             state = self.optims.get(run.rank)
             starts = state.starts[run.unit] if state and state.starts and run.unit < len(state.starts) else {}
@@ -281,7 +287,7 @@ def build_ranks(
     models: Mapping[int, ModelState],
     optims: Mapping[int, PartitionOptimState],
 ) -> DataParallelRanks:
-    """Return the files of one model-parallel rank after checking that they agree on the number of ranks.
+    """Return the files of one model-parallel rank, with a consistent world size.
 
     Raises:
         FormatError: The files are from different saves.
@@ -290,7 +296,7 @@ def build_ranks(
 
 
 def _find_world(models: Mapping[int, ModelState], optims: Mapping[int, PartitionOptimState], url: str) -> int:
-    """Return the number of data-parallel ranks after checking that all files agree on it."""
+    """Return the number of data-parallel ranks, on which all files must agree."""
     facts = {state.file: (max(state.counts), len(state.flats), state.is_split) for state in optims.values()}
     first = next(iter(facts.values()), None)
     for file, fact in facts.items():

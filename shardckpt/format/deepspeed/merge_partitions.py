@@ -1,4 +1,4 @@
-"""Merge the partitions of one DeepSpeed model into full tensors: weights, master weights and optimizer state."""
+"""Merge the partitions of one DeepSpeed model into full tensors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def merge_frozen(builder: ManifestBuilder, ranks: DataParallelRanks, name: str, 
 
 
 def tie_shared(builder: ManifestBuilder, states: Iterable[ModelState], trained: Collection[str]) -> None:
-    """Add the further names of shared parameters, except names with optimizer state; empty tensors are not tied."""
+    """Add further names of shared parameters.
+
+    Names with optimizer state and empty tensors are not tied.
+    """
     for alias, name in ((alias, name) for state in states for alias, name in state.shared.items()):
         for root in (MODEL, MASTER):
             entry = builder.tensors.get((root, name))
@@ -119,7 +122,10 @@ def _put_module(builder: ManifestBuilder, ranks: DataParallelRanks, state: Model
 def _put_parts(
     builder: ManifestBuilder, ranks: DataParallelRanks, state: ModelState, params: Mapping[str, TrainedParam]
 ) -> None:
-    """Add the weights of stage 3: placeholders give order and dtype, the optimizer files contain the partitions."""
+    """Add the weights of stage 3.
+
+    Placeholders give order and dtype, the optimizer files contain the partitions.
+    """
     frozen = {name: shape for name, shape in state.frozen.items() if name not in params}
     waiting = dict.fromkeys([*params, *frozen])
     for name, entry in state.module.items():
@@ -167,7 +173,7 @@ def _put_slot(
     slot: str,
     lengths: Mapping[int, Collection[int]],
 ) -> bool:
-    """Add a slot of a parameter; return False if its layout differs from that of its flat tensor."""
+    """Add a slot of a parameter; return False if its layout is another."""
     path: Path = (OPTIMIZER, _STATE, param.name, slot)
     owners = [run.rank for run in param.runs if run.rank in ranks.optims] or list(ranks.optims)
     values = [value for rank in owners if (value := ranks.optims[rank].slots[param.unit].get(slot)) is not None]
@@ -206,7 +212,10 @@ def _slot_finder(ranks: DataParallelRanks, slot: str) -> Find:
 
 
 def _read_steps(ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) -> dict[str, object]:
-    """Return the step of each parameter if the optimizer stores steps per group or, if elastic, one for all."""
+    """Return the step of each parameter.
+
+    Empty unless the optimizer stores steps per group or, if elastic, one for all.
+    """
     if ranks.first_optim is None:
         return {}
     value = ranks.contents.value(ranks.first_optim.file, "optimizer_state_dict", "base_optimizer_state_step")
@@ -223,7 +232,10 @@ def _read_steps(ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) ->
 def list_groups(
     ranks: DataParallelRanks, params: Mapping[str, TrainedParam]
 ) -> list[tuple[Mapping[str, Slot], list[str]]]:
-    """Return the options of each optimizer group and its parameter names; empty without optimizer files."""
+    """Return the options and parameter names of each optimizer group.
+
+    Empty without optimizer files.
+    """
     state = ranks.first_optim
     if state is None:
         return []

@@ -1,4 +1,4 @@
-"""Weights that DeepSpeed saves in one file for each layer (pipelines) or each expert (`deepspeed.moe`)."""
+"""Weights that DeepSpeed saves in one file per pipeline layer or MoE expert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIED = "tied_modules."
 
 
 def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: StateFiles) -> None:
-    """Add the weights of experts, which are stored under their names in the full model."""
+    """Add the weights of experts, which have their names in the full model."""
     for _, file in sorted(files.experts.items()):
         for path, entry in contents.tensors(file).items():
             builder.put((MODEL, str(path[-1])), entry)
@@ -26,7 +26,9 @@ def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: St
 def put_layers(
     builder: ManifestBuilder, contents: StateFileContents, files: StateFiles, trained: Mapping[str, Shape]
 ) -> None:
-    """Add the weights of pipeline layers under the names of their module: the layer's number, or the shared module.
+    """Add the weights of pipeline layers under the names of their module.
+
+    The name is the layer's number, or that of the shared module.
 
     Args:
         builder: Builder that receives the tensors.
@@ -47,7 +49,7 @@ def put_layers(
 
 
 def _shared_modules(trained: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of shared modules: prefix of names to the rest of the name and the shape."""
+    """Return the shapes of shared modules: prefix to rest of the name and shape."""
     found: dict[str, dict[str, Shape]] = {}
     for name, shape in trained.items():
         key, _, rest = name.removeprefix(TIED).partition(".")

@@ -1,4 +1,6 @@
-"""Reader of folders of DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3: a tag's folder, or its parent with `latest`.
+"""Reader of folders of DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3.
+
+Opens a tag's folder, or its parent with `latest`.
 
 Paths are `model` (the module's own weights), `master` (the optimizer's copies, mostly float32) and `optimizer`,
 followed by names; other values of a model file keep their keys. Stage 3 does not store the module's own weights: these
@@ -49,7 +51,10 @@ _STEP, _GROUPS = "step", "param_groups"
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by its file names, which no other writer uses, and one of these files by its own name."""
+    """Recognize a folder by its file names, and one of these files by its own.
+
+    No other writer uses these names.
+    """
     if source.file is not None:
         return Evidence.STRUCTURE if is_part(source.file) else Evidence.NONE
     try:
@@ -131,7 +136,10 @@ def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFi
 
 
 def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimState]) -> None:
-    """Require equal steps in the ranks' optimizers: files of two saves may agree in all other fields."""
+    """Require equal steps in the ranks' optimizers.
+
+    Files of two saves may agree in all other fields.
+    """
     counts: list[tuple[PartitionOptimState, int, TensorEntry]] = []
     for state in optims.values():
         for unit, slots in enumerate(state.slots):
@@ -153,7 +161,10 @@ def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimSt
 def _scalars(
     reader: TorchReader, located: Sequence[Piece], counts: Sequence[tuple[PartitionOptimState, int, TensorEntry]]
 ) -> list[bytes]:
-    """Return the bytes of one-element tensors, read in one batch; compressed ones are decoded one at a time."""
+    """Return the bytes of one-element tensors, read in one batch.
+
+    Compressed tensors are decoded one at a time.
+    """
     buffers = [bytearray(nbytes(value.stored, 1)) for _, _, value in counts]
     reads: list[Read] = []
     for piece, buffer in zip(located, buffers, strict=True):
@@ -169,7 +180,9 @@ def _scalars(
 def _assign_params(
     all_ranks: Sequence[DataParallelRanks], files: StateFiles, url: str
 ) -> list[Mapping[str, TrainedParam]]:
-    """Return the trained parameters of each model-parallel rank; the first pipeline stage gets the shared ones.
+    """Return the trained parameters of each model-parallel rank.
+
+    The first pipeline stage gets the shared ones.
 
     Raises:
         UnsupportedError: Parameters are sharded by tensor parallelism, which only the training code can undo.
@@ -193,7 +206,7 @@ def _assign_params(
 
 
 def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> None:
-    """Require that a file contains each parameter's own weights, in the shape of the optimizer's."""
+    """Require each parameter's own weights in a file, in the optimizer's shape."""
     for name, shape in trained.items():
         entry = builder.tensors.get((MODEL, name))
         if entry is None:
@@ -215,7 +228,7 @@ def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> 
 def _put_groups(
     builder: ManifestBuilder, groups: Sequence[tuple[int, tuple[Mapping[str, Slot], Sequence[str]]]]
 ) -> None:
-    """Add the optimizer's groups by index; groups of equal index, from pipeline stages, are merged."""
+    """Add the optimizer's groups; those of equal index in pipeline stages are merged."""
     merged: dict[int, tuple[Mapping[str, Slot], dict[str, None]]] = {}
     for i, (options, names) in groups:
         merged.setdefault(i, (options, {}))[1].update(dict.fromkeys(names))
@@ -235,7 +248,7 @@ def _put_groups(
 
 
 def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, file: str) -> None:
-    """Add the state of the training loop from a model file: schedules, counters and user values."""
+    """Add the state of the training loop from a model file."""
     for path, entry in read_loop_state(contents, file):
         if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in builder.objects):
             builder.put((f"{path[0]} of the client", *path[1:]), entry)
@@ -244,7 +257,10 @@ def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, file: 
 
 
 def _ignored_weights(source: Source) -> tuple[str, ...]:
-    """Return a warning about other weights in the folder, which are not read; a Trainer saves its model there."""
+    """Return a warning about other weights in the folder, which are not read.
+
+    A Trainer saves its model there.
+    """
     names = [name for name in source.files if name.endswith((".safetensors", ".safetensors.index.json"))]
     return (f"{names[0]} is beside the states and is not read",) if names else ()
 

@@ -1,4 +1,4 @@
-"""Parse and check DeepSpeed's state files: parameter shapes, flat tensors and optimizer slots. Reads no tensors."""
+"""Parse and check DeepSpeed's state files; reads no tensors."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _in_order(found: Mapping[str | int, TensorEntry], where: str) -> tuple[Tenso
 
 
 def _read_slots(contents: StateFileContents, file: str, base: Path, unit: int) -> dict[str, Slot]:
-    """Return the optimizer's slots of one flat tensor; elastic checkpoints omit `state`."""
+    """Return the slots of one flat tensor; elastic checkpoints omit `state`."""
     for root in ((*base, "state", unit), (*base, unit)):
         n = len(root)
         slots: dict[str, Slot] = {}
@@ -239,7 +239,7 @@ def _parse_paddings(value: object, where: str) -> tuple[tuple[int, ...], ...] | 
 
 
 def _parse_starts(value: object) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
-    """Return the parameter ranges in the rank's flat tensors; None if not stored in a known form."""
+    """Return the parameter ranges in the rank's flat tensors; None if unknown."""
     if not isinstance(value, list | tuple):
         return None
     starts: list[Mapping[str, tuple[int, int]]] = []
@@ -256,7 +256,10 @@ def _parse_starts(value: object) -> tuple[Mapping[str, tuple[int, int]], ...] | 
 
 
 def _parse_groups(value: object, where: str) -> Sequence[object]:
-    """Return the groups of shapes; files before version 0.4 contain one group without a surrounding list."""
+    """Return the groups of shapes.
+
+    Files before version 0.4 contain one group without a surrounding list.
+    """
     return [value] if isinstance(value, dict) else check_list(value, where)
 
 

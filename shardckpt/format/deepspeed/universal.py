@@ -1,4 +1,6 @@
-"""Reader of DeepSpeed's universal checkpoints: full tensors in one folder per parameter, `zero/<name>/fp32.pt, ...`.
+"""Reader of DeepSpeed's universal checkpoints: `zero/<name>/fp32.pt, ...`.
+
+Each parameter has a folder with full tensors.
 
 `ds_to_universal.py` converts a `save_checkpoint` of any stage and topology to this format. Beside `zero/` are copies
 of the model files, which contain the order of names, the module's own dtypes and weights, and buffers. Paths are as in
@@ -32,7 +34,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder with `zero/` and a parameter's folder in it, or whose `latest_universal` names one."""
+    """Recognize a folder with `zero/` and a parameter, or with `latest_universal`."""
     return Evidence.NONE if _folder(source) is None else Evidence.STRUCTURE
 
 
@@ -77,7 +79,10 @@ def open_source(source: Source) -> Reader:
 
 
 def _folder(source: Source) -> str | None:
-    """Return the folder that contains `zero/`, empty for the root; None if there is none."""
+    """Return the folder that contains `zero/`; None if no folder does.
+
+    Empty for the root.
+    """
     if source.file is not None:
         return None
     if ZERO in source.folders and _holds_params(source.store, ZERO):
@@ -133,7 +138,10 @@ class _UniversalMerger:
     ranks: DataParallelRanks | None
 
     def put_model(self) -> None:
-        """Add the weights: the module's own if a file contains them in full, else the rounded fp32 weights."""
+        """Add the weights.
+
+        Uses the module's own if a file contains them in full, else the rounded fp32 weights.
+        """
         trained = self._trained()
         shared = {alias: name for state in self.models for alias, name in state.shared.items()}
         for state in self.models:
@@ -149,7 +157,10 @@ class _UniversalMerger:
         tie_shared(self.builder, self.models, trained)
 
     def _trained(self) -> dict[str, None]:
-        """Return the parameters with optimizer state; all parameters of a flat tensor must have the same slots."""
+        """Return the parameters with optimizer state.
+
+        All parameters of a flat tensor must have the same slots.
+        """
         names: dict[str, None] = {}
         for unit in (unit for state in self.models for unit in state.shapes or ()):
             slots = {slot for name in unit for slot in self.params.get(name, ())}
@@ -180,7 +191,10 @@ class _UniversalMerger:
         return self._reshape(name, self._read_tensor(self.params[name][WEIGHTS][0]))
 
     def _reshape(self, name: str, entry: TensorEntry) -> TensorEntry:
-        """Return a tensor in its parameter's shape; stage 3 stores it flat, possibly with padding at the end."""
+        """Return a tensor in its parameter's shape.
+
+        Stage 3 stores it flat, possibly with padding at the end.
+        """
         shapes = (unit[name] for state in self.models for unit in state.shapes or () if name in unit)
         shape = next(shapes, entry.shape)
         if len(entry.shape) != 1 or entry.shape == shape:

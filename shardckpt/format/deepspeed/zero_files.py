@@ -66,12 +66,14 @@ def is_state_file(name: str) -> bool:
 
 
 def is_part(name: str) -> bool:
-    """Return True if a file name is that of a part of a model: of a rank, a layer or an expert."""
+    """Return True if a file contains a part of a model: a rank, layer or expert."""
     return is_state_file(name) and _MODEL.fullmatch(name) is None
 
 
 def find_folder(source: Source) -> str | None:
-    """Return the folder of the state files in a source, empty for the root; None if there is none.
+    """Return the folder of the state files in a source; None if no folder has any.
+
+    Empty for the root.
 
     Raises:
         AmbiguousError: There are several folders and no file names one of them.

@@ -36,7 +36,9 @@ class PartitionRun(NamedTuple):
 
 
 def partition_elements(total: int, world: int, alignment: int = 2) -> int:
-    """Return the size of each rank's equal partition of a group (stages 1 and 2) in elements, including padding.
+    """Return the elements of each rank's partition of a group, with padding.
+
+    For stages 1 and 2, whose partitions are equal.
 
     Args:
         total: Elements of the group's parameters, including padding between them.
@@ -47,12 +49,14 @@ def partition_elements(total: int, world: int, alignment: int = 2) -> int:
 
 
 def lean_elements(total: int, partition: int, rank: int) -> int:
-    """Return the elements of a rank's partition without the padding at the end of the group."""
+    """Return the elements of a rank's partition without padding at the group's end."""
     return min(max(total - rank * partition, 0), partition)
 
 
 def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[int]:
-    """Return the possible lengths of a rank's tensor in elements: with padding, without, and as in old versions.
+    """Return the possible lengths of a rank's tensor in elements.
+
+    With padding, without padding, and as in old versions.
 
     Before 0.15, DeepSpeed attributed all padding of a group to the last rank. If that exceeds its partition,
     `part[:length - padding]` counts from the end and keeps some of the padding.
@@ -82,7 +86,9 @@ def original_order(names: Sequence[str], world: int) -> list[str]:
 
 
 def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | None:
-    """Return the partition size that explains the lengths of all ranks' tensors, with or without padding; else None.
+    """Return the partition size that explains all lengths; None if no size does.
+
+    Each rank's tensor may have padding or not.
 
     Args:
         total: Elements of the group.
@@ -97,7 +103,9 @@ def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | N
 
 
 def offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
-    """Return the offset of each parameter of a group, followed by the end of the group, in elements.
+    """Return the offset of each parameter of a group, and the group's end.
+
+    In elements.
 
     Args:
         numels: Elements of each parameter.
@@ -126,7 +134,10 @@ def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0)
 
 
 def part_elements(numel: int, world: int) -> int:
-    """Return the elements of each rank's part of one parameter (stage 3), including padding."""
+    """Return the elements of each rank's part of one parameter, with padding.
+
+    For stage 3.
+    """
     return chunk_range(numel, world, 0)[1]
 
 
@@ -153,7 +164,7 @@ def split_stage3_runs(offset: int, numel: int, world: int, bounds: Sequence[int]
 
 
 def boxes(shape: Shape, run: PartitionRun) -> list[tuple[Box, int]]:
-    """Return the boxes of a run, each with its first element in the rank's flat tensor."""
+    """Return the boxes of a run, each with its first element in the flat tensor."""
     at, found = run.at, []
     for box in flat_to_boxes(shape, run.start, run.stop):
         found.append((box, at))

@@ -82,7 +82,9 @@ CODECS = frozenset(_DECODERS)
 
 
 class DecodedStream:
-    """The decoded bytes of an `Encoded` layout; reading forward is cheap, reading backward restarts the decoder.
+    """The decoded bytes of an `Encoded` layout.
+
+    Reading forward is cheap, reading backward restarts the decoder.
 
     Args:
         store: Store of the file.

@@ -1,4 +1,4 @@
-"""Read pickles without executing them: our own interpreter of the opcodes, with an allow-list of names.
+"""Read pickles without executing them: an interpreter with an allow-list.
 
 Supports the opcodes of protocols 0 to 5 (PEP 3154 and 574, and the notes in CPython's `pickletools`). Names that the
 pickle would import, call or construct become values of `pickle_stubs`, or a typed error with the name.
@@ -61,7 +61,10 @@ def load(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> object:
-    """Return the object of a pickle; bytes after its end are ignored. Arguments and errors as for `load_at`."""
+    """Return the object of a pickle; ignore bytes after it.
+
+    Arguments and errors as for `load_at`.
+    """
     return load_at(data, 0, where=where, persistent=persistent, limits=limits, budget=budget)[0]
 
 
@@ -74,7 +77,7 @@ def load_at(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> tuple[object, int]:
-    """Return the object of the pickle that starts at a byte of `data`, and the end of the pickle.
+    """Return the object of the pickle at a byte of `data`, and the pickle's end.
 
     Classes are replaced by stubs.
 
@@ -102,7 +105,7 @@ def load_at(
 
 
 def _add_position(error: ShardckptError, where: str) -> ShardckptError:
-    """Return the error with the name of the pickle and the byte at which reading stopped."""
+    """Return the error with the pickle's name and the byte where reading stopped."""
     return type(error)(
         error.what,
         where=error.where or where,
@@ -147,7 +150,7 @@ def _ends_early() -> TruncatedError:
 
 
 class _Machine:
-    """Pickle interpreter: the stack, the memo, the loop over opcodes, and shared operations of opcodes.
+    """Pickle interpreter: stack, memo, opcode loop and shared operations.
 
     Args:
         data: Bytes of the pickle.
@@ -186,7 +189,10 @@ class _Machine:
         self.pos = 0
 
     def run(self, start: int) -> object:
-        """Execute opcodes up to STOP and return the resulting object; `pos` is then the end of the pickle."""
+        """Execute opcodes up to STOP and return the result.
+
+        `pos` is then the end of the pickle.
+        """
         try:
             self._loop(start)
             value: object = self.stack[-1]
@@ -212,7 +218,7 @@ class _Machine:
         return value
 
     def _loop(self, pos: int) -> None:
-        """Execute opcodes. The frequent short ones are handled inline, to avoid a call; the others by table."""
+        """Execute opcodes: frequent short ones inline to avoid a call, others by table."""
         data, stack, memo = self.data, self.stack, self.memo
         table, atoms, four_bytes = _TABLE, _ATOMS, _FOUR_BYTES
         marks = self.marks
@@ -250,7 +256,10 @@ class _Machine:
             self.pos = pos
 
     def share(self, value: object) -> None:
-        """Record a container that is used again: only these can make a result larger than its pickle."""
+        """Record a container that is used again.
+
+        Only these can make a result larger than its pickle.
+        """
         if value is _UNSET:
             raise FormatError("the pickle uses a memo entry that it never set")
         self.shared.add(id(value))
@@ -330,7 +339,7 @@ class _Machine:
         return what.call(what, args)
 
     def check_copies(self, what: Global, args: tuple[object, ...]) -> None:
-        """Subtract the cost of the arguments that a call copies, and check the keys that it hashes."""
+        """Subtract the cost of copied arguments, and check the keys that a call hashes."""
         self.spend(what.copied * (len(args) + sum(len(a) for a in args if isinstance(a, _SIZED))))
         if what.hashed is not None:
             self.keys.check_all(what.hashed(args))
@@ -387,7 +396,7 @@ class _Shape:
                 self.visit(child, level + 1)
 
     def visit_shared(self, value: object, level: int) -> None:
-        """Count the content of a value that is used repeatedly; look it up after the first time."""
+        """Count the content of a repeatedly used value; look it up after the first time."""
         key = id(value)
         if key in self.known:
             known = self.known[key]
@@ -648,7 +657,10 @@ def _tuple2(machine: _Machine, pos: int) -> int:
 
 
 def _empty_tuple(machine: _Machine, pos: int) -> int:
-    """Push an empty tuple; if NEWOBJ follows, as for most instances, create the instance directly."""
+    """Push an empty tuple.
+
+    If NEWOBJ follows, as for most instances, the instance is created directly.
+    """
     stack = machine.stack
     if machine.data[pos] != 0x81:
         stack.append(())

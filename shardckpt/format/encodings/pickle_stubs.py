@@ -1,4 +1,4 @@
-"""Stubs of the classes and functions that pickles name: values without behavior, and the allow-list of names.
+"""Stubs of the classes and functions that pickles name, and the allow-list.
 
 A pickle names `module.name` and then calls it. Here a name on the list below maps to a small pure function of this
 module, or to an `InstanceStub` that stores the arguments; other names are rejected. Nothing is imported.
@@ -174,7 +174,10 @@ def _sequence(make: Callable[[list[object]], object]) -> Builder:
 
 
 def _hash_builder(make: Callable[[list[object]], object]) -> Builder:
-    """Return a builder for sets of plain values; hashing nested values of a hostile pickle could take forever."""
+    """Return a builder for sets of plain values.
+
+    Hashing nested values of a hostile pickle could take forever.
+    """
 
     def build(what: Global, args: tuple[object, ...]) -> object:
         items = args[0] if args else []
@@ -192,7 +195,10 @@ def _deque(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _bytes(what: Global, args: tuple[object, ...]) -> object:
-    """Return bytes of `bytes` or `bytearray`, except the form with a length, which would allocate any amount."""
+    """Return bytes of `bytes` or `bytearray`.
+
+    Rejects the form with a length, which would allocate any amount.
+    """
     if not args:
         return b""
     first = args[0]
@@ -306,7 +312,7 @@ def _inner(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _make_typed(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `_rebuild_from_type_v2(function, class, arguments, state)`: a tensor with attributes."""
+    """Return a tensor of `_rebuild_from_type_v2(function, class, args, state)`."""
     if len(args) != 4 or not isinstance(args[0], Global) or not isinstance(args[2], tuple):
         raise malformed(what, args)
     function, kind, inner, state = args
@@ -323,21 +329,21 @@ def _make_typed(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _wrapper(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `_rebuild_wrapper_subclass(class, dtype, size, ...)`, such as a DTensor, with its class."""
+    """Return the stub of `_rebuild_wrapper_subclass(class, ...)`, with its class."""
     if not args or not isinstance(args[0], Global) or len(args) > _MOST_DIMS:
         raise malformed(what, args)
     return InstanceStub(args[0].name, args[1:])
 
 
 def _reconstructor(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `copyreg._reconstructor(class, base, state)`, used by protocols 0 and 1 for instances."""
+    """Return the stub of `copyreg._reconstructor`, used by protocols 0 and 1."""
     if len(args) != 3 or not isinstance(args[0], Global) or args[0].call is not make_stub:
         raise malformed(what, args)
     return InstanceStub(args[0].name, () if args[2] is None else (args[2],))
 
 
 def _nested_class(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `getattr` for the only nested class that torch pickles with it."""
+    """Return the stub of `getattr` for the one nested class that torch pickles so."""
     if len(args) == 2 and isinstance(args[0], Global) and (args[0].name, args[1]) == _NESTED:
         return Global(".".join(_NESTED), make_stub)
     raise UnsafeError(f"the pickle calls {what.name}, which could reach any function", found=args[1:], fix=NEVER_RUN)

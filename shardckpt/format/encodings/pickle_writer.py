@@ -1,4 +1,4 @@
-"""Write pickles by opcode: plain values, and calls of globals by name, which are not imported here.
+"""Write pickles by opcode: plain values, and calls of globals by name.
 
 Protocol 2 (PEP 307, and the notes in CPython's `pickletools`), which `torch.load(weights_only=True)` reads. The reader
 resolves the names.
@@ -166,7 +166,10 @@ class _Writer:
             self._remember(value)
 
     def _bytes(self, value: bytes | bytearray, path: Path) -> None:
-        """Write bytes as text with one character per byte, which the reader encodes: protocol 2 has no bytes."""
+        """Write bytes as text that the reader encodes, since protocol 2 has no bytes.
+
+        Each byte is one character.
+        """
         self._call(GlobalCall(GlobalName("_codecs", "encode"), (bytes(value).decode("latin-1"), "latin1")), path)
 
     def _global(self, value: GlobalName) -> None:

@@ -1,4 +1,4 @@
-"""Read, validate and write headers of safetensors files, written like the reference writer.
+"""Read, validate and write headers of safetensors files.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON, data without holes
 (https://github.com/huggingface/safetensors, section "Format").
@@ -48,7 +48,7 @@ class Header(NamedTuple):
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Return True if the first bytes may be those of a safetensors file; needs 9 bytes."""
+    """Return True if 9 first bytes may be those of a safetensors file."""
     return len(head) >= 9 and struct.unpack_from("<Q", head)[0] <= MAX_HEADER_BYTES and head[8:9] == b"{"
 
 
@@ -122,7 +122,9 @@ def parse_header(body: bytes | bytearray, *, where: str) -> Header:
 
 
 def require_affordable(body: bytes | bytearray, *, where: str) -> None:
-    """Reject JSON whose lists and objects would take far more memory than its text, before parsing it.
+    """Reject JSON whose values would take far more memory than its text.
+
+    Checked before parsing.
 
     Raises:
         UnsafeError: The text consists mostly of lists and objects.
@@ -136,7 +138,9 @@ _CONTAINER_BYTES, _MEMBER_BYTES = 64, 8
 
 
 def parse_json(body: bytes | bytearray, *, where: str) -> object:
-    """Parse JSON, strictly: UTF-8, no duplicate keys, no NaN or infinity, bounded nesting and memory.
+    """Parse JSON strictly.
+
+    Requires UTF-8, unique keys, no NaN or infinity, bounded nesting and memory.
 
     Raises:
         FormatError: The text violates one of these rules.
@@ -208,7 +212,7 @@ def _check_no_holes(tensors: Mapping[str, tuple[str, Shape, int, int]], where: s
 
 
 def require_dims(name: str, shape: Sequence[int], where: object) -> None:
-    """Reject a tensor with more dimensions than any library supports. Raises UnsupportedError."""
+    """Require no more dimensions than libraries support. Raises UnsupportedError."""
     if len(shape) > MAX_DIMS:
         raise UnsupportedError(
             f"tensor {name!r} has more dimensions than any library holds",
@@ -242,7 +246,7 @@ _RANK = {name: rank for rank, name in enumerate(reversed(SAFETENSORS_NAMES))}
 
 
 def file_order(tensors: Iterable[HeaderTensor]) -> list[HeaderTensor]:
-    """Return tensors in the order of the reference writer: wide dtypes first, then by name.
+    """Return tensors in the reference writer's order: wide dtypes first, then by name.
 
     Dtypes without a name in safetensors come last; `encode_header` rejects them.
     """
@@ -250,7 +254,7 @@ def file_order(tensors: Iterable[HeaderTensor]) -> list[HeaderTensor]:
 
 
 def encode_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """Return the length and header of a file whose data contains `tensors` in the given order.
+    """Return length and header of a file with `tensors` in the given order.
 
     The JSON is padded with spaces so that the data begins at a multiple of `align` bytes.
 
@@ -261,7 +265,7 @@ def encode_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], 
 
 
 def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
-    """Return the part of the header's JSON that describes the tensors; it does not depend on the metadata.
+    """Return the JSON that describes the tensors, which is independent of metadata.
 
     Args:
         tensors: Tensors in the order of the data.

@@ -1,4 +1,4 @@
-"""Tagged JSON: a saved state as plain values with their types, and tensors as references. Executes no code.
+"""Tagged JSON: a saved state as typed plain values, with references to tensors.
 
 `null`, booleans, integers below 2^63, finite floats, strings, lists and dicts with text keys are stored directly.
 Other values are objects with one key that begins with `$`; a dict that looks like such an object is stored as pairs.

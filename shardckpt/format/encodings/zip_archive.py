@@ -1,4 +1,4 @@
-"""Zip archives as torch writes them: open many at once, anywhere in a file, and locate entries with strict checks.
+"""Open zip archives of torch, anywhere in files, and locate their entries.
 
 APPNOTE 6.3, including zip64. Torch writes archives as a stream: sizes are in the central directory and after each
 entry, while local headers contain zeros; an extra field of the local header aligns the data. So only the local header
@@ -211,13 +211,13 @@ def _read(store: Store, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
 
 
 def _extent(entry: ZipEntry) -> int:
-    """Return the bytes from an entry's header to the end of its data, with the longest possible extra field."""
+    """Return the bytes from an entry's header to its end, at most."""
     longest = _LOCAL.size + 2 * 0xFFFF + entry.compressed
     return min(entry.limit - entry.header, longest)
 
 
 class _End(NamedTuple):
-    """End record: offset of the directory in the archive, its bytes, and its number of entries."""
+    """End record: directory offset in the archive, its bytes, number of entries."""
 
     start: int
     nbytes: int
@@ -311,7 +311,10 @@ def _entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str
 
 
 def _record(raw: bytes, at: int, where: str) -> tuple[ZipEntry, int]:
-    """Parse one directory record; return it, with its header's offset in the archive, and the next record's offset."""
+    """Parse one directory record; return it and the next record's offset.
+
+    The record's header offset is relative to the archive.
+    """
     signature, _, _, flags, method, _, _, crc, compressed, size, n, extra, comment, disk, _, _, header = (
         _CENTRAL.unpack_from(raw, at)
     )
@@ -426,7 +429,7 @@ class ArchiveFront(NamedTuple):
 
 
 def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) -> ArchiveFront:
-    """Walk a forward-only decoded archive from its start to an entry, without its directory.
+    """Walk a decoded archive forward to an entry, without its directory.
 
     Args:
         front: First bytes of the archive.
@@ -463,7 +466,7 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
 
 
 def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
-    """Return the end of the data that starts at an offset, and the end of the record after the data.
+    """Return the end of the data at an offset, and the end of the record after it.
 
     The record contains size and checksum of the data; both must match.
     """

@@ -1,4 +1,4 @@
-"""Reader of folders of `Accelerator.save_state` (Accelerate 1.x), with or without FSDP, full or sharded.
+"""Reader of folders of `Accelerator.save_state` (Accelerate 1.x).
 
 With FSDP: `pytorch_model_fsdp.bin` and `optimizer.bin` (FULL), or DCP folders `pytorch_model_fsdp_0/` and
 `optimizer_0/` (SHARDED), or one file per rank, `pytorch_model_fsdp_0_rank0.bin` (SHARDED with `use_dcp=False`, and
@@ -38,7 +38,7 @@ _KEYS = {"pytorch_model_fsdp": "model", "optimizer": "optimizer", "model": "mode
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by the names of its model files, which no other writer uses, or by its random states."""
+    """Recognize a folder by its model files, or by its random states."""
     if source.file is not None:
         return Evidence.NONE
     names = [*source.files, *source.folders]
@@ -49,7 +49,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def _slot(name: str) -> str:
-    """Return the first path key (model or optimizer) of a file or folder; empty if it is neither."""
+    """Return the path key of a file or folder: a model, an optimizer, or empty."""
     match = _FULL.fullmatch(name) or _SHARDED.fullmatch(name) or _RANK_FILE.fullmatch(name) or _PLAIN.fullmatch(name)
     if match is None:
         return ""
@@ -118,7 +118,10 @@ def _parts(
 
 
 def _below(slot: str, root: str, path: Path) -> Path:
-    """Return a path below the key of its model or optimizer, which replaces the one key of a DCP folder."""
+    """Return a path below the key of its model or optimizer.
+
+    The key replaces the one key of a DCP folder.
+    """
     if not slot:
         return path
     if root and path[0] == root:
@@ -130,7 +133,7 @@ def _below(slot: str, root: str, path: Path) -> Path:
 
 
 def _choose_files(source: Source) -> tuple[dict[str, str], list[str]]:
-    """Return the files and folders to read with their path keys, models first, and the unread ones."""
+    """Return the files to read with their path keys, models first, and the others."""
     found: dict[str, list[str]] = {}
     for name in sorted([*source.files, *source.folders]):
         slot = _slot(name)

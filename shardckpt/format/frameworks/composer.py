@@ -1,4 +1,6 @@
-"""Reader of Composer's checkpoints in parts, and its pointers: `model/` and `optim/` (DCP), or files `.pt` of these.
+"""Reader of Composer's checkpoints in parts, and of its pointer files.
+
+Parts are `model/` and `optim/` (DCP), or `model.pt` and `optim.pt`.
 
 Beside them are `composer_metadata.json` and `resumption.pkl`, the state of the training loop. A file `*.symlink`
 contains the path of a checkpoint. DCP folders `ep{}-ba{}` and single files store everything below `state` and are read
@@ -27,7 +29,7 @@ _MOST_POINTER_BYTES = 4096
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by the name of its metadata beside a part, and a pointer by its suffix."""
+    """Recognize a folder by metadata beside a part, and a pointer by its suffix."""
     if source.file is not None:
         return Evidence.STRUCTURE if source.file.endswith(_POINTER) else Evidence.NONE
     return Evidence.STRUCTURE if _METADATA in source.files and any(True for _ in _find_parts(source)) else Evidence.NONE
@@ -70,7 +72,10 @@ def _below(slot: str, path: Path) -> Path:
 
 
 def _follow_pointer(source: Source, pointer: str) -> Reader:
-    """Open the file or folder that a pointer names in its own folder; other folders of the stored path are ignored."""
+    """Open the file or folder that a pointer names in its own folder.
+
+    Other folders of the stored path are ignored.
+    """
     where = f"{source.store.url}/{pointer}"
     size = source.store.size(pointer)
     if size > _MOST_POINTER_BYTES:

@@ -1,4 +1,4 @@
-"""Combine several readers of one store to one checkpoint: each keeps its files, and its paths are renamed."""
+"""Combine several readers of one store to one checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class SubReader(NamedTuple):
 
 
 class CompositeReader(Reader):
-    """Readers that share a store. Objects in files without a reader are read on demand, as torch saved them.
+    """Readers that share a store.
+
+    Objects in files without a reader are read on demand, as torch saved them.
 
     Args:
         store: Store of the files.
@@ -61,13 +63,13 @@ class CompositeReader(Reader):
         return any(part.reader.needs_param_shapes for part in self._parts)
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:
-        """Return the combined readers after those with flat parameters received the shapes of their members."""
+        """Return the combined readers with known shapes of flat parameters."""
         if not self.is_flat:
             return self
         return self._rebuild([part._replace(reader=part.reader.with_param_shapes(known)) for part in self._parts])
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with every `Lazy` layout resolved by its reader, in one batch per reader."""
+        """Return the pieces with every `Lazy` layout resolved, one batch per reader."""
         out = list(pieces)
         groups: dict[int, list[int]] = {}
         for i, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Reader of sharded checkpoints of Lightning: Fabric and Trainer write a DCP folder, and other state to `meta.pt`.
+"""Reader of sharded checkpoints of Lightning: DCP folders with `meta.pt`.
 
 The model is below the user's key (Fabric) or below `model` (Trainer); an optimizer below its key, or `optimizer_{i}`. A
 full checkpoint of either is one file of `torch.save`, which this reader does not handle.

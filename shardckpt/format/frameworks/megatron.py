@@ -1,4 +1,6 @@
-"""Reader of Megatron's `iter_*` folders in its distributed format (`torch_dist`): DCP, `metadata.json`, `common.pt`.
+"""Reader of Megatron's `iter_*` folders in the format `torch_dist`.
+
+They contain a DCP checkpoint, `metadata.json` and `common.pt`.
 
 Paths are those of the DCP folder; `common.pt` is one object, read on demand. Layers that Megatron stacked along their
 first dimension stay stacked; rules can split them.
@@ -25,7 +27,7 @@ _STACKED = re.compile(r"(.*\.)?layers\.[a-zA-Z_].*")
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder whose `metadata.json` names a backend, as only Megatron's does."""
+    """Recognize a folder whose `metadata.json` names a backend."""
     if source.file is not None or METADATA not in source.files:
         return Evidence.NONE
     head = source.head(METADATA, _HEAD_BYTES)

@@ -1,4 +1,6 @@
-"""Reader of folders of `torch_checkpointing` (Meta, 0.1): one file per item and rank, and their `metadata.pkl`.
+"""Reader of folders of `torch_checkpointing` (Meta, 0.1).
+
+They contain one file per item and rank, and `metadata.pkl`.
 
 `{item}_{rank}.pt` contains the state of that rank, with sharded tensors as DTensors. The metadata names each of these
 tensors, its global shape, and the file of each rank if it is not the usual one. Paths are the item, followed by keys.

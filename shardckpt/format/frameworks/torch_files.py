@@ -1,4 +1,4 @@
-"""Readers of `torch.save` files: Hugging Face's `pytorch_model*.bin`, other files of a folder, or one file."""
+"""Readers of `torch.save` files: `pytorch_model*.bin`, folders, or one file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recognize_hf(source: Source) -> Evidence:
 
 
 def recognize_loose(source: Source) -> Evidence:
-    """Recognize a folder that contains files of `torch.save`, and none that another reader recognizes."""
+    """Recognize a folder of `torch.save` files without files of other formats."""
     if source.file is not None:
         return Evidence.NONE
     files = source.files
@@ -113,7 +113,7 @@ def open_hf(source: Source) -> Reader:
 
 
 def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
-    """Return the model's files without an index: a single file, else a full set of shards."""
+    """Return the model's files without an index: one file, or all shards."""
     names = _hf_names(sizes)
     for name in ("pytorch_model.bin", "adapter_model.bin"):
         if name in names:
@@ -131,7 +131,9 @@ def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str, str]) -> TorchReader:
-    """Open shards with a common set of names; if a name is in several shards, the index selects one.
+    """Open shards with a common set of names.
+
+    If a name is in several shards, the index selects one.
 
     If the optimizer's file is among them, its paths start with `optimizer`, and those of the shards with `model`.
     """
@@ -168,7 +170,9 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
 
 
 def open_loose(source: Source) -> Reader:
-    """Open a folder of `torch.save` files; if there are several, paths start with the file's name.
+    """Open a folder of `torch.save` files.
+
+    If there are several, paths start with the file's name.
 
     Rank files with LOCAL states, DTensors or ShardedTensors are merged to one checkpoint of full tensors.
 

@@ -1,4 +1,4 @@
-"""Select the safetensors files of a checkpoint: indexes, numbered shards, and the optimizer's files in the folder."""
+"""Select the safetensors files of a checkpoint: indexes, shards, optimizer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def payload_sizes(store: Store, folder: str = "") -> dict[str, int]:
 
 
 def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Files:
-    """Select the files that the indexes name, and further files whose content no index names.
+    """Select the files of the indexes, and others whose content no index names.
 
     Args:
         store: Store of the files.
@@ -99,7 +99,7 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
 
 
 def _choose_preferred(loose: Sequence[str]) -> list[str]:
-    """Return, of files that no index names, the one that readers load by default, else all of them."""
+    """Return the file that readers load by default, else all files."""
     optimizer = [n for n in loose if n.startswith(OPTIMIZER)]
     others = [n for n in loose if not n.startswith(OPTIMIZER)]
     for name in ("model.safetensors", "adapter_model.safetensors"):
@@ -131,7 +131,10 @@ def read_json(store: Store, name: str, size: int | None = None) -> dict[str, obj
 
 
 def read_index(store: Store, name: str, size: int | None = None) -> tuple[dict[str, str], dict[str, object]]:
-    """Read an index; return tensor names to file names, and its metadata. Raises errors like `read_json`."""
+    """Read an index: tensor names to file names, and its metadata.
+
+    Raises errors like `read_json`.
+    """
     where = f"{store.url}/{name}"
     raw = read_json(store, name, size)
     weight_map, metadata = raw.get("weight_map"), raw.get("metadata")
@@ -157,7 +160,10 @@ def _require_plain(files: Iterable[str], where: str) -> None:
 
 
 def _holes(names: Iterable[str]) -> Iterator[str]:
-    """Yield the missing files according to `-i-of-n` or DCP's rank numbers in existing names."""
+    """Yield the missing files according to numbers in existing names.
+
+    Numbers are `-i-of-n`, or DCP's rank numbers.
+    """
     groups: dict[tuple[str, int], set[int]] = {}
     ranks: dict[int, set[str]] = {}
     for name in names:

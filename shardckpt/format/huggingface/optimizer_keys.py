@@ -1,4 +1,4 @@
-"""Parse names of optimizer tensors in safetensors files, and parameter keys of `param_groups.json`.
+"""Parse names of optimizer tensors, and parameter keys of `param_groups.json`.
 
 `param_groups.json` stores which of four kinds of keys it uses; the default is names.
 """

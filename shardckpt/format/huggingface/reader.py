@@ -1,4 +1,6 @@
-"""Reader of safetensors in Hugging Face layouts: one file, shards with or without index, adapters, DCP's layout.
+"""Reader of safetensors in the layouts of Hugging Face.
+
+One file, shards with or without index, adapters, and DCP's layout.
 
 Also reads the optimizer that `consolidate` writes beside a model: `optimizer*.safetensors` and `param_groups.json`.
 """
@@ -84,7 +86,10 @@ def open_source(source: Source) -> Reader:
 
 
 def _list_ignored(others: Sequence[str]) -> list[str]:
-    """Return a warning about skipped files of `torch.save`: a Trainer's optimizer, or the same model."""
+    """Return a warning about skipped files of `torch.save`.
+
+    They are a Trainer's optimizer, or the same model.
+    """
     shown = ", ".join(others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     return [f"torch files here are ignored, name one to read it: {shown}{more}"] if others else []
@@ -158,7 +163,7 @@ def _full_tensors(
 
 
 def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, TensorEntry]:
-    """Merge the chunks that torch's HuggingFaceStorageWriter writes to one file per rank.
+    """Merge the chunks that HuggingFaceStorageWriter writes to a file per rank.
 
     A tensor's shape is the bounding box of its chunks, since the layout does not store it; `--shapes-from` checks it.
     """
@@ -206,7 +211,10 @@ def _sharding_info(header: Header, where: str) -> dict[str, Shape]:
 
 
 def _aliases(tensors: Mapping[Path, TensorEntry], metadata: Mapping[str, str]) -> dict[Path, Path]:
-    """Return the names that `save_model` of safetensors (and `consolidate`) drops: metadata `dropped: kept`."""
+    """Return the names that `save_model` of safetensors drops: `dropped: kept`.
+
+    `consolidate` writes this metadata too.
+    """
     return {(k,): (v,) for k, v in metadata.items() if (k,) not in tensors and (v,) in tensors}
 
 
@@ -215,7 +223,7 @@ def _same_as(entry: TensorEntry) -> tuple[Shape, str, tuple[Piece, ...]]:
 
 
 def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile) -> dict[Path, TensorEntry]:
-    """Move the tensors of `optimizer*.safetensors` below `optimizer`, all others below `model`."""
+    """Move optimizer tensors below `optimizer`, all others below `model`."""
     moved: dict[Path, TensorEntry] = {}
     for path, entry in tensors.items():
         name = str(path[0])
@@ -230,7 +238,10 @@ def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile)
 
 
 def _state_values(values: object) -> dict[Path, object]:
-    """Return state without tensors by parameter and slot; tensors of the parameters are stored separately."""
+    """Return state without tensors by parameter and slot.
+
+    Tensors of the parameters are stored separately.
+    """
     held = {key: slots for key, slots in values.items() if isinstance(slots, dict)} if isinstance(values, dict) else {}
     return {(OPTIMIZER, _STATE, key, slot): value for key, slots in held.items() for slot, value in slots.items()}
 

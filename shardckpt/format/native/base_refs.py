@@ -1,4 +1,4 @@
-"""References of a step to the folders of its base steps, and which of these may be opened without being named."""
+"""References of a step to its base folders, and which of them may be opened."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def is_same_folder(one: str, other: str) -> bool:
 
 
 def may_open(step: str, folder: str) -> bool:
-    """Return True if a folder may be opened although only the step refers to it, not the caller.
+    """Return True if a folder may be opened although the caller did not name it.
 
     The author of a step, who may be untrusted, chooses its references: a step behind a URL must not read local files,
     or send requests to hosts that the caller does not use.

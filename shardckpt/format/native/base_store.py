@@ -1,4 +1,4 @@
-"""Find the base folders of a step, decide which to open, and present their files and the step's as one store."""
+"""Find and open the base folders of a step, and join them with it to one store."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class FoundBases(NamedTuple):
 def find_bases(
     step: str, wanted: Mapping[str, Mapping[str, int]], named: NamedBases = "", known: Sequence[Base] = ()
 ) -> FoundBases:
-    """Find the base folders of a step; an unreadable folder is an error only when one of its files is read.
+    """Find the base folders of a step.
+
+    An unreadable folder is an error only when one of its files is read.
 
     Args:
         step: URL of the step.
@@ -102,7 +104,9 @@ def _unnamed_error(step: str, folder: str) -> UsageError:
 
 
 def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
-    """Describe how a base differs from the one that the step was saved against; None if it is the same.
+    """Describe how a base differs from the original one; None if it is the same.
+
+    The original is the one that the step was saved against.
 
     Empty for a folder without hashes, for a step that is kept only for its referenced files, and for a step that
     another save replaced: the latter two keep the files.
@@ -138,7 +142,7 @@ def _texts(named: PathText | Sequence[PathText]) -> list[str]:
 
 
 def _find_url(text: str, urls: Iterable[str]) -> str:
-    """Return the reference that a text of the caller names; empty if the text is only a path or URL."""
+    """Return the reference that a text names; empty if it is only a path or URL."""
     return next((url for url in urls if f"{text}=".startswith(f"{url}=")), "")
 
 
@@ -193,12 +197,15 @@ class BasedStore(WrappedStore):
         return Capabilities(own.renames, own.is_local and all(store.capabilities.is_local for store in stores.values()))
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes. Raises MissingFileError, UnsafeError or StorageError."""
+        """Return a file's size in bytes.
+
+        Raises MissingFileError, UnsafeError or StorageError.
+        """
         place = self._places.get(name)
         return self._store.size(name) if place is None else place.store.size(place.name)
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer, with one batch for each folder. Raises errors of the underlying stores."""
+        """Fill every buffer, with one batch per folder. Raises errors of the stores."""
         batches: dict[int, tuple[Store, list[Read]]] = {}
         for read in reads:
             place = self._places.get(read.name)

@@ -1,4 +1,4 @@
-"""`COMMIT`, the file that makes a native step exist: write, read, check and replace it.
+"""`COMMIT`, which makes a native step exist: write, read, check and replace it.
 
 It contains a line of JSON and a line with the SHA-256 of the first. The JSON contains the name and hash of the
 manifest, and the names of the files that a later save may replace.
@@ -236,7 +236,7 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
 
 
 def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> ManifestContents:
-    """Read the manifest that `COMMIT` names, and check it against the hash in `COMMIT`.
+    """Read the manifest that `COMMIT` names, and compare it with the hash there.
 
     Raises:
         IncompleteError: The manifest does not exist.

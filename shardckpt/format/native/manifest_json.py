@@ -188,7 +188,10 @@ def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path,
 
 
 def _read_by_path(value: object, name: str, taken: Sequence[Path], where: object) -> Iterator[tuple[Path, object]]:
-    """Yield the rows of a field, each a path and a value; paths must be unique and not in `taken`."""
+    """Yield the rows of a field, each a path and a value.
+
+    Paths must be unique and not in `taken`.
+    """
     rows = [read_fixed(entry, 2, name, where) for entry in read_list(value, name, where)]
     paths = [read_path(raw, where) for raw, _ in rows]
     check_paths(paths, where)

@@ -1,4 +1,4 @@
-"""The part of the manifest that each rank sends to rank 0, with the rows of its tensors; and their merge."""
+"""Partial manifests, which ranks send to rank 0, and their merge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payload files of a native step: safetensors files, each of one writer, with block hashes."""
+"""Payload files of a native step: safetensors files with block hashes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class PayloadFile:
 
 
 def new_save_id() -> str:
-    """Return a new id of a save: digits and lower-case letters, unique and sortable by start time."""
+    """Return a new save id: digits and lower-case letters, sortable by start time."""
     stamp, digits = time.time_ns() // 1_000_000, ""
     while stamp:
         stamp, digit = divmod(stamp, 36)
@@ -155,7 +155,9 @@ class FileLayout(NamedTuple):
 def arrange_files(
     chunks: tuple[PayloadChunk, ...], most_bytes: int = MOST_BYTES, model: Path | None = None
 ) -> tuple[FileLayout, ...]:
-    """Assign chunks to files and give them names. Does no I/O; `plan_payloads` describes the arguments.
+    """Assign chunks to files and give them names.
+
+    Does no I/O; `plan_payloads` describes the arguments.
 
     Raises:
         UnsupportedError: The format has no name for a dtype; the message names the array.
@@ -172,7 +174,9 @@ def arrange_files(
 def build_payloads(
     save: str, writer: int, files: Sequence[FileLayout], carry: Mapping[str, object] | None = None
 ) -> tuple[PayloadFile, ...]:
-    """Return the files of a writer, with their headers. Does no I/O; `plan_payloads` describes the arguments.
+    """Return the files of a writer, with their headers.
+
+    Does no I/O; `plan_payloads` describes the arguments.
 
     Args:
         save: Id of the save.
@@ -194,7 +198,10 @@ def _file(chunks: Sequence[PayloadChunk], keys: _Keys) -> FileLayout:
 
 
 def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[PayloadChunk]]:
-    """Split chunks into files, in order, and sort each file so that every chunk is aligned to its dtype at least."""
+    """Split chunks into files, in order, and sort each so that chunks are aligned.
+
+    Each chunk is aligned to its dtype at least.
+    """
     file: list[PayloadChunk] = []
     size = 0
     for chunk in chunks:
@@ -213,7 +220,10 @@ def _by_alignment(chunk: PayloadChunk) -> tuple[bool, int]:
 
 
 class _Keys:
-    """Names of chunks in a writer's files: `{fqn}@{n}`, or the array's own name if one writer writes all of it."""
+    """Names of chunks in a writer's files: `{fqn}@{n}`, or the array's own name.
+
+    The latter if one writer writes all of the array.
+    """
 
     def __init__(self, model: Path | None) -> None:
         self._model = model
@@ -237,7 +247,7 @@ class _Keys:
 
 
 def _printable(name: str) -> str:
-    """Escape unpaired surrogates, which UTF-8 cannot represent; the metadata contains the exact path."""
+    """Escape unpaired surrogates; the metadata contains the exact path."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -252,14 +262,17 @@ def _payload(save: str, writer: int, number: int, file: FileLayout, carry: Mappi
 
 
 def _header_tensor(name: str, chunk: PayloadChunk) -> HeaderTensor:
-    """Return the header entry of a chunk; dtypes without a name in safetensors are stored as bytes."""
+    """Return the header entry of a chunk; other dtypes are stored as bytes.
+
+    Others are those without a name in safetensors.
+    """
     if chunk.dtype in SAFETENSORS_NAMES and chunk.box.volume * bits(chunk.dtype) % 8 == 0:
         return HeaderTensor(name, chunk.dtype, chunk.box.size)
     return HeaderTensor(name, "uint8", (chunk.nbytes,))
 
 
 def encode_canonical(content: object) -> bytes:
-    """Return JSON in the canonical form of the format: ASCII, no white space, keys in the given order."""
+    """Return JSON in canonical form: ASCII, no white space, keys in given order."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -285,7 +298,7 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
 
 
 class BlockHasher:
-    """Computes the xxh3-64 of each block of a file while it is written; the last block may be shorter."""
+    """Hasher of a file's blocks with xxh3-64 while the file is written."""
 
     def __init__(self) -> None:
         self._done: list[int] = []

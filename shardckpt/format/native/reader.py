@@ -1,4 +1,4 @@
-"""Reader of the native format: safetensors files, a manifest, and `COMMIT`, which makes the step exist."""
+"""Reader of the native format: safetensors files, a manifest, and `COMMIT`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _MARK = b'{"format":"shardckpt"'
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a step by `COMMIT`, which may be the source itself, and the remaining files of a step without it."""
+    """Recognize a step by `COMMIT`, and the remaining files of a step without it.
+
+    The source may be `COMMIT` itself.
+    """
     if source.file is not None:
         named = source.file == COMMIT and _starts(source, COMMIT, _MARK)
         return Evidence.STRUCTURE if named else Evidence.NONE
@@ -69,7 +72,9 @@ def open_source(source: Source) -> NativeReader:
 
 
 class NativeReader(Reader):
-    """An open step of the native format; reads through its store are checked against the hashes of the blocks.
+    """An open step of the native format.
+
+    Reads through its store are checked against the hashes of the blocks.
 
     Args:
         store: Store whose root is the step.
@@ -108,7 +113,10 @@ class NativeReader(Reader):
 
     @property
     def unverified_store(self) -> Store:
-        """The files without checks of hashes, except those of folders that changed since the step was saved."""
+        """The files without checks of hashes, except files of changed folders.
+
+        Those changed since the step was saved.
+        """
         return self._unverified
 
     def decode_state(self, decode_ref: tagged_json.DecodeRef) -> object:

@@ -93,7 +93,9 @@ class ArrayRecord(NamedTuple):
 
 
 def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
-    """Return the record of a small file without arrays, such as `model.safetensors.index.json`.
+    """Return the record of a small file without arrays.
+
+    For example `model.safetensors.index.json`.
 
     Append such records after those of `merge_partials`, since rows contain file indexes.
     """
@@ -214,7 +216,10 @@ def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
 
 
 def _integers(value: object, where: object) -> array[int]:
-    """Return a list of integers in `[0, 2^64)`; `plan.coverage` checks their meaning after all fields are read."""
+    """Return a list of integers in `[0, 2^64)`.
+
+    `plan.coverage` checks their meaning after all fields are read.
+    """
     try:
         found: array[int] = array("Q", read_list(value, "numbers", where))
     except (TypeError, OverflowError, ValueError) as error:
@@ -223,7 +228,10 @@ def _integers(value: object, where: object) -> array[int]:
 
 
 def with_digests(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
-    """Return arrays with the digests of their pieces, if stored. Raises FormatError for malformed digests."""
+    """Return arrays with the digests of their pieces, if stored.
+
+    Raises FormatError for malformed digests.
+    """
     if "digests" not in raw:
         return arrays
     texts = read_fixed(raw["digests"], len(arrays), "digests", where)

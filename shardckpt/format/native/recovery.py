@@ -99,7 +99,7 @@ def _chunk(entry: Any, where: str) -> PayloadChunk:
 
 
 def rebuild_manifest(save: str, files: Sequence[DescribedFile], where: str) -> tuple[ManifestContents, tuple[str, ...]]:
-    """Rebuild the manifest from payload files, without hashes; return it with warnings.
+    """Rebuild the manifest from payload files, without hashes; also return warnings.
 
     Args:
         save: Id of the save.

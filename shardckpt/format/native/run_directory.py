@@ -1,4 +1,7 @@
-"""Find, check and delete the steps of a run: folders named like `step-00001000` that exist if they have a `COMMIT`."""
+"""Find, check and delete the steps of a run.
+
+A step is a folder named like `step-00001000` that contains a `COMMIT`.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,10 @@ class StepFolder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the step is committed and all its files, including those in bases, have their committed sizes."""
+        """Whether the step is committed and all files have their committed sizes.
+
+        Includes files in bases.
+        """
         return not self.fault
 
     @property
@@ -103,7 +109,7 @@ class StepFolder:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the folder contains only other content and no file of a save, so that it is not a step."""
+        """Whether the folder contains only content that no save wrote."""
         return bool(self.others) and all(map(is_ignored, self.saved))
 
     @property
@@ -172,7 +178,9 @@ class RunDirectory:
         return collect_referred(step for step in (*self.steps, *self.others) if step.name not in but)
 
     def require_readable(self) -> None:
-        """Require that no step has a newer version, since such a step may refer to any folder of the run.
+        """Require that no step has a newer version.
+
+        Such a step may refer to any folder of the run.
 
         Raises:
             UnsupportedError: A step has a newer version.
@@ -251,7 +259,10 @@ def _folders(store: Store) -> list[str]:
 
 
 def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[StepFolder]) -> list[StepFolder]:
-    """Return references in folders that are not named like steps, or that are in steps, up to one level deep."""
+    """Return references in folders that are not steps, or that are in steps.
+
+    Searches one level deep.
+    """
     names = [name for name in folders if not _STEP.fullmatch(name)]
     names += [f"{step.name}/{folder}" for step in steps for folder in step.folders]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
@@ -282,7 +293,7 @@ def _find_unfinished(store: Store, steps: Iterable[StepFolder]) -> list[StepFold
 
 
 def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -> StepFolder:
-    """Return the references of a `COMMIT` or a manifest; none if it is damaged or has been removed."""
+    """Return the references of a `COMMIT` or manifest; none if damaged or removed."""
     inside, step = SubfolderStore(store, folder), StepFolder(-1, folder)
     try:
         if name == COMMIT:
@@ -377,7 +388,9 @@ def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
 
 
 def read_referred_files(url: str) -> frozenset[str]:
-    """Return the files of a folder that other folders of its run refer to, and that a new save there must keep.
+    """Return the files of a folder that its run needs and a new save there must keep.
+
+    Other folders of the run refer to them.
 
     Args:
         url: URL of the folder. The run is read only if the folder, or one beside it, is named like a step, and the
@@ -441,7 +454,7 @@ def _sizes(entries: Sequence[Listed]) -> dict[str, int]:
 
 
 def _others(entries: Sequence[Listed]) -> tuple[str, ...]:
-    """Return the names of files and folders that no save wrote; they are never removed."""
+    """Return the files and folders that no save wrote; they are never removed."""
     folders = [f"{entry.name}/" for entry in entries if entry.is_folder]
     return (*folders, *(entry.name for entry in entries if not (entry.is_folder or _is_saved(entry.name))))
 
@@ -461,7 +474,7 @@ def _final(name: str) -> str:
 
 
 def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
-    """Return an error text with the committed files that are missing or too short; empty if there are none."""
+    """Return an error with the missing or short committed files; empty if complete."""
     wanted = {**commit.files, commit.manifest: commit.manifest_bytes}
     short = [name for name, size in wanted.items() if sizes.get(name, -1) < size]
     if not short:
@@ -480,7 +493,7 @@ def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
 
 
 def _once(steps: Sequence[StepFolder]) -> Iterator[StepFolder]:
-    """Select one folder for each number: the complete one; of several, the one with the longest name."""
+    """Select one folder per number: the complete one with the longest name."""
     best: dict[int, StepFolder] = {}
     for step in steps:
         known = best.setdefault(step.number, step)
@@ -515,7 +528,7 @@ METRIC = "metric."
 
 
 def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
-    """Return the metrics that were saved with a complete step, by name; empty if unknown.
+    """Return the metrics of a complete step, by name; empty if unknown.
 
     Args:
         store: Store whose root is the run.
@@ -535,7 +548,7 @@ def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
 
 
 def manifest_fault(store: Store, step: StepFolder) -> str:
-    """Return what is wrong with the manifest of a complete step; empty if it is the committed one.
+    """Return the fault of a complete step's manifest; empty if it is as committed.
 
     Args:
         store: Store whose root is the run.
@@ -550,7 +563,7 @@ def manifest_fault(store: Store, step: StepFolder) -> str:
 
 
 def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]) -> RunDirectory:
-    """Check the newest complete step of a run; if it has a fault, return the run with the step marked as incomplete.
+    """Check the newest complete step of a run; mark a faulty one as incomplete.
 
     Args:
         run: Steps of the run.
@@ -566,7 +579,9 @@ def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]
 
 
 def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> list[str]:
-    """Remove steps, each starting with its `COMMIT`, so that it no longer exists from then on.
+    """Remove steps, each starting with its `COMMIT`.
+
+    Without `COMMIT` a step no longer exists.
 
     Files that other steps refer to stay until the last of these is removed. Files that no save wrote stay too, with
     their folder.
@@ -613,12 +628,15 @@ def other_content(steps: Iterable[StepFolder]) -> list[str]:
 
 
 def _without(step: StepFolder, own: Set[str]) -> StepFolder:
-    """Return a step without its `COMMIT`, with the names of the files that it committed."""
+    """Return a step without its `COMMIT`, with the names of its committed files."""
     return replace(step, others=tuple(name for name in step.others if name not in own))
 
 
 def _delete_mark(store: Store, name: str) -> None:
-    """Remove the `COMMIT` of a step; if the step is a link, remove the link, since the folder is outside the run."""
+    """Remove the `COMMIT` of a step.
+
+    If the step is a link, removes the link, since the folder is outside the run.
+    """
     store.delete(name if _is_link(store, name) else f"{name}/{COMMIT}")
 
 
@@ -628,7 +646,9 @@ def _is_link(store: Store, name: str) -> bool:
 
 
 def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
-    """Remove a step: first `COMMIT`, so that the step no longer exists, then the files that saves wrote.
+    """Remove a step: first `COMMIT`, then the files that saves wrote.
+
+    Without `COMMIT` a step no longer exists.
 
     Args:
         store: Store whose root is the run.

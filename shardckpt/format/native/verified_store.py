@@ -1,4 +1,4 @@
-"""A store that verifies the hash of each block that it reads, so that damaged bytes are never returned."""
+"""A store that verifies the hash of each block before it returns bytes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class _ReadPlan:
 
 
 class VerifiedStore(WrappedStore):
-    """A store that verifies reads of hashed files; all other calls go to the underlying store.
+    """A store that verifies reads of hashed files.
+
+    All other calls go to the underlying store.
 
     A block that is wanted in full, possibly by several reads, is read into its final buffers and hashed there. A block
     that is wanted in part is read in full the first time; large parts are read into their final buffers. Each thread
@@ -123,7 +125,7 @@ class VerifiedStore(WrappedStore):
             plan.direct.append(Read(name, low, target))
 
     def _join(self, plan: _ReadPlan) -> None:
-        """Read blocks directly into the buffers of their parts if the parts cover the block."""
+        """Read blocks directly into the buffers of parts that cover them."""
         for block in [block for block, parts in plan.parts.items() if len(parts) > 1 and not self._is_recent(block)]:
             parts = sorted(plan.parts[block], key=lambda part: part.start)
             at = 0
@@ -171,7 +173,10 @@ class VerifiedStore(WrappedStore):
         return True
 
     def _buffers(self, count: int) -> Sequence[memoryview]:
-        """Return buffers for `count` blocks, reused by this thread; the cached block has another buffer."""
+        """Return buffers for `count` blocks, reused by this thread.
+
+        The cached block has another buffer.
+        """
         pool = self._recent.__dict__.setdefault("pool", [])
         kept = getattr(self._recent, "data", None)
         free = [each for each in pool if kept is None or kept.obj is not each.obj]
@@ -213,7 +218,10 @@ class _BlockTarget(NamedTuple):
 
 
 def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: int) -> _BlockTarget:
-    """Return the destination of a block: large parts go directly into their buffers unless some overlap."""
+    """Return the destination of a block.
+
+    Large parts go directly into their buffers unless some overlap.
+    """
     ordered = sorted(wanted, key=lambda part: part.start)
     ends = [0, *(part.start + len(part.target) for part in ordered)]
     if any(part.start < end for end, part in zip(ends, ordered, strict=False)):

@@ -1,4 +1,4 @@
-"""An open checkpoint as a mapping from names to tensors, each read when it is indexed, and to plain values."""
+"""An open checkpoint as a mapping from names to tensors and values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class StateSource(Protocol):
 
 
 class ClosableSource(Generic[SourceT]):
-    """A checkpoint that can be closed: its readers share this object, so that closing releases the files.
+    """A checkpoint that can be closed.
+
+    Its readers share this object, so that closing releases the files.
 
     Args:
         saved: Checkpoint to share.
@@ -62,7 +64,7 @@ class ClosableSource(Generic[SourceT]):
 
 
 class StoredTensor(ABC, Generic[SourceT, ArrayT]):
-    """A tensor of an open checkpoint; indexing reads the selected elements, `[...]` all of them.
+    """A tensor of an open checkpoint; indexing reads elements, `[...]` all of them.
 
     Args:
         source: Checkpoint of the tensor.
@@ -113,7 +115,7 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
 
 
 class Opened(Mapping[Any, Any], Generic[SourceT]):
-    """An open checkpoint: names to tensors, which are read when they are indexed, and to plain values.
+    """An open checkpoint: names to tensors, read when indexed, and to plain values.
 
     A name is the keys joined by dots, or the tuple of keys if the joined name is ambiguous. A `with` block closes the
     checkpoint at its end; otherwise it is closed when neither it nor one of its tensors is referenced.
@@ -164,7 +166,10 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
         return saved.read_tree(value)
 
     def close(self) -> None:
-        """Close the files. Names remain available; reading from the checkpoint or its tensors raises an error."""
+        """Close the files.
+
+        Names remain available; reading from the checkpoint or its tensors raises an error.
+        """
         self._source.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""State trees: build them from a checkpoint, look up values by path, and insert arrays that were read."""
+"""State trees: build them, look up values by path, and insert arrays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def build_tree(
     decode: DecodeNamed,
     rename: Callable[[Path], Path] = lambda path: path,
 ) -> Any:
-    """Return the saved state with arrays as `TensorRef` and values of other formats as `ForeignValue`.
+    """Return the saved state with placeholders.
+
+    Arrays become `TensorRef`, values of other formats `ForeignValue`.
 
     Args:
         reader: Open checkpoint.
@@ -149,7 +151,7 @@ def _get_path(value: Any) -> Path:
 def _readable(
     rows: Iterable[tuple[Any, Callable[[], Any], Path]], skipped: list[Path] | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield keys with their values; unreadable values are skipped if they have a path of their own."""
+    """Yield keys with values; skip unreadable values that have their own path."""
     for key, read, path in rows:
         try:
             value = read()

@@ -1,4 +1,4 @@
-"""A flat parameter of torch's FSDP1: the chunk of each rank, and the locations of its members."""
+"""A flat parameter of torch's FSDP1: chunks of ranks, locations of members."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FlatParamUnit:
 
     @cached_property
     def _member_boxes(self) -> Sequence[Mapping[int, list[tuple[Box, int]]]]:
-        """For each member: rank in the group to its boxes there, each with its first element in the chunk."""
+        """For each member: rank in the group to its boxes and their offsets there."""
         found: list[dict[int, list[tuple[Box, int]]]] = [{} for _ in self.members]
         for place in range(self.filled_parts if self.layout is not None else 0):
             assert self.layout is not None
@@ -74,7 +74,7 @@ class FlatParamUnit:
         return min(max(self.numel - place * self.chunk, 0), self.chunk)
 
     def require_chunk(self, url: str, content: RankContent, entry: TensorEntry, shard: ShardInfo) -> None:
-        """Require that a rank's tensor is its chunk, and that all chunks have equal lengths.
+        """Require that a rank's tensor is its chunk, and that chunks have equal lengths.
 
         Raises:
             FormatError: The tensor is not a chunk, or lengths differ.
@@ -99,7 +99,9 @@ class FlatParamUnit:
             )
 
     def fit_layout(self, specs: tuple[ParamSpec, ...], fragments: Mapping[str, Fragments]) -> FlatLayout | None:
-        """Return the layout of members that fills the unit and matches the fragments; None if there is none.
+        """Return the layout of members that matches; None if no layout does.
+
+        It must fill the unit and match the fragments.
 
         With `use_orig_params=True`, ranks have fragments, each member starts at a multiple of 16 bytes of the compute
         dtype, which the files do not store, and the end is padded to a multiple of the number of ranks. If several
@@ -179,7 +181,9 @@ class FlatParamUnit:
 
 
 def are_fragments(parts: Fragments, shape: Shape, unit: FlatParamUnit) -> bool:
-    """Return True if the tensors of a parameter's name are fragments of it; a buffer is complete on each rank.
+    """Return True if the tensors of a parameter's name are fragments of it.
+
+    A buffer is complete on each rank.
 
     If files are missing, a tensor of full size is a fragment if it shares the storage of its rank's chunk.
     """

@@ -1,4 +1,4 @@
-"""A model in rank files of torch's FSDP1: its flat parameters, and their member parameters.
+"""A model in rank files of torch's FSDP1: flat parameters and their members.
 
 With `use_orig_params=True` a rank also stores each parameter by name, as a fragment without its shape.
 """
@@ -81,7 +81,7 @@ class FlatModel:
         return tuple(alias for alias, first in self.ties.items() if first == name)
 
     def first_name(self, name: str) -> str:
-        """Return the first name in the files for the same elements; empty if it is the name itself."""
+        """Return the first name in the files for equal elements; empty for the first."""
         path = self.stored[name]
         firsts = {content.aliases[path] for content in self.group.ranks if path in content.aliases}
         return strip_wrappers(str(firsts.pop()[-1])) if len(firsts) == 1 else ""
@@ -163,7 +163,7 @@ def _fit_shapes(model: FlatModel, known: ParamShapes) -> FlatModel:
 
 
 def _assign_members(model: FlatModel, known: ParamShapes) -> tuple[dict[str, list[str]], dict[str, Fragments]]:
-    """Return the names of the members of each unit, and the fragments that ranks store by name."""
+    """Return the member names of each unit, and the fragments stored by name."""
     members: dict[str, list[str]] = {name: [] for name in model.units}
     fragments: dict[str, Fragments] = {}
     owners = {name: flat for flat, names in known.units.items() for name in names}
@@ -209,7 +209,10 @@ def _fit_unit(
     fragments: Mapping[str, Fragments],
     ties: Mapping[str, str],
 ) -> tuple[FlatLayout, tuple[str, str] | None]:
-    """Return the layout of a unit's members; if one name too many can only be a tie, also that name and the first."""
+    """Return the layout of a unit's members.
+
+    If one name too many can only be a tie, also returns that name and the first.
+    """
     dtype = next(iter(unit.chunks.values()))[1].stored
     parts = {name: fragments[name] for name in names if name in fragments}
 
@@ -245,7 +248,7 @@ def _fit_unit(
 
 
 def _list_repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
-    """Yield matrices with the only earlier one of equal shape: possibly a tied head and its embedding."""
+    """Yield matrices with the only earlier one of equal shape: maybe a tied head."""
     groups: dict[Shape, list[str]] = {}
     for name in names:
         if len(shapes[name]) > 1:
@@ -254,7 +257,10 @@ def _list_repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator
 
 
 def put_flat_model(builder: ManifestBuilder, model: FlatModel) -> set[Path]:
-    """Add every parameter, or unchanged flat parameters if their members are unknown; return the added paths."""
+    """Add every parameter, and return the added paths.
+
+    Flat parameters with unknown members stay unchanged.
+    """
     done: set[Path] = set()
     is_known = model.known is not None
     for path, contents in model.paths.items():
@@ -292,7 +298,10 @@ def _merge_params(builder: ManifestBuilder, model: FlatModel, below: Path) -> di
 
 
 def _looks_sharded(model: FlatModel, path: Path, contents: Sequence[RankContent]) -> bool:
-    """Return True if a tensor looks like a fragment: lengths differ between ranks, or it is in a chunk's storage."""
+    """Return True if a tensor looks like a fragment.
+
+    Its length differs between ranks, or it is in a chunk's storage.
+    """
     entries = [c.tensors[path] for c in contents if path in c.tensors and path not in c.shards]
     unit = model.find_unit(strip_wrappers(str(path[-1])))
     if unit is None or len(entries) < len(contents) or not all(len(entry.shape) == 1 for entry in entries):
@@ -312,7 +321,7 @@ def _put_unread(builder: ManifestBuilder, model: FlatModel, path: Path, numel: i
 
 
 def list_candidates(model: FlatModel) -> list[tuple[str, object]]:
-    """Return the possible names of an optimizer's ids, in the order of the model, each with its layout."""
+    """Return the names that ids may have, in the model's order, with layouts."""
     places: Collection[int] = sorted(set(model.places.values()))
     candidates: dict[str, object] = {}
     if model.fragments and model.known:

@@ -1,4 +1,4 @@
-"""An optimizer of flat parameters of torch's FSDP1: replace ids by names, merge the state of flat shards."""
+"""An optimizer of FSDP1's flat parameters: replace ids by names, merge shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Names = Mapping[str | int, str]
 def put_flat_optimizer(
     builder: ManifestBuilder, group: RankGroup, root: Path, model: FlatModel, known: ParamShapes | None
 ) -> set[Path]:
-    """Add an optimizer's state by parameter name, and its groups; return the added paths.
+    """Add an optimizer's state by name, and its groups; return the added paths.
 
     Args:
         builder: Builder that receives the tensors and values.
@@ -104,7 +104,7 @@ class _FlatOptimizer:
                 yield value.value
 
     def _find_given_names(self, lists: Sequence[Sequence[int]], candidates: set[str]) -> Names:
-        """Return the names that the caller, or the groups, assign to the ids; empty unless each id has one."""
+        """Return the ids' names from the caller or the groups; empty if one lacks a name."""
         given = dict(self._known.ids) if self._known else {}
         if not given:
             value = self._group.ranks[0].objects.get((*self._root, GROUPS))
@@ -125,7 +125,7 @@ class _FlatOptimizer:
         return names
 
     def _match(self, lists: Sequence[Sequence[int]], candidates: Sequence[tuple[str, object]]) -> list[str] | None:
-        """Return a name for each id: by the layout of its state if this is unique, else by the order of the model."""
+        """Return a name for each id: by its layout if unique, else by the model's order."""
         layouts = [[self._describe_layout(number) for number in ids] for ids in lists]
         flat = [layout for ids in layouts for layout in ids]
         match = match_by_kind(flat, candidates)
@@ -142,7 +142,7 @@ class _FlatOptimizer:
         return [name for names in in_order for name in names]
 
     def _describe_layout(self, key: int) -> object:
-        """Return the layout of an id's state over the ranks; None if it has no tensor with dimensions."""
+        """Return the layout of an id's state over ranks; None without a dimension."""
         places = self._model.places
         for slot, contents in self._slots.get(key, {}).items():
             path = (*self._state, key, *slot)
@@ -160,7 +160,7 @@ class _FlatOptimizer:
         return None
 
     def _pad_lengths(self, lengths: Mapping[int, int]) -> tuple[int, ...]:
-        """Return the lengths of the ranks' tensors, including the padding that some writers omit."""
+        """Return the lengths of the ranks' tensors, with padding that writers omit."""
         found = tuple(lengths[place] for place in sorted(lengths))
         for unit in self._model.units.values():
             if found == tuple(unit.count_elements(place) for place in sorted(lengths)):
@@ -236,7 +236,10 @@ class _FlatOptimizer:
     # --------------------------------------------------------------------------------------------------- groups
 
     def _put_groups(self, path: Path, value: object, names: Names) -> bool:
-        """Add the groups, or the `params` of one, with names in place of ids; return True if there were any."""
+        """Add the groups with names in place of ids; return True if any exist.
+
+        Also accepts the `params` of one group.
+        """
         if not isinstance(value, list | tuple):
             return False
         if len(path) == len(self._root) + 1:

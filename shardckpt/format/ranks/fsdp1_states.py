@@ -1,4 +1,4 @@
-"""Flat parameters of torch's FSDP1 in rank files: LOCAL states, and optimizers of flat shards.
+"""Flat parameters of torch's FSDP1 in rank files: LOCAL states and optimizers.
 
 A file contains `{module}._flat_param`, this rank's chunk of the concatenated parameters of a unit; with
 `use_orig_params=True` also each parameter by name, as a fragment without its shape. The files store no shapes, and
@@ -42,7 +42,7 @@ def read_flat_models(groups: Mapping[Path, RankGroup], url: str, known: ParamSha
 def put_flat_states(
     builder: ManifestBuilder, group: RankGroup, models: FlatModels, known: ParamShapes | None
 ) -> set[Path]:
-    """Add the flat parameters of a group, and their optimizers; return the added paths."""
+    """Add a group's flat parameters and their optimizers; return the added paths."""
     done: set[Path] = set()
     for (root, base), model in models.items():
         if root == group.root:
@@ -56,7 +56,7 @@ def put_flat_states(
 
 
 def _find_model(models: FlatModels, root: Path) -> FlatModel | None:
-    """Return the model of the optimizers in a group: the only one, or the one with the same number."""
+    """Return the model of a group's optimizers: the only one, or by its number."""
     if len(models) == 1:
         return next(iter(models.values()))
     near = [model for (other, _), model in models.items() if other == root or _number(other) == _number(root)]
@@ -64,7 +64,7 @@ def _find_model(models: FlatModels, root: Path) -> FlatModel | None:
 
 
 def _read_model(group: RankGroup, base: Path, url: str, known: ParamShapes | None) -> FlatModel:
-    """Return the flat parameters of a model, with the shapes of the first known model that matches."""
+    """Return the flat parameters of a model, with the first shapes that match."""
     if known is None or not known.others:
         return read_flat_model(group, base, url, known)
     try:
@@ -77,5 +77,5 @@ def _read_model(group: RankGroup, base: Path, url: str, known: ParamShapes | Non
 
 
 def _number(root: Path) -> str:
-    """Return the number at the end of a group's name, which identifies one of several models or optimizers."""
+    """Return the number at the end of a group's name: one of several models."""
     return str(root[0]).rpartition("_")[2] if root and str(root[0])[-1:].isdigit() else ""

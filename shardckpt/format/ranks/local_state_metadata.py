@@ -1,4 +1,4 @@
-"""Parse and check the metadata of LOCAL states: the rank, the number of ranks, and the layout of each unit.
+"""Parse and check the metadata of LOCAL states: ranks, and layouts of units.
 
 `shardckpt.state` stores it as `_metadata["shardckpt"]`; its content is not trusted.
 """
@@ -64,7 +64,7 @@ class RankUnit:
         return (self.members, self.layout, self.flat) == (other.members, other.layout, other.flat)
 
     def boxes(self, place: int) -> dict[int, list[tuple[Box, int]]]:
-        """Return the boxes of each member on a rank, each with its first element in the shard."""
+        """Return the boxes of each member on a rank, with offsets in the shard."""
         found: dict[int, list[tuple[Box, int]]] = {}
         if self.layout is None:
             return {i: [(Box((0,) * len(m.shape), m.shape), 0)] for i, m in enumerate(self.members)}

@@ -155,7 +155,7 @@ def _require_shard(path: Path, content: RankContent, url: str) -> ShardInfo:
 
 
 def _is_equal_on_ranks(path: Path, contents: Sequence[RankContent], url: str) -> bool:
-    """Return True if the checksums of an unsharded tensor are equal on all ranks, or unknown.
+    """Return True if an unsharded tensor's checksums are equal, or unknown.
 
     Raises:
         FormatError: Ranks have different shapes or dtypes.
@@ -177,7 +177,7 @@ def _is_equal_on_ranks(path: Path, contents: Sequence[RankContent], url: str) ->
 
 
 def _put_alias(builder: ManifestBuilder, group: RankGroup, path: Path) -> None:
-    """Record a second name of a tensor, if it is tied on every rank that has elements of both."""
+    """Record a second name of a tensor if all ranks with elements tie both."""
     target = (*group.root, *path)
     firsts = {content.aliases[path] for content in group.ranks if path in content.aliases}
     if len(firsts) != 1 or target not in builder.tensors:
@@ -192,7 +192,7 @@ def _put_alias(builder: ManifestBuilder, group: RankGroup, path: Path) -> None:
 
 
 def _require_one_step(group: RankGroup, url: str) -> None:
-    """Reject ranks with different steps, according to counters in their files or optimizers."""
+    """Reject ranks with different steps, by counters in files or optimizers."""
     counters: dict[Path, tuple[object, str]] = {}
     for content in group.ranks:
         for path, value in content.objects.items():

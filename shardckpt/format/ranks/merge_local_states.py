@@ -76,7 +76,10 @@ def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) 
 
 
 def _move_others(builder: ManifestBuilder, rest: PathContent, states: Sequence[RankState]) -> PathContent:
-    """Return all content outside of the states: other files, and the lowest rank's values beside its state."""
+    """Return the content outside of the states.
+
+    Other files, and the lowest rank's values beside its state.
+    """
     lowest = min(states, key=lambda state: state.rank)
     prefixes = {state.prefix: state for state in states}
     targets: dict[Path, Path] = {}
@@ -114,7 +117,7 @@ class _Unit:
         return self.first.members
 
     def key(self, index: int) -> str:
-        """Return the name of the tensor that contains a member: the flat parameter's or the member's own."""
+        """Return the name of the tensor with a member: the flat parameter's or its own."""
         return self.first.flat or self.members[index].name
 
     def names(self) -> list[str]:
@@ -139,7 +142,7 @@ class _Unit:
                 yield box, label_rank_file(place, parts, self.world)
 
     def shapes(self, place: int, index: int) -> tuple[Shape, ...]:
-        """Return the possible shapes of a rank's tensor of a member; for a flat unit, the 1-D shape first."""
+        """Return the possible shapes of a rank's tensor; for a flat unit, 1-D first."""
         layout, shape = self.first.layout, self.members[index].shape
         if layout is None:
             return (shape,)
@@ -160,7 +163,7 @@ class _Unit:
         return slice_shard(entry, [(box, first - base) for box, first in boxes], layout.specs[index].order)
 
     def to_json(self) -> dict[str, object]:
-        """Return the layout of a flat parameter as JSON, with names of the unsharded model."""
+        """Return a flat parameter's layout as JSON, with unsharded names."""
         layout = self.first.layout
         assert isinstance(layout, FlatLayout), "flat parameters have flat layouts"
         specs = tuple(
@@ -243,7 +246,7 @@ class _LocalStateMerger:
         return slots
 
     def _put_slot(self, unit: _Unit, index: int, path: Path, slot: Path) -> None:
-        """Add a slot of a member: a value, a tensor sharded like the member, or a tensor of another shape."""
+        """Add a slot of a member: a value, a tensor sharded like it, or another."""
         source: Path = (STATE, unit.key(index), *slot)
         contents = {place: self._contents[state.root] for place, (state, _) in unit.parts.items()}
         values = [content.objects[source] for content in contents.values() if source in content.objects]
@@ -258,7 +261,7 @@ class _LocalStateMerger:
             self._put_opaque(next(iter(tensors.values())), path, unit.first.parts)
 
     def _put_opaque(self, tensor: TensorEntry, path: Path, parts: int) -> None:
-        """Add a tensor of another shape: it is complete if there is one part, else its layout is unknown."""
+        """Add a tensor of another shape: complete if there is one part, else unknown."""
         if parts == 1:
             self._builder.put(path, tensor)
             return
@@ -288,7 +291,7 @@ class _LocalStateMerger:
     # ----------------------------------------------------------------------------------------------------- rest
 
     def _list_rest(self, is_rest: Callable[[Path], bool]) -> dict[str | int, list[tuple[RankState, Path]]]:
-        """Return the paths outside of units by first key, from the lowest rank that has them: buffers, groups."""
+        """Return the paths outside of units by first key, from the lowest rank."""
         found: dict[str | int, list[tuple[RankState, Path]]] = {}
         for state in self._states:
             mine: dict[str | int, list[tuple[RankState, Path]]] = {}

@@ -44,7 +44,9 @@ class MergedTorchReader(TorchReader):
         return self.is_flat and self._known is None
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:
-        """Return a reader with the given shapes; metadata files in the folder take precedence.
+        """Return a reader with the given shapes.
+
+        Metadata files in the folder take precedence.
 
         Raises:
             UsageError: The shapes do not match the flat parameters.

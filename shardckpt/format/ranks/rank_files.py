@@ -1,4 +1,4 @@
-"""Rank files of `torch.save`: group them by name, find the rank of each, and split their content."""
+"""Rank files of `torch.save`: group them, find their ranks, split their content."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RankGroup:
     world: int
 
     def paths(self) -> dict[Path, list[RankContent]]:
-        """Return every path with the files that contain it, in saved order; paths of the lowest rank come first."""
+        """Return every path with its files, in saved order, the lowest rank's first."""
         found: dict[Path, list[RankContent]] = {}
         for content in self.ranks:
             for path in content.paths():
@@ -174,7 +174,7 @@ def _find_rank(file: RankFile, shards: Iterable[ShardInfo], url: str) -> int:
 
 
 def checksum(entry: TensorEntry) -> tuple[int, int] | None:
-    """Return checksum and size of the storage of a tensor that fills its storage; None if unknown."""
+    """Return checksum and size of a tensor's storage if it fills it; else None."""
     if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Lazy):
         return None
     detail = entry.pieces[0].layout.detail

@@ -1,4 +1,4 @@
-"""Parse and check DTensors and ShardedTensors in a pickle: the boxes of the full tensor that one rank has.
+"""Parse DTensors and ShardedTensors of one rank in a pickle, with checks.
 
 Placements and meshes, or the list of shards, give the boxes; values are not compared. The pickle is not trusted.
 """
@@ -80,7 +80,10 @@ class Grid:
     mesh_dims: tuple[tuple[int, ...], ...]
 
     def box(self, place: Sequence[int]) -> Box:
-        """Return the box at given coordinates: equal chunks, except shorter or empty ones on the last ranks."""
+        """Return the box at given coordinates.
+
+        Chunks are equal, except shorter or empty ones on the last ranks.
+        """
         offset, size = [], []
         for length, mesh_dims in zip(self.shape, self.mesh_dims, strict=True):
             start, n = 0, length
@@ -258,7 +261,7 @@ def _parse_mesh(fields: dict[str, object]) -> Mesh:
 
 
 def _parse_steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return, for each dimension of a mesh, the sizes and strides in the list of ranks."""
+    """Return, for each mesh dimension, sizes and strides in the list of ranks."""
     if "axes" in layout:
         axes = [_fields(axis) for axis in check_list(layout["axes"])]
     else:
@@ -286,7 +289,10 @@ def _class(placement: object) -> str:
 
 
 def _parse_placement(placement: object) -> tuple[int, int]:
-    """Return the dimension that a placement splits, -1 for none, and the number of parts it is split into before."""
+    """Return the dimension that a placement splits, and the parts before it.
+
+    The dimension is -1 for none.
+    """
     assert isinstance(placement, InstanceStub)
     fields = _fields(placement)
     if "dim" not in fields:
@@ -298,7 +304,7 @@ def _parse_placement(placement: object) -> tuple[int, int]:
 
 
 def _parse_orders(value: object, ndim: int, mesh_ndim: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the tensor dimensions with a stored order of mesh dimensions, each with this order."""
+    """Return the tensor dimensions with a stored order of mesh dimensions."""
     if value is None:
         return ()
     found = []
@@ -350,7 +356,7 @@ def _mesh_dims_by_dim(
 
 
 def _meta(meta: object, value: InstanceStub) -> tuple[Shape, str]:
-    """Return the full shape and the dtype of a DTensor, from its spec or from the call that rebuilds it."""
+    """Return full shape and dtype of a DTensor, from its spec or rebuild call."""
     parts = meta.args if isinstance(meta, InstanceStub) and meta.args else ()
     if not parts and isinstance(meta, InstanceStub) and meta.state is not None:
         fields = _fields(meta)

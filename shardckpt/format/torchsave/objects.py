@@ -1,4 +1,4 @@
-"""Read small objects that torch saved as plain values: bytes items of DCP, and files in the folder of a checkpoint."""
+"""Read small objects that torch saved as plain values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SCALARS = {
 
 
 def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBudget | None = None) -> object:
-    """Return the value of an object that torch saved: a torch archive or a bare pickle.
+    """Return the value of an object that torch saved: an archive or a pickle.
 
     A bytes stream becomes bytes and a one-element tensor a number; a larger tensor stays a `TensorStub`, an instance an
     `InstanceStub`.
@@ -82,7 +82,7 @@ def _bytes(store: Store, file: str, layout: Span | Encoded, where: str) -> bytes
 
 
 def _anonymous_storage(reference: object) -> object:
-    """Return a stub for a storage of the legacy container, whose bytes follow the pickle and are not read."""
+    """Return a stub for a legacy storage, whose bytes are not read."""
     return reference if isinstance(reference, tuple) else None
 
 
@@ -104,7 +104,7 @@ def _read_archive(raw: bytes, where: str, budget: ReadBudget) -> object:
 
 
 class _Plain:
-    """Replaces streams and one-element tensors in a value; shared values are replaced once.
+    """Replaces streams and one-element tensors; shared values once.
 
     Args:
         storages: Key to bytes of the storages in the archive.

@@ -1,4 +1,4 @@
-"""Reader of `torch.save` files: the zip container, the legacy container, and plain pickles.
+"""Reader of `torch.save` files: zip and legacy containers, and plain pickles.
 
 The zip container has `{root}/data.pkl` and one entry for each storage, `{root}/data/{key}`. The legacy container is
 five pickles (magic number, version, description of the machine, the object, the keys of the storages), followed by each
@@ -174,7 +174,7 @@ class TorchReader(Reader):
         return [self._resolve_piece(piece) for piece in pieces]
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the CRC-32 of each uncompressed storage in a zip container, if torch computed it."""
+        """Yield the CRC-32 of each uncompressed storage in a zip container, if known."""
         for file, archive in self._archives.items():
             root = _root(archive, file)
             if not archive.entries[f"{root}/data.pkl"].crc32:
@@ -277,7 +277,7 @@ def open_files(
     *,
     allow_shards: bool = False,
 ) -> TorchReader:
-    """Open files of `torch.save` as one checkpoint; directories and pickles are read in batches.
+    """Open files of `torch.save` as one checkpoint, with reads in batches.
 
     Args:
         store: Store of the files.
@@ -378,7 +378,10 @@ def _root(archive: ZipArchive, where: str) -> str:
 
 
 def _add_pickles(store: Store, file: str, size: int, prefix: Path, tree: StateTree) -> None:
-    """Add a file that is not a zip archive; a growing part of it is read, since storages may follow the pickles."""
+    """Add a file that is not a zip archive.
+
+    Reads a growing part of it, since storages may follow the pickles.
+    """
     where = f"{store.url}/{file}"
     front = min(_FIRST_FRONT_BYTES[store.capabilities.is_local], size)
     spent = 0  # the cost of parsing a short part counts for the longer one too
@@ -412,7 +415,10 @@ def _refuse_tar(raw: bytes, where: str) -> None:
 
 
 def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyContainer | None, int]:
-    """Parse the pickles at the start of a file; return the object, its storages, and the end of the last pickle."""
+    """Parse the pickles at a file's start; return object, storages and their end.
+
+    The end is that of the last pickle.
+    """
     storages = Storages()
     first, at = load_at(raw, 0, where=where, persistent=storages, limits=_LIMITS, budget=budget)
     if first != _MAGIC_NUMBER:
@@ -430,7 +436,7 @@ def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyC
 
 
 def _starts(keys: object, storages: Storages, at: int, where: str) -> tuple[dict[str, int], int]:
-    """Return the offset of each storage's element count, and the end of the last storage."""
+    """Return the offsets of the storages' counts, and the last storage's end."""
     if not isinstance(keys, list):
         raise FormatError("the keys of the storages must be a list", where=where)
     starts: dict[str, int] = {}

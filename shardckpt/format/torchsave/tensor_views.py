@@ -1,4 +1,4 @@
-"""Convert the object of a torch pickle to arrays and values by path: views, ties, and unreadable tensors by name."""
+"""Convert the object of a torch pickle to arrays and values by path."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class View(NamedTuple):
 
 
 class ZipView(NamedTuple):
-    """Details of a `Lazy` layout in a zip container: the entry of the storage, and the view."""
+    """Details of a `Lazy` layout in a zip container: storage entry and view."""
 
     entry: ZipEntry
     view: View
@@ -93,7 +93,9 @@ class LegacyView(NamedTuple):
 
 
 def slice_layout(layout: Lazy, first: int, size: Shape, order: Sequence[int] = ()) -> Lazy:
-    """Return the layout of a box of elements of a 1-D tensor; the layout of an unreadable tensor is unchanged.
+    """Return the layout of a box of elements of a 1-D tensor.
+
+    The layout of an unreadable tensor is unchanged.
 
     Args:
         layout: Layout of the tensor.
@@ -227,7 +229,9 @@ class _TreeBuilder:
         self._shards = ShardParser()
 
     def visit(self, value: object, path: Path, length: int) -> None:
-        """Add a value and its content under a path of `length` characters. The pickle reader has limited its depth.
+        """Add a value and its content under a path of `length` characters.
+
+        The pickle reader has limited its depth.
 
         Path characters count for each value, since a hostile file may have one long key and many values below it.
         """
@@ -245,7 +249,10 @@ class _TreeBuilder:
             self._tree.objects[path] = ObjectEntry(path, value)
 
     def _holds_tensor(self, value: object) -> bool:
-        """Return True if a value contains a tensor, at any depth; each container is searched once."""
+        """Return True if a value contains a tensor, at any depth.
+
+        Each container is searched once.
+        """
         if not isinstance(value, dict | list | tuple):
             return _is_tensor(value)
         known = self._holding.get(id(value))
@@ -365,7 +372,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _wraps_tensor(value: InstanceStub) -> bool:
-    """Return True if the value is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
+    """Return True if a value is a tensor subclass of `_rebuild_from_type_v2`."""
     return len(value.args) == 1 and isinstance(value.args[0], TensorStub)
 
 
@@ -384,7 +391,7 @@ def _refusal(stub: TensorStub) -> str:
 
 
 def _read_declared(value: InstanceStub) -> tuple[Shape, str]:
-    """Return the shape and dtype that an unreadable tensor states, as far as they are known."""
+    """Return shape and dtype that an unreadable tensor states, if known."""
     shape: Shape = ()
     dtype = inner = ""
     for part in _flat(value.args, 3):
@@ -450,7 +457,10 @@ class Storages:
 
 
 def _slice_storage(root: StorageRef, part: object) -> StorageRef:
-    """Return the part of a storage that files from before torch 0.4 name: `(key, first element, elements)`."""
+    """Return a part of a storage, as named by files from before torch 0.4.
+
+    The name is `(key, first element, elements)`.
+    """
     if (
         not isinstance(part, tuple)
         or len(part) != 3

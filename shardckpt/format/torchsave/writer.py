@@ -1,4 +1,4 @@
-"""Write files of `torch.save` without torch: plan all offsets first, then write a stream.
+"""Write files of `torch.save` without torch: plan offsets, then write a stream.
 
 The zip container of torch 1.6 and later, which `torch.load(weights_only=True)` reads, also with `mmap=True`:
 `{root}/data.pkl`, small records, and one stored entry for each storage, aligned to 64 bytes. The checksum of an entry
@@ -100,7 +100,7 @@ class TensorValue(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """One entry of an archive: its content, or None for a storage, whose bytes are written later."""
+    """One entry of an archive: its content; None for a storage, written later."""
 
     name: bytes
     content: bytes | None
@@ -225,7 +225,7 @@ def _plain(value: object, path: Path) -> object:
 
 
 class ArchiveWriter:
-    """Writes an archive from the bytes of its storages, in order and in pieces of any size.
+    """Writer of an archive from the bytes of its storages, in pieces of any size.
 
     Args:
         archive: Result of `plan_archive`.
@@ -307,7 +307,7 @@ def encode_archive(value: object) -> bytes:
 
 
 def _local(record: _Record, crc: int) -> bytes:
-    """Return a local header: with sizes, or without them for a storage, whose sizes follow it with the checksum."""
+    """Return a local header; for a storage without sizes, which follow its data."""
     is_stream = record.content is None
     size = 0 if is_stream and not record.is_wide else _FULL if record.is_wide else record.nbytes
     flags = _UTF8 | (_STREAMED if is_stream else 0)

@@ -1,4 +1,4 @@
-"""Read an open checkpoint under names that are independent of its format: tensors, values and optimizer groups."""
+"""Read an open checkpoint under names that are independent of its format."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Canonical:
 
 
 def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = (), *, by_ids: bool = False) -> Canonical:
-    """Return the content of a checkpoint under names that are independent of its format.
+    """Return the content of a checkpoint under format-independent names.
 
     Args:
         reader: Open checkpoint.
@@ -142,7 +142,7 @@ class _Naming:
         made.optimizers[prefix] = Optimizer(dotted(root), naming, frozenset(tensors), frozenset(values))
 
     def _name_params(self, raw: RawOptimizer, root: Path) -> tuple[OptimizerState, Naming]:
-        """Return an optimizer by the names of its parameters, or by its ids if their names are uncertain."""
+        """Return an optimizer by parameter names, or by ids if names are uncertain."""
         if self._by_ids and optimizer_state.has_ids(raw):
             return optimizer_state.key_by_id(raw), "ids"
         tensors = self._model.tensors
@@ -175,7 +175,10 @@ class _Naming:
         self._add_unread()
 
     def _add_unread(self) -> None:
-        """Add the values that the reader skips; files among them get their location, to be compared as bytes."""
+        """Add the values that the reader skips.
+
+        Files among them get their location, to be compared as bytes.
+        """
         unread = self._manifest.unread
         if not unread:
             return
@@ -186,7 +189,10 @@ class _Naming:
                 self._made.sources[name] = ObjectEntry((name,), UNREAD, name, Span(0, sizes[name]))
 
     def _is_read(self, root: Path, path: Path) -> bool:
-        """Return True if an optimizer's array has been read, as part of its state or as a number of its groups."""
+        """Return True if an optimizer's array has been read.
+
+        As part of its state, or as a number of its groups.
+        """
         kind, dot, _ = str(path[len(root)]).partition(".")
         return kind != "param_groups" or (not dot and prod(self._manifest.tensors[path].shape) <= SMALL_ELEMENTS)
 

@@ -1,4 +1,4 @@
-"""Align the groups of two optimizers by parameter names, so that settings can be compared."""
+"""Align the groups of two optimizers by parameter names, to compare settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ NO_GROUPS = Groups((), (), are_stored=False)
 
 
 def align(a: Groups, b: Groups) -> tuple[dict[Path, object], dict[Path, object]]:
-    """Return the settings of both under common paths for the same parameters: `param_groups.<number>.<setting>`.
+    """Return the settings of both under common paths for the same parameters.
+
+    The paths are `param_groups.<number>.<setting>`.
 
     If both group the parameters equally, numbers are those of `a`. Otherwise the settings of each set of parameters
     that share a group in both are listed under its first parameter, and the grouping itself is one more value,

@@ -23,7 +23,7 @@ _NO_MORE = "it holds more values than the files have bytes"
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Maximum difference of two floating-point numbers that count as equal: `|a - b| <= atol + rtol * |b|`.
+    """Maximum difference of equal numbers: `|a - b| <= atol + rtol * |b|`.
 
     Attributes:
         atol: Absolute tolerance.
@@ -92,7 +92,10 @@ def is_leaf(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Return a value in a form common to all formats; empty containers and sequences of scalars become tuples."""
+    """Return a value in a form common to all formats.
+
+    Empty containers and sequences of scalars become tuples.
+    """
     if type(value) is NamedValue and value.kind == "size":
         return value.value
     if type(value) is NamedValue and value.kind == "dtype":
@@ -131,7 +134,10 @@ def _size(value: object) -> int:
 
 
 def _join_scalars(scalars: Mapping[Path, object]) -> dict[Path, object]:
-    """Join scalars whose keys count from 0 into one leaf: some formats store the items of lists separately."""
+    """Join scalars whose keys count from 0 into one leaf.
+
+    Some formats store the items of lists separately.
+    """
     rows: dict[Path, dict[int, object]] = {}
     mixed: set[Path] = {()}
     for path, value in scalars.items():
@@ -161,7 +167,10 @@ def _number(key: str | int) -> int:
 
 
 def are_equal(a: object, b: object, tolerance: Tolerance) -> bool:
-    """Return True if two leaves have equal types and equal values, with floats compared within the tolerance."""
+    """Return True if two leaves are equal, with floats within the tolerance.
+
+    Their types must be equal.
+    """
     if type(a) is tuple and type(b) is tuple:
         return len(a) == len(b) and all(map(_are_same, a, b, [tolerance] * len(a)))
     return _are_same(a, b, tolerance)
@@ -203,7 +212,10 @@ def _are_close(a: float, b: float, tolerance: Tolerance) -> bool:
 
 
 def describe(a: object, b: object, tolerance: Tolerance) -> tuple[str, str]:
-    """Return texts for two different leaves; for sequences, the first items that differ."""
+    """Return texts for two different leaves.
+
+    For sequences, the first items that differ.
+    """
     if type(a) is tuple and type(b) is tuple and a and b:
         if len(a) != len(b):
             return f"{len(a)} items", f"{len(b)} items"

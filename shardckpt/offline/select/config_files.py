@@ -1,4 +1,4 @@
-"""Find config and tokenizer files of a model, in the folder of the checkpoint or in one that the user names."""
+"""Find config and tokenizer files of a model, near the checkpoint or elsewhere."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def read_config(store: Store, size: int) -> dict[str, object]:
 
 
 def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """Return a model's config with its dtype, and those of its parts, set to the dtype of the cast.
+    """Return a model's config with its dtypes set to the dtype of the cast.
 
     Without this `from_pretrained` would cast the tensors back. Other values stay unchanged.
     """

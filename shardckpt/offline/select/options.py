@@ -22,7 +22,7 @@ LEAST_MEMORY_BYTES = 24 * 2**20
 
 
 def parse_dtype(text: str) -> str:
-    """Return torch's name of a float dtype that tensors can be cast to; empty stays empty.
+    """Return torch's name of a float dtype for casts; empty stays empty.
 
     Raises:
         UsageError: The dtype is unknown, or values cannot be cast to it.
@@ -37,7 +37,9 @@ def parse_dtype(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of `consolidate` and `convert`. Field names are the command's options, with underscores.
+    """Options of `consolidate` and `convert`.
+
+    Field names are the command's options, with underscores.
 
     Attributes:
         to: Format to write: `safetensors`, `torch` (files of `torch.save`), `dcp` (torch's distributed checkpoints), or

@@ -1,4 +1,4 @@
-"""Load names and shapes of flat parameters from another checkpoint of the same model."""
+"""Load names and shapes of flat parameters from another checkpoint."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 
 
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
-    """Return True if a checkpoint's tensors are in the order of the model, by its format or by their offsets.
+    """Return True if a checkpoint's tensors are in the order of the model.
+
+    The format or the offsets decide.
 
     safetensors files are usually sorted by name; in DCP folders, replicated tensors are distributed over ranks.
     """

@@ -1,4 +1,4 @@
-"""Select the content of a conversion and its final names: model, optimizer, and skipped content."""
+"""Select the content of a conversion, with its final names."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Selection:
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
-    """Select the tensors to write, check that every element exists, and locate their bytes.
+    """Select the tensors to write, require all elements, and locate their bytes.
 
     Args:
         reader: Open checkpoint.
@@ -129,7 +129,7 @@ def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, .
 
 
 def _list_unwritten(manifest: Manifest, found: sections.Sections, options: Options) -> Iterator[Path]:
-    """Yield the model's values that are not tensors, which no target stores, if the model is requested."""
+    """Yield the requested model's values that are not tensors; no target stores them."""
     if options.part != "optim":
         yield from sections.model_values(manifest, found)
 
@@ -259,7 +259,10 @@ def _target_dtype(name: str, entry: TensorEntry, options: Options) -> str:
 
 
 def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
-    """Compare global shapes with those of another checkpoint, since formats without shapes can hide missing rows."""
+    """Compare global shapes with those of another checkpoint.
+
+    Formats without shapes can hide missing rows.
+    """
     if not shapes_from:
         return
     other = sections.split_flat_names(open_checkpoint(shapes_from).manifest)
@@ -334,7 +337,7 @@ def _restrict_state(state: optimizer_state.OptimizerState, fqns: Set[str]) -> op
 
 
 def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, object]:
-    """Return the objects below `root`, with small tensors among the hyperparameters as numbers.
+    """Return the objects below `root`, with small hyperparameter tensors as numbers.
 
     Raises:
         CheckpointError: An object is damaged or rejected.

@@ -1,4 +1,4 @@
-"""Interface of targets: the values that a target can store, and the files that it makes of a conversion.
+"""Interface of targets: supported values, and the files of a conversion.
 
 A target is one frozen value. To add one, write a module and add a line in `target_registry.py`, or an entry point
 `shardckpt.targets` of another distribution (docs/extending.md).
@@ -89,7 +89,7 @@ class Conversion:
         return split or [()]
 
     def encode_config(self) -> dict[str, bytes]:
-        """Return config files to keep, and the model's `config.json` if a cast changes its dtype."""
+        """Return config files to keep, and a `config.json` whose dtype a cast changes."""
         kept = dict(self.config.kept)
         if not (self.options.dtype and self.config.config):
             return kept
@@ -178,7 +178,10 @@ class Target:
 
 
 def encode_json(content: Mapping[str, object]) -> bytes:
-    """Return indented JSON; unpaired surrogates are escaped, since UTF-8 cannot represent them."""
+    """Return indented JSON.
+
+    Unpaired surrogates are escaped, since UTF-8 cannot represent them.
+    """
     try:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Full content of a checkpoint for torch's formats: arrays once, ties, values, and omitted values."""
+"""Full content of a checkpoint for torch's formats."""
 
 from __future__ import annotations
 

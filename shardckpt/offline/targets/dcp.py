@@ -1,4 +1,7 @@
-"""Target `dcp`: a folder that `torch.distributed.checkpoint` loads on any number of ranks; `.metadata` is last."""
+"""Target `dcp`: a folder that `torch.distributed.checkpoint` loads.
+
+Any number of ranks can load it; `.metadata` is written last.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ from shardckpt.storage.replaceable import FolderKind
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan `.distcp` files and `.metadata`; `convert` keeps the source's split of tensors."""
+    """Plan `.distcp` files and `.metadata`.
+
+    `convert` keeps the source's split of tensors.
+    """
     content = build_content(conversion.selection)
 
     def plan_layout(unique_suffix: str, _: str) -> Layout:
@@ -71,7 +77,10 @@ def _holds_value(value: object) -> bool:
 
 
 def _holds_open_ordered_dict(value: object) -> bool:
-    """Return True if a value contains an `OrderedDict` that torch's planner flattens, so that it becomes a dict."""
+    """Return True if a value contains an `OrderedDict` that would become a dict.
+
+    Torch's planner flattens it.
+    """
     if isinstance(value, (OrderedDict, Ordered)):
         return bool(value)
     if isinstance(value, dict):
@@ -155,12 +164,15 @@ def build_content(selection: Selection) -> Content:
 
 
 def to_torch_path(path: Path) -> Path:
-    """Return a path in torch's form: numbers are list indexes, but parameter ids of optimizers are keys."""
+    """Return a path in torch's form.
+
+    Numbers are list indexes, but parameter ids of optimizers are keys.
+    """
     return tuple(str(key) if i and path[i - 1] == STATE and isinstance(key, int) else key for i, key in enumerate(path))
 
 
 def _as_torch(path: Path) -> Path:
-    """Return a path whose parameter ids are text, as torch stores keys of dicts; other numbers are list indexes."""
+    """Return a path with text keys, as torch stores keys of dicts."""
     return tuple(map(str, path))
 
 
@@ -200,7 +212,7 @@ def split_boxes(content: Content, world_size: int) -> Boxes:
 
 
 def split_boxes_as_stored(content: Content) -> Boxes:
-    """Split tensors as in the source: one rank for each of its files, one chunk for each piece."""
+    """Split tensors as in the source: a rank per file, a chunk per piece."""
     sources = dict.fromkeys(p.file for t in content.arrays.values() for m in t.output_parts for p in m.entry.pieces)
     ranks = {file: rank for rank, file in enumerate(sources)}
     boxes: list[list[tuple[Path, Box]]] = [[] for _ in sources or ("",)]

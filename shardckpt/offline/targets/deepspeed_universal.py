@@ -1,4 +1,6 @@
-"""Target `deepspeed-universal`: one folder per trained parameter, from which DeepSpeed resumes on any topology.
+"""Target `deepspeed-universal`: one folder per trained parameter.
+
+DeepSpeed resumes from it on any topology.
 
 For `load_checkpoint` with `"checkpoint": {"load_universal": true}`, and ZeRO stages 1 to 3: weights in float32 under
 `zero/`, with the values that all parameters share, and model files with the live weights, buffers and ties.
@@ -146,7 +148,10 @@ def _trained_names(selection: Selection) -> list[str]:
 
 
 def _params(selection: Selection, weights: Sequence[OutputTensor]) -> tuple[dict[str, _Param], list[str]]:
-    """Return the trained parameters by name, and descriptions of the state that DeepSpeed would not load."""
+    """Return the trained parameters by name, and descriptions of lost state.
+
+    Lost is state that DeepSpeed would not load.
+    """
     slots: dict[str, dict[str, OutputTensor]] = {}
     lost = []
     steps: dict[str, OutputTensor | object] = {}
@@ -204,7 +209,10 @@ def _param_files(folder: str, param: _Param) -> Iterator[_PlannedFile]:
 def _optimizer_state(
     reader: Reader, selection: Selection, params: Mapping[str, _Param]
 ) -> tuple[object, Sequence[OutputTensor]]:
-    """Return the values that all parameters share; stage 3 also reads its groups and steps from these."""
+    """Return the values that all parameters share.
+
+    Stage 3 also reads its groups and steps from these.
+    """
     steps = [param.step for param in params.values() if isinstance(param.step, OutputTensor)][:1]
     step = TensorValue(0, steps[0].dtype, ()) if steps else next((p.step for p in params.values()), None)
     given: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
@@ -245,7 +253,7 @@ def _model_fields(reader: Reader, selection: Selection, params: Mapping[str, _Pa
 
 
 def _loop(reader: Reader) -> dict[str, object]:
-    """Return the state of the source's training loop that DeepSpeed restores, if its values are plain."""
+    """Return the plain state of the training loop that DeepSpeed restores."""
     found: dict[str, object] = {}
     for key in _LOOP if reader.manifest.format.startswith("deepspeed") else ():
         below = {p[1:]: e.value for p, e in reader.manifest.objects.items() if p[0] == key}

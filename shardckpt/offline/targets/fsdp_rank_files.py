@@ -1,4 +1,6 @@
-"""`reshard --to torch`: one `torch.save` file per rank, with tensors as row-sharded DTensors that FSDP2 loads.
+"""`reshard --to torch`: one file per rank, with DTensors that FSDP2 loads.
+
+Tensors are sharded by rows.
 
 The pickles are those of torch 2.13: a 1-D mesh over all ranks, `Shard(0)`. Values that are not tensors, and replicated
 tensors (buffers, steps), are in the file of every rank. A sharded source shows which tensors are replicated: those
@@ -74,7 +76,10 @@ def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path
 
 
 def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
-    """Return the tensors that the source splits, or would if they had more rows; all with rows if it splits none."""
+    """Return the tensors to split: those that the source splits, or all.
+
+    Includes those that it would split if they had more rows. All tensors with rows are split if the source splits none.
+    """
     rows = {path: tensor for path, tensor in arrays.items() if tensor.shape and 0 not in tensor.shape}
     pieces = {path: sum(1 for piece in tensor.entry.pieces if piece.box.volume) for path, tensor in rows.items()}
     if all(count < 2 for count in pieces.values()):
@@ -106,7 +111,10 @@ def _instance(module: str, name: str, state: Mapping[str, object]) -> GlobalCall
 
 
 def _mesh(rank: int, world: int) -> GlobalCall:
-    """Return the mesh of all ranks as stored by one of them; its list of ranks is storage 0."""
+    """Return the mesh of all ranks as one of them stores it.
+
+    The list of ranks is storage 0.
+    """
     axis = _instance(_LAYOUT, "_FlatLayout", {"shape": (world,), "stride": (1,)})
     state: dict[str, object] = {
         "_device_type": "cpu",

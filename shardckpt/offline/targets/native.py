@@ -1,4 +1,7 @@
-"""Target `native`: a step for any number of ranks, hashed while it is written, with `COMMIT` last."""
+"""Target `native`: a step for any number of ranks, with `COMMIT` last.
+
+Files are hashed while they are written.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ from shardckpt.plan.optim.output_keys import to_state_paths
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan a native step of one writer; if it contains a model, it is a Hugging Face folder too."""
+    """Plan a native step of one writer.
+
+    If it contains a model, it is a Hugging Face folder too.
+    """
     model = ("model",) if conversion.options.part != "optim" else None
     tree = build_selected_tree(conversion.selection)
 
@@ -121,7 +127,7 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
 
 
 def build_selected_tree(selection: Selection) -> NativeTree:
-    """Build the state of a selection: `{"model": {name: ...}, "optim": {"state": {name: {slot: ...}}, ...}}`."""
+    """Build the state of a selection: `{"model": ..., "optim": {"state": ...}}`."""
     arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     values: dict[Path, object] = {}
     if selection.groups is not None:
@@ -221,7 +227,9 @@ class PlannedStep:
 
 
 def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> PlannedStep:
-    """Split arrays along their first dimension, like `torch.chunk`, and plan at least one file per writer.
+    """Split arrays along their first dimension, like `torch.chunk`, and plan files.
+
+    Each writer gets at least one file.
 
     Args:
         tree: State to save.

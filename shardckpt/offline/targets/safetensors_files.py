@@ -1,4 +1,4 @@
-"""Target `safetensors`: files that `transformers` and inference servers load, with an index; or one file."""
+"""Target `safetensors`: files that `transformers` loads, with an index."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def _plan_folder(
 
 
 def _metadata(conversion: Conversion) -> dict[str, str]:
-    """Return the header metadata: that of the source, ties as `dropped: kept` (like `save_model`), and casts."""
+    """Return the header metadata: that of the source, ties, and casts.
+
+    Ties are stored as `dropped: kept`, like `save_model` does.
+    """
     selection = conversion.selection
     metadata = {**conversion.reader.manifest.metadata, "format": "pt", **selection.ties}
     casts = {t.name: t.entry.stored for t in selection.model if t.is_cast}

@@ -1,4 +1,7 @@
-"""Registry of output formats. To add one, write a module in this folder and add a line to `BUILT_IN`."""
+"""Registry of output formats.
+
+To add one, write a module in this folder and add a line to `BUILT_IN`.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def _find_plugins() -> tuple[Plugin, ...]:
 
 
 def _load_plugins(on_error: Callable[[str], None] = lambda _: None) -> Iterator[Target]:
-    """Yield the targets of plugins; for those that cannot be loaded, pass the message to `on_error`."""
+    """Yield the targets of plugins; pass loading errors to `on_error`."""
     for plugin in _find_plugins():
         try:
             yield load_plugin(plugin, Target)

@@ -1,4 +1,7 @@
-"""Target `torch`: files that `torch.load(weights_only=True)` reads, planned completely and written as a stream."""
+"""Target `torch`: files that `torch.load(weights_only=True)` reads.
+
+All bytes are planned, and written as a stream.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ def model_files(
 
 
 def _single_file(conversion: Conversion) -> OutputFile:
-    """Return the single file of a part: the state dict of the model or of the optimizer, or both under their keys."""
+    """Return the single file of a part: a state dict, or both under their keys."""
     selection, name = conversion.selection, conversion.file_name
     if conversion.options.part == "optim":
         return torch_file(name, _optimizer(selection, 0), selection.optim)
@@ -105,7 +108,10 @@ def torch_file(name: str, value: object, tensors: Sequence[OutputTensor]) -> Out
 
 
 def state_dict(selection: Selection, tensors: Sequence[OutputTensor]) -> dict[str, TensorValue]:
-    """Return names to tensors in state-dict order, with all names of tied tensors; storages have the given order."""
+    """Return names to tensors in state-dict order, including tied names.
+
+    Storages have the given order.
+    """
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
     order = selection.order or tuple(numbers)
     found = {}
@@ -117,7 +123,7 @@ def state_dict(selection: Selection, tensors: Sequence[OutputTensor]) -> dict[st
 
 
 def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
-    """Return `{"state": {parameter: {slot: tensor}}, "param_groups": [...]}`; storages are numbered from `first`."""
+    """Return the optimizer's state dict, with storages numbered from `first`."""
     content: Mapping[str, Any] = selection.groups or {}
     arrays, values = to_state_paths(selection.optim, content)
     numbers = {tensor.name: first + number for number, tensor in enumerate(selection.optim)}

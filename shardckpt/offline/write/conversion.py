@@ -1,4 +1,4 @@
-"""The planned files of a target, and their execution: publish, copy, finish, report."""
+"""The planned files of a target, and their execution: publish, copy, report."""
 
 from __future__ import annotations
 

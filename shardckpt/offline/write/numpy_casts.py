@@ -1,4 +1,4 @@
-"""Cast between float dtypes; a finite value outside the range of the new dtype is an error, as for `load`."""
+"""Cast between float dtypes; values outside the new range are an error."""
 
 from __future__ import annotations
 

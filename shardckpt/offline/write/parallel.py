@@ -1,4 +1,7 @@
-"""Share one conversion among ranks: each writes some payload files; rank 0 begins and commits the publication."""
+"""Share one conversion among ranks, each of which writes some payload files.
+
+Rank 0 begins and commits the publication.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ _SEPARATOR = "\0"
 
 
 def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
-    """Return the files of each rank: the largest first, to the rank with the fewest bytes; the same on every rank."""
+    """Return the files of each rank: the largest first, to the least loaded rank.
+
+    The result is the same on every rank.
+    """
     loads = [(0, rank) for rank in range(ranks)]
     heapify(loads)
     mine: list[list[OutputFile]] = [[] for _ in range(ranks)]
@@ -29,7 +35,7 @@ def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]
 
 
 def write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-    """Write a conversion with ranks that were started together, by `torchrun` or by the caller's own job.
+    """Write a conversion with the ranks of `torchrun` or of the caller's own job.
 
     All or nothing: a failure of one rank is raised on all. Rank 0 generates the names and writes the small files.
 

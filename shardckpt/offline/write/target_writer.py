@@ -1,4 +1,4 @@
-"""Compatibility module: earlier import path of the classes of a target's plan, for targets of other packages."""
+"""Compatibility module with the earlier import path of a plan's classes."""
 
 from __future__ import annotations
 

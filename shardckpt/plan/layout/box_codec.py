@@ -1,4 +1,4 @@
-"""Encode messages between ranks as bytes: JSON with a block of bytes, or the boxes of named arrays."""
+"""Encode messages between ranks as bytes: JSON with a block, or boxes."""
 
 from __future__ import annotations
 

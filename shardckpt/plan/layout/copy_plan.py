@@ -1,4 +1,4 @@
-"""Plan how to fill one output file, in order: runs copied from file to file, and batches assembled in a buffer."""
+"""Plan how to fill one output file: copied runs, and assembled batches."""
 
 from __future__ import annotations
 
@@ -127,7 +127,10 @@ def _merge_runs(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
 
 
 def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
-    """Split a tensor into contiguous ranges, in order: pieces if all of them are contiguous, else blocks."""
+    """Split a tensor into contiguous ranges in order: pieces, else blocks.
+
+    Pieces are used if all of them are contiguous.
+    """
     if bits(tensor.entry.stored) % 8:
         tensor = replace(tensor, entry=as_bytes(tensor.entry), dtype=as_bytes(tensor.entry).stored)
     entry = tensor.entry
@@ -157,7 +160,7 @@ def is_scattered(tensor: OutputTensor) -> bool:
 
 
 def as_bytes(entry: TensorEntry) -> TensorEntry:
-    """Return an array of sub-byte elements as an array of bytes, which can be split anywhere.
+    """Return an array of sub-byte elements as bytes, which can be split anywhere.
 
     An array of several spans is returned unchanged, since a split between its elements may be inside a byte.
     """
@@ -169,7 +172,10 @@ def as_bytes(entry: TensorEntry) -> TensorEntry:
 
 
 def _pieces_of_run(tensor: OutputTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
-    """Split a long run at the possible ends of batches; `_merge_runs` joins parts that are copied together."""
+    """Split a long run at the possible ends of batches.
+
+    `_merge_runs` joins parts that are copied together.
+    """
     at = copy.offset
     for block in contiguous_blocks(box, most):
         size = nbytes(tensor.dtype, block.volume)

@@ -1,4 +1,4 @@
-"""Check that pieces contain every element exactly once, and that files contain the pieces."""
+"""Check that pieces contain each element once, and that files contain pieces."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 1
 
 
 def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: str) -> None:
-    """Require that every element of every entry is in exactly one piece, and every piece in its file.
+    """Require that each element is in exactly one piece, and each piece in its file.
 
     Raises:
         IncompleteError: Elements are in no file, or their file is missing.
@@ -120,7 +120,9 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
 
 
 def locate(reader: PieceResolver, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return the entries with every `Lazy` piece resolved; coverage is checked before and after.
+    """Return the entries with every `Lazy` piece resolved.
+
+    Coverage is checked before and after.
 
     Raises:
         CheckpointError: Elements are missing or stored twice, or a container is damaged.
@@ -171,7 +173,7 @@ def _is_single_span(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
-    """Return True if pieces are spans that form a grid or are consecutive, as usual for rank shards."""
+    """Return True if pieces are spans in a grid or in order, as of rank shards."""
     shape, width = entry.shape, bits(entry.stored)
     for box, file, layout in entry.pieces:
         if (
@@ -215,7 +217,7 @@ def _check_piece(manifest: Manifest, entry: TensorEntry, piece: Piece, name: str
 
 
 def _wrong_extent(entry: TensorEntry, box: Box, layout: Span | Strided | Lazy) -> str:
-    """Return the error text for a layout whose bytes do not fit its box; empty if they fit."""
+    """Return the error text for a layout that does not fit its box; else empty."""
     if isinstance(layout, Span):
         expected = nbytes(entry.stored, box.volume)
         return "" if layout.nbytes == expected else f"found {layout.nbytes} bytes, expected {expected}"

@@ -1,4 +1,4 @@
-"""Convert an index of an array to the box to read, and to the index of the wanted elements in this box."""
+"""Convert an index of an array to a box and to an index in this box."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Index = int | slice | EllipsisType
 
 
 def index_to_box(index: Index | tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int | slice, ...]]:
-    """Return the box with all elements of an index, and the index of these elements in the box.
+    """Return the box with all elements of an index, and the index in this box.
 
     Args:
         index: Integers, slices and an ellipsis, as for a torch tensor.

@@ -1,4 +1,4 @@
-"""Plan the output files of tensors: sizes in the users' notation, and file names that Hugging Face readers expect."""
+"""Plan the output files of tensors: sizes, and names for Hugging Face readers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def parse_size(text: int | str) -> int:
 
 
 def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple[OutputTensor, ...]]:
-    """Assign tensors to files greedily in order; a tensor larger than a file gets its own.
+    """Assign tensors to files greedily in order.
+
+    A tensor larger than a file gets its own.
 
     Same rule as `split_state_dict_into_shards_factory` of huggingface_hub, so that both tools split at the same
     tensors.
@@ -140,7 +142,10 @@ def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple
 
 
 def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
-    """Keep tensors of one source file together; tensors that are split over files get one additional file."""
+    """Keep tensors of one source file together.
+
+    Tensors that are split over files get one additional file.
+    """
     files: dict[str, list[OutputTensor]] = {}
     for tensor in tensors:
         sources = {piece.file for piece in tensor.entry.pieces}
@@ -151,7 +156,7 @@ def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor,
 def name_files(
     groups: Sequence[tuple[OutputTensor, ...]], stem: str, unique_suffix: str = "", suffix: str = ".safetensors"
 ) -> list[PlannedFile]:
-    """Name the files `stem.safetensors`, or `stem-00001-of-00002.safetensors` and so on.
+    """Name files `stem.safetensors`, or `stem-00001-of-00002.safetensors` etc.
 
     Args:
         groups: Tensors of each file.

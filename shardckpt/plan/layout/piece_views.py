@@ -1,4 +1,4 @@
-"""Views of an array's pieces: narrowed, shifted, permuted, with a dimension inserted or removed."""
+"""Views of an array's pieces: narrow, shift, permute, insert or remove dimensions."""
 
 from __future__ import annotations
 

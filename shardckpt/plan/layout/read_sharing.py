@@ -1,4 +1,4 @@
-"""Plan reads that several ranks share: segments of files, the rank that reads each, and the ranks that receive it."""
+"""Plan reads that several ranks share: segments, readers and receivers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Extent(NamedTuple):
 
 
 class FileSegments:
-    """The segments of a checkpoint's files, with numbers that are equal on every rank with the same names and sizes.
+    """The segments of a checkpoint's files, with equal numbers on all ranks.
+
+    The ranks must have the same names and sizes.
 
     Args:
         files: File name to size in bytes; missing files have no segments.
@@ -53,7 +55,10 @@ class FileSegments:
         return Extent(name, start, min(start + SEGMENT_BYTES, self._files[name]))
 
     def split(self, file: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Split a range at segment borders; yield segment number, first byte, and end (exclusive) of each part."""
+        """Split a range at segment borders; yield number, start and end of each part.
+
+        The end is exclusive.
+        """
         while start < stop:
             at = start // SEGMENT_BYTES
             end = min(stop, (at + 1) * SEGMENT_BYTES)
@@ -61,7 +66,9 @@ class FileSegments:
             start = end
 
     def wanted(self, ranges: Iterable[tuple[str, int, int]], grain: int = 1) -> Ids:
-        """Return the segments of which at least half would be read; reading less is cheaper than sending.
+        """Return the segments of which at least half would be read.
+
+        Reading less is cheaper than sending.
 
         Args:
             ranges: File, first byte, and end (exclusive); disjoint.

@@ -1,4 +1,4 @@
-"""Plan a save: each element is written once, and replicated boxes are balanced over ranks by bytes."""
+"""Plan a save: each element is written once, and ranks are balanced by bytes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
 
 
 def digest(held: Iterable[LocalTensor]) -> bytes:
-    """Return a 16-byte digest of all inputs of a plan: names, shapes, dtypes and boxes, without values."""
+    """Return a 16-byte digest of a plan's inputs: names, shapes, dtypes, boxes.
+
+    Values are not included.
+    """
     hasher = hashlib.blake2b(digest_size=16)
     for each in held:
         hasher.update(repr((each.path, each.shape, each.dtype, [tuple(box) for box in each.boxes])).encode())
@@ -153,7 +156,7 @@ class _Shared(NamedTuple):
 
 
 def _gather(held: Sequence[Sequence[LocalTensor]]) -> list[_Array]:
-    """Collect the boxes of each array from all ranks, and check that their dtypes and shapes agree."""
+    """Collect the boxes of each array from all ranks; check dtypes and shapes."""
     arrays: dict[Path, _Array] = {}
     for rank, mine in enumerate(held):
         for path, shape, dtype, boxes, value in mine:
@@ -233,7 +236,9 @@ def _outside(array: _Array, box: Box) -> UsageError:
 
 
 def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
-    """Return the element counts of boxes that fill the array consecutively in row-major order; None for other boxes.
+    """Return the element counts of boxes that are consecutive; else None.
+
+    The boxes must fill the array in row-major order.
 
     Most shardings have such boxes, and thousands of them are checked at once.
     """
@@ -268,7 +273,7 @@ def _carve(array: _Array, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, tupl
 
 
 def _share_out(shared: Sequence[_Shared], loads: list[int]) -> Iterator[tuple[_Shared, int]]:
-    """Yield replicated boxes with their writers: the largest first, to the rank with the fewest bytes."""
+    """Yield replicated boxes with their writers: largest first, least loaded rank."""
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for part in sorted(shared, key=lambda each: (-each.nbytes, each)):
         queue = queues.get(part.ranks)

@@ -1,4 +1,4 @@
-"""Names of tensors: remove wrapper names, select by globs, and choose one name of each shared tensor.
+"""Names of tensors: remove wrappers, select by globs, choose shared names.
 
 Shared tensors are detected from shared storages, alias records, and `tie_word_embeddings` in a model's config, never
 from equal values.
@@ -53,7 +53,7 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def make_cleaner(names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that cleans further names (of optimizer state) like `clean_names`."""
+    """Return a function that cleans further names like `clean_names`."""
     known = clean_names(names)
     strips = [name for name, new in known.items() if name != new]
     depth = min((_leading_depth(name) for name in strips), default=0)
@@ -157,7 +157,7 @@ def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
 
 
 def read_config_ties(config: Mapping[str, object], names: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return output embedding to input embedding if a model's config states that they are tied."""
+    """Return output embedding to input embedding, if a model's config ties them."""
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
     if tied is not True:

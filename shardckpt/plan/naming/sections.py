@@ -78,7 +78,10 @@ def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
 
 
 def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
-    """Yield the paths in the model's subtree without a tensor, such as a module's extra state, in saved order."""
+    """Yield the paths in the model's subtree without a tensor, in saved order.
+
+    For example a module's extra state.
+    """
     depth = len(found.model)
     if depth:
         for path in manifest.objects:
@@ -108,7 +111,7 @@ def find_key(manifest: Manifest, key: str, option: str) -> Path:
 
 
 def split_flat_names(manifest: Manifest) -> Manifest:
-    """Split one-key names such as `optim.state.w.exp_avg` into the paths of a nested save.
+    """Split one-key names such as `optim.state.w.exp_avg` into nested paths.
 
     Needed for old DCP folders, which store no paths; other checkpoints are returned unchanged.
     """
@@ -146,7 +149,10 @@ def _below_any(path: Path, roots: Iterable[Path]) -> bool:
 
 
 def _optimizers(manifest: Manifest) -> list[Path]:
-    """Return every path that has both `state` and `param_groups` below it, nested or flattened into one key."""
+    """Return every path that has both `state` and `param_groups` below it.
+
+    They may be nested or flattened into one key.
+    """
     seen: dict[Path, set[str]] = {}
     for path in _paths(manifest):
         for n, key in enumerate(path[: _DEEPEST + 1]):
@@ -179,7 +185,9 @@ def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
 
 
 def _is_flat(manifest: Manifest, optimizers: list[Path]) -> bool:
-    """Return True if the tensors at the top level are a model's state dict, not a few numbers beside subtrees.
+    """Return True if the tensors at the top level are a model's state dict.
+
+    The alternative is a few numbers beside subtrees.
 
     The names of a state dict contain dots, and it has most of the elements.
     """
@@ -195,7 +203,7 @@ def _stem(key: str | int) -> str:
 
 
 def _top(path: Path, inside: tuple[Path, ...]) -> Path:
-    """Return the shortest prefix of `path` that contains no part, to describe skipped content briefly."""
+    """Return the shortest prefix of `path` without a part, for messages."""
     for n in range(1, len(path)):
         if not any(_below(part, path[:n]) for part in inside):
             return path[:n]

@@ -1,4 +1,4 @@
-"""Select the weights of a model: the trained ones, or other sets such as master weights and averages."""
+"""Select the weights of a model: trained, master weights or averages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AVERAGED = "module"
 
 
 def names(manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of other weights in a checkpoint: its variants, and subtrees with usual names."""
+    """Return the names of other weights: variants, and subtrees with usual names."""
     tops = dict.fromkeys(path[0] for path in manifest.tensors if len(path) > 1)
     return tuple(dict.fromkeys((*manifest.variants, *(name for name in _USUAL if name in tops))))
 
@@ -59,7 +59,10 @@ def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
 
 
 def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: bool) -> dict[Path, TensorEntry]:
-    """Return other weights by the model's names; for a variant, only tensors that the model also has."""
+    """Return other weights by the model's names.
+
+    For a variant, only tensors that the model also has.
+    """
     found: dict[Path, TensorEntry] = {}
     for path, entry in manifest.tensors.items():
         if path[: len(root)] == root and len(path) > len(root):

@@ -1,4 +1,4 @@
-"""Convert optimizer state between flat parameters and their members: slots and groups.
+"""Convert optimizer state between flat parameters and their members.
 
 Generic over the values: the caller packs the members' values of a slot into one value, or splits it.
 """
@@ -54,7 +54,9 @@ class FlatUnit:
 def pack_state(
     state: Mapping[str, Any], units: Sequence[FlatUnit], pack: Callable[[FlatUnit, str, dict[str, Any]], Any]
 ) -> tuple[Nested, dict[str, list[str]]]:
-    """Convert a nested state by names to flat parameters; a flat parameter is in the first group of its members.
+    """Convert a nested state by names to flat parameters.
+
+    A flat parameter is in the first group of its members.
 
     Args:
         state: Nested state by names.
@@ -111,7 +113,7 @@ def _pack_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit])
 def split_slots(
     rows: Rows[V], units: Iterable[FlatUnit], split: Callable[[FlatUnit, str, V], Mapping[str, W]]
 ) -> dict[str, dict[str, V | W]]:
-    """Convert the slots of flat parameters to those of their members; other parameters stay unchanged.
+    """Convert slots of flat parameters to members; other parameters are unchanged.
 
     Args:
         rows: Slots by names of flat parameters.
@@ -137,7 +139,9 @@ def split_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit])
 
 
 def has_scalars(specs: Sequence[ParamSpec], slot: str, shapes: Mapping[str, Sequence[int] | None]) -> bool:
-    """Return True if the values of a slot are scalars; the shape of a 0-dim parameter alone does not prove it.
+    """Return True if the values of a slot are scalars.
+
+    The shape of a 0-dim parameter alone does not prove it.
 
     Args:
         specs: Member parameters.

@@ -1,4 +1,4 @@
-"""Match the ids of an optimizer to parameter names by known properties; ambiguous matches are rejected."""
+"""Match ids of an optimizer to parameter names; reject ambiguous matches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ BY_ORDER = (
 
 
 def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> list[str] | None:
-    """Return the names that match the properties, if exactly one assignment does in any order; None matches anything.
+    """Return the names that match the properties in any order, if unambiguous.
+
+    A property of None matches anything.
 
     Args:
         wanted: Known property of each id, such as a shape.
@@ -39,7 +41,9 @@ def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]
 
 
 def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[str, object]]) -> list[list[str]] | None:
-    """Return the names that match each group in order, if exactly one assignment does; None matches anything.
+    """Return the names that match each group in order, if unambiguous.
+
+    A property of None matches anything.
 
     Each group takes its names before the next group. The assignment is unique if the leftmost and the rightmost one are
     equal, so two passes over a group are enough.
@@ -65,7 +69,10 @@ def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[s
 
 
 def has_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> bool:
-    """Return True if any assignment of names matches the properties, in any order; None matches anything."""
+    """Return True if any assignment of names matches the properties.
+
+    In any order; a property of None matches anything.
+    """
     held = Counter(kind for _, kind in offered)
     asked = Counter(kind for kind in wanted if kind is not None)
     return len(wanted) <= len(offered) and all(count <= held[kind] for kind, count in asked.items())

@@ -1,4 +1,6 @@
-"""Forms of optimizer state: by names, by ids, flattened, by paths. Generic over the values, which are not copied.
+"""Forms of optimizer state: by names, by ids, flattened, by paths.
+
+Generic over the values, which are not copied.
 
 The nested form is torch's: `{"state": {key: {slot: value}}, "param_groups": [{..., "params": [key, ...]}, ...]}`, whose
 keys are FQNs or ids. In the flattened form, each value has one key: `state.{name}.{slot}` or
@@ -31,7 +33,9 @@ class MixedKeysError(ShardckptError, ValueError):
 
 
 def get_key_type(state: Mapping[str, Any]) -> type | None:
-    """Return the type of the keys: `int` for ids, `str` for names, None for an empty state.
+    """Return the type of the keys: `int` for ids, `str` for names, else None.
+
+    None for an empty state.
 
     Raises:
         MixedKeysError: Keys have both types.
@@ -76,7 +80,7 @@ def to_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = 
 
 
 def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = None) -> Nested:
-    """Return an optimizer state by ids, as `torch.optim.Optimizer.state_dict` returns it.
+    """Return an optimizer state by ids, in the form of `torch.optim.Optimizer`.
 
     Args:
         state: State by names or by ids.
@@ -132,7 +136,9 @@ def number_names(names: Iterable[str]) -> dict[str, int]:
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer state with one key per value: `state.{name}.{slot}` and `param_groups.{name}.{setting}`.
+    """Return an optimizer state with one key per value.
+
+    The keys are `state.{name}.{slot}` and `param_groups.{name}.{setting}`.
 
     Args:
         state: State by names.
@@ -204,7 +210,10 @@ def split_keys(
 
 
 def split_key(key: str, is_param: Callable[[str], bool]) -> tuple[str, str]:
-    """Split `{name}.{slot}` after the longest prefix that is a parameter's name; without one, at the last dot."""
+    """Split `{name}.{slot}` after the longest prefix that is a parameter's name.
+
+    Without one, at the last dot.
+    """
     at = len(key)
     while (at := key.rfind(".", 0, at)) > 0:
         if is_param(key[:at]):

@@ -1,4 +1,4 @@
-"""Convert stored optimizer state of any form to FQNs: `(fqn, slot)`, and groups with names.
+"""Convert stored optimizer state to FQNs: `(fqn, slot)`, groups with names.
 
 State belongs to a parameter by its FQN. Ids become names by a stored list, by shapes if exactly one assignment matches,
 or by the order of the model's state dict if the files keep it; the result records the last case.
@@ -218,7 +218,7 @@ def _name_ids(
 
 
 def _require_known(names: Mapping[Key, str], state: Nested, model: Mapping[str, Shape]) -> None:
-    """Reject names of the caller that the model lacks, or whose moments have another shape than the parameter."""
+    """Reject a caller's names that the model lacks, or with moments of other shapes."""
     for key, name in names.items():
         if name not in model:
             raise UsageError(
@@ -238,7 +238,7 @@ def _require_known(names: Mapping[Key, str], state: Nested, model: Mapping[str, 
 
 
 def _match_names(state: Nested, model: Mapping[str, Shape], *, keeps_order: bool) -> _ParamNames:
-    """Name ids by the only assignment that matches the model's shapes in any order, else by the model's order.
+    """Name ids by shapes if one assignment matches, else by the model's order.
 
     Raises:
         AmbiguousError: No assignment matches, or more than one does.
@@ -265,7 +265,10 @@ def _iter_tensors(state: Nested) -> Iterator[tuple[Key, str, TensorEntry]]:
 
 
 def _infer_shapes(state: Nested) -> dict[Key, Shape]:
-    """Return the shape of each id's parameter: of a known slot of torch, or the only shape among the slots."""
+    """Return the shape of each id's parameter, from its slots.
+
+    From a known slot of torch, or the only shape among the slots.
+    """
     alike: dict[Key, Shape] = {}
     others: dict[Key, set[Shape]] = {}
     for key, slot, entry in _iter_tensors(state):

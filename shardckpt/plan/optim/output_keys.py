@@ -1,4 +1,4 @@
-"""Convert the keys of optimizer state in output files: names, ids, flattened names, flat parameters."""
+"""Convert the keys of optimizer state in output files."""
 
 from __future__ import annotations
 
@@ -200,7 +200,10 @@ def _require_equal(where: str, values: Mapping[str, object]) -> None:
 
 
 def _in_memory_order(entry: TensorEntry, spec: ParamSpec) -> TensorEntry:
-    """Return an entry with dimensions in the order of its parameter's memory, from the slowest to the fastest."""
+    """Return an entry with dimensions in the order of its parameter's memory.
+
+    From the slowest to the fastest.
+    """
     if not spec.order:
         return entry
     return entry._replace(shape=spec.memory_shape, pieces=tuple(permute(entry.pieces, spec.order)))

@@ -1,4 +1,4 @@
-"""Param groups: settings follow the names, so that parameters keep the settings with which they were saved."""
+"""Param groups: parameters keep the settings with which they were saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved settings of the parameters of each live group; empty if no parameter was saved.
+    """Return the saved settings of the parameters of each live group.
+
+    Empty if no parameter was saved.
 
     Raises:
         ConflictError: Parameters of a live group were saved in groups with different settings.
@@ -40,7 +42,7 @@ def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, A
 
 
 def group_by_settings(hypers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups of parameters with equal settings, in the order of their first members."""
+    """Return groups of parameters with equal settings, in order of first members."""
     groups: dict[str, dict[str, Any]] = {}
     for name, values in hypers.items():
         groups.setdefault(repr(sorted(values.items())), {**values, "params": []})["params"].append(name)
@@ -48,7 +50,7 @@ def group_by_settings(hypers: Mapping[str, Mapping[str, Any]]) -> list[dict[str,
 
 
 def read_param_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return the name of each id, from groups that list one name for each of their ids."""
+    """Return the name of each id, from groups that list a name for each id."""
     names: dict[int, str] = {}
     for group in groups:
         params, stored = group.get("params"), group.get("param_names")

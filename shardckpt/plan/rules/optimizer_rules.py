@@ -1,4 +1,4 @@
-"""Apply rules to an optimizer: its slots like its parameters, its groups by the new names."""
+"""Apply rules to an optimizer: slots like parameters, groups by new names."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def _make_entry(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) ->
 
 
 def _groups(plan: RemapPlan, groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return groups by the new names; a tensor made of several is at the position of the first."""
+    """Return groups by the new names.
+
+    A tensor made of several is at the position of the first.
+    """
     home: dict[str, int] = {}
     for number, group in enumerate(groups):
         params = group["params"]

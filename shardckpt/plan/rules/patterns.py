@@ -1,4 +1,4 @@
-"""Patterns of names in rules: literal names, `{x}` for one component, or regular expressions."""
+"""Patterns of names in rules: literal, `{x}` for a component, or regex."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Match:
         return self._match[place]
 
     def number(self, place: str) -> int | None:
-        """Return the text of a placeholder as a number; None if it is not one, or has leading zeros."""
+        """Return the text of a placeholder as a number; None if it is not one.
+
+        None also for leading zeros.
+        """
         text = self._match[place]
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and str(int(text)) == text
         return int(text) if is_number else None

@@ -1,4 +1,4 @@
-"""Parse rules as users write them: TOML with one table per rule, and `FROM=TO` on a command line."""
+"""Parse rules: TOML with one table per rule, and `FROM=TO` of a command line."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _rule(table: object, where: str, config: Mapping[str, object]) -> Rule:
 
 
 def _with_numbers(given: Mapping[str, Any], where: str, config: Mapping[str, object]) -> dict[str, Any]:
-    """Return a rule with names of the model's config replaced by numbers, in `groups` and `sizes`."""
+    """Replace names of the model's config by numbers, in `groups` and `sizes`."""
 
     def number(value: object) -> object:
         if not isinstance(value, str):

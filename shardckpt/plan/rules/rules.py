@@ -1,4 +1,4 @@
-"""Rules that rename and reshape a model's tensors, planned and checked from names and shapes alone.
+"""Rules that rename and reshape a model's tensors, planned without data.
 
 Each rule works on the results of the previous rules. The plan gives, for every final name, its construction from the
 tensors of the checkpoint: concatenate, split, permute. The slots of an optimizer are constructed in the same way.
@@ -133,7 +133,7 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Write a model's tensors in another float dtype; the slots of an optimizer keep theirs.
+    """Write a model's tensors in another float dtype; optimizer slots keep theirs.
 
     Attributes:
         name: Pattern of the tensors' names.
@@ -265,7 +265,10 @@ def iter_sources(recipe: Recipe) -> Iterator[SourceTensor]:
 
 
 def replace_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
-    """Return a recipe with renamed source tensors of the same shapes; names that are not in `names` stay."""
+    """Return a recipe with renamed source tensors; names not in `names` stay.
+
+    The shapes must be the same.
+    """
     if isinstance(recipe, SourceTensor):
         return recipe._replace(name=names.get(recipe.name, recipe.name))
     if isinstance(recipe, Concat):
@@ -503,7 +506,7 @@ def _fuse(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
 
 
 def _sizes(rule: Split, length: int, name: str, where: str) -> tuple[int, ...]:
-    """Return the size of each part in elements, after checking them against the dimension's `length`."""
+    """Return the size of each part in elements, checked against `length`."""
     sizes = rule.sizes or (1,) * len(rule.to)
     if rule.are_shares or not rule.sizes:
         unit = length // sum(sizes)
@@ -520,7 +523,7 @@ def _sizes(rule: Split, length: int, name: str, where: str) -> tuple[int, ...]:
 
 
 def _narrow(recipe: Recipe, dim: int, start: int, size: int) -> Recipe:
-    """Return a slice of a recipe; slices of slices and of concatenated parts are simplified."""
+    """Return a slice of a recipe, simplified for slices and concatenated parts."""
     shape = recipe.shape
     if start == 0 and size == shape[dim]:
         return recipe
@@ -546,13 +549,16 @@ def _concat(parts: Sequence[Recipe], dim: int) -> Recipe:
 
 
 def _replace_members(members: Sequence[str], to: str, made_of: RemappedTensor, made: _Tensors) -> dict[str, _Tensors]:
-    """Return the replacements of members: the full tensor for the first in order, nothing for the others."""
+    """Return the replacements of members: all for the first, nothing for others."""
     first = next(name for name in made if name in set(members))
     return {member: {to: made_of} if member == first else {} for member in members}
 
 
 def _require_alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> RemappedTensor:
-    """Return the first of several tensors after checking equal dtypes and shapes, except dimension `but`."""
+    """Return the first of several tensors with equal dtypes and shapes.
+
+    Shapes may differ in dimension `but`.
+    """
 
     def facts(name: str) -> tuple[object, ...]:
         shape = made[name].recipe.shape
