@@ -98,14 +98,17 @@ _DEVICE_ERROR_TEXTS = ("cuda error", "hip error")  # of torch before `Accelerato
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error says that a device or the host has no memory left, also one of NCCL."""
+    """Return True if an error means that a device or the host is out of memory.
+
+    Recognizes errors of NCCL too.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return any(text in str(error).lower() for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return True if an error is the device's own: an operation failed that was queued earlier, whatever it was."""
+    """Return True if an error is of the device: an earlier queued operation failed."""
     if isinstance(error, getattr(torch, "AcceleratorError", ())):
         return True
     return any(text in str(error).lower() for text in _DEVICE_ERROR_TEXTS)

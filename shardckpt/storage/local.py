@@ -421,7 +421,9 @@ class LocalWriter(ClosingWriter):
             offset, nbytes = offset + len(part), nbytes - len(part)
 
     def skip(self, nbytes: int) -> int:
-        """Reserve bytes that `write_at` fills, and return the offset of the first; `write` continues after the last.
+        """Reserve bytes that `write_at` fills, and return the offset of the first.
+
+        `write` continues after the last reserved byte.
 
         Raises:
             StorageError: The file cannot be that long.
@@ -430,7 +432,7 @@ class LocalWriter(ClosingWriter):
             return os.lseek(self._fd, nbytes, os.SEEK_CUR) - nbytes
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Write `data` at an offset in a reserved range; threads may call this at the same time.
+        """Write `data` at an offset in a reserved range; thread-safe.
 
         They wait for one another on a lock: the kernel would let them spin, since one at a time may write to a file.
 

@@ -92,14 +92,16 @@ class PositionedWriter(Protocol):
     """A writer that threads can fill at the same time, each at its own offset."""
 
     def skip(self, nbytes: int) -> int:
-        """Reserve bytes that `write_at` fills, and return the offset of the first; `write` continues after the last.
+        """Reserve bytes that `write_at` fills, and return the offset of the first.
+
+        `write` continues after the last reserved byte.
 
         Raises:
             StorageError: The file cannot be that long.
         """
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Write `data` at an offset in a reserved range; threads may call this at the same time.
+        """Write `data` at an offset in a reserved range; thread-safe.
 
         Raises:
             StorageError: Writing failed.

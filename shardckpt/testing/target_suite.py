@@ -1,4 +1,4 @@
-"""Conformance suite for targets: atomic writes, and reports of all losses."""
+"""Conformance suite for targets: atomic writes, reports of lossy values."""
 
 from __future__ import annotations
 

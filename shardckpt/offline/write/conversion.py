@@ -90,7 +90,10 @@ class Layout:
             raise UsageError("a target must plan its last file", found=", ".join(names[:5]), expected=last, fix=fix)
 
     def write_rest(self, hashes: Hashes, publication: Publication) -> None:
-        """Write all files except the payload, given the hashes of its blocks. Raises StorageError."""
+        """Write all files except the payload. Raises StorageError.
+
+        `hashes` are those of the payload's blocks.
+        """
         ending = self.ending.made(hashes) if self.ending else {}
         for name, content in (*self.small.items(), *ending.items()):
             with publication.create(name) as writer:
@@ -128,7 +131,7 @@ class PlannedFiles:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """A planned conversion whose source is known to be complete; nothing has been written.
+    """A planned conversion of a complete source; nothing has been written.
 
     Attributes:
         reader: Open checkpoint.
@@ -153,7 +156,10 @@ class ConversionPlan:
     copied_from: Store | None = None
 
     def publish_with(self, function: Callable[..., _Publication]) -> _Publication:
-        """Call `publish` or `begin` of `storage.publish` for the target. Raises their errors."""
+        """Call `publish` or `begin` of `storage.publish` for the target.
+
+        Raises their errors.
+        """
         files, target, kind = self.files, self.report.target, self.files.kind
         if isinstance(kind, FolderKind):
             kind = replace(kind, renewed=frozenset(self.copied))
@@ -167,7 +173,10 @@ class ConversionPlan:
         )
 
     def plan_layout(self, unique_suffix: str, save_id: str) -> Layout:
-        """Return the files of the target. Raises UsageError if their names clash or the last file is missing."""
+        """Return the files of the target.
+
+        Raises UsageError if their names clash or the last file is missing.
+        """
         layout = self.files.plan_layout(unique_suffix, save_id)
         layout.check_names(self.files.last if local_path(self.report.target) is None else "")
         return layout
@@ -175,7 +184,7 @@ class ConversionPlan:
     def write_payload(
         self, files: Sequence[OutputFile], publication: Publication, on_progress: OnProgress | None
     ) -> Hashes:
-        """Write payload files concurrently with all threads, and return the hashes of their blocks.
+        """Write payload files concurrently, and return the hashes of their blocks.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, a cast overflows, or a written file cannot be read.
@@ -199,7 +208,10 @@ class ConversionPlan:
         return count_threads(sum(file.nbytes for file in files), self.max_memory, is_local=is_local)
 
     def finish(self, layout: Layout, hashes: Hashes, publication: Publication) -> None:
-        """Write all files except the payload, with the last file at the end. Raises StorageError."""
+        """Write all files except the payload, with the last file at the end.
+
+        Raises StorageError.
+        """
         if self.copied_from is not None:
             for name, size in self.copied.items():
                 if name not in layout.small:
@@ -256,7 +268,10 @@ class Stopwatch:
 
 
 def write_alone(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-    """Write all files from this process, publish them, and return them. Raises errors like `run_conversion`."""
+    """Write and publish all files from this process, and return them.
+
+    Raises errors like `run_conversion`.
+    """
     with plan.publish_with(publish) as publication:
         layout = plan.plan_layout(publication.unique_suffix, plan.files.save_id)
         hashes = plan.write_payload(layout.payload, publication, on_progress)
@@ -272,7 +287,7 @@ def run_conversion(
     on_progress: OnProgress | None,
     write: Callable[[ConversionPlan, Stopwatch, OnProgress | None], Layout] = write_alone,
 ) -> Report:
-    """Write the target, unless the report is of a dry run, and return the completed report.
+    """Write the target, except in a dry run, and return the completed report.
 
     Args:
         plan: Conversion to run.

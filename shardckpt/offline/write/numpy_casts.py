@@ -77,7 +77,10 @@ def cast_into(
 
 
 def _count_beyond(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], dtype: str) -> int:
-    """Count finite values that are not finite after a cast; dtypes without infinity have NaN there."""
+    """Count finite values that are not finite after a cast.
+
+    Dtypes without infinity have NaN there.
+    """
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     if dtype in FLOATS:  # counting infinities is twice as fast

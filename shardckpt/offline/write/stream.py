@@ -1,4 +1,4 @@
-"""Stream tensors to output files, as copies and batches within a memory limit, and count the bytes."""
+"""Stream tensors to output files within a memory limit, and count the bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COPY_BYTES = 1 << 18
 _COPY_STEP_BYTES = 1 << 28
 
 _BATCHES_OF_A_TASK = 8
-"""Threads share a long copy in tasks of so many batches."""
+"""Batches in each task of a long copy that threads share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,10 @@ class CountingWriter:
         return isinstance(self._writer, PositionedWriter)
 
     def skip(self, nbytes: int) -> int:
-        """Reserve bytes that `write_at` fills, and return the offset of the first. Raises StorageError."""
+        """Reserve bytes that `write_at` fills, and return the offset of the first.
+
+        Raises StorageError.
+        """
         assert isinstance(self._writer, PositionedWriter), "the file is written from its start to its end"
         self.nbytes += nbytes
         return self._writer.skip(nbytes)
@@ -129,7 +132,10 @@ class CountingWriter:
 
 
 class Stopped(BaseException):
-    """Ends a writing thread after another one failed; not an Exception, so that targets do not handle it."""
+    """Ends a writing thread after another one failed.
+
+    Not an Exception, so that targets do not handle it.
+    """
 
 
 class Meter:
@@ -151,7 +157,7 @@ class Meter:
         return any(each is error for each in self._raised)
 
     def stop(self) -> None:
-        """Make every thread raise `Stopped` at its next call of `add`, after an error or an interruption."""
+        """Make every thread raise `Stopped` at its next call of `add`."""
         self._stopped = True
 
     def add(self, nbytes: int) -> None:
@@ -223,7 +229,9 @@ class TensorStream:
             self._write_in_order(plan, writer, writer)
 
     def write_parts(self, parts: Iterable[TensorPart], sink: Sink) -> None:
-        """Write parts of tensors contiguously; threads assemble them, this thread writes them.
+        """Write parts of tensors contiguously.
+
+        Threads assemble the parts, and this thread writes them.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
@@ -240,7 +248,7 @@ class TensorStream:
         assert not total, "the steps of a plan have the bytes of its tensors"
 
     def _plan_tasks(self, plan: Iterable[Copy | Batch], writer: CountingWriter, at: int) -> Iterator[PoolTask[int]]:
-        """Yield tasks that write a plan from an offset of the file on; each returns how many bytes it wrote."""
+        """Yield tasks that write a plan from an offset; each returns its bytes."""
         assembler = _Assembler(self._reader.store, self._scratch, allow_overflow=self._allow_overflow)
         for step in split_copies(plan, _BATCHES_OF_A_TASK * self._budget.batch_bytes):
             if isinstance(step, Copy):
@@ -281,7 +289,7 @@ class TensorStream:
     def _assemble_ahead(
         self, plan: Iterable[Copy | Batch], free: deque[bytearray]
     ) -> Iterator[PoolTask[tuple[Copy | Batch, bytearray]]]:
-        """Yield tasks that assemble batches, in buffers whose last content is written."""
+        """Yield tasks that assemble batches, in buffers whose content has been written."""
         assembler = _Assembler(self._reader.store, self._scratch, allow_overflow=self._allow_overflow)
 
         def assemble(batch: Batch, data: bytearray, is_decoded: bool) -> tuple[Copy | Batch, bytearray]:
@@ -311,7 +319,7 @@ def _return(value: _T) -> _T:
 
 
 def split_copies(plan: Iterable[Copy | Batch], most: int) -> Iterator[Copy | Batch]:
-    """Yield the steps of a plan, with long copies as several of at most `most` bytes."""
+    """Yield the steps of a plan, with copies split to at most `most` bytes."""
     for step in plan:
         if isinstance(step, Batch):
             yield step
@@ -321,13 +329,13 @@ def split_copies(plan: Iterable[Copy | Batch], most: int) -> Iterator[Copy | Bat
 
 
 class _Scratch:
-    """Buffers of each thread by use, kept for its next task."""
+    """Buffers of each thread by purpose, reused by its next task."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def get(self, use: str, nbytes: int) -> memoryview:
-        """Return a buffer of `nbytes`; what it held before is lost."""
+        """Return a buffer of `nbytes`, whose content is undefined."""
         kept: bytearray = self._local.__dict__.get(use, b"")
         if len(kept) < nbytes:
             kept = self._local.__dict__[use] = bytearray(nbytes)
@@ -335,12 +343,14 @@ class _Scratch:
 
 
 class _Assembler:
-    """Assembles the batches of one file on any thread; the decoders of encoded pieces run forward only.
+    """Assembles the batches of one file on any thread.
+
+    Decoders of encoded pieces run forward only.
 
     Args:
         store: Store of the source.
-        scratch: Memory for what is cast.
-        allow_overflow: Accept finite values that become infinite in a cast.
+        scratch: Buffers for elements to cast.
+        allow_overflow: Whether to accept finite values that become infinite in a cast.
     """
 
     def __init__(self, store: Store, scratch: _Scratch, *, allow_overflow: bool) -> None:
@@ -350,7 +360,7 @@ class _Assembler:
         self._last: tuple[OutputTensor | None, bool] = (None, False)
 
     def is_decoded(self, batch: Batch) -> bool:
-        """Return True if a batch has encoded pieces, so that it can only follow the one before it."""
+        """Return True if a batch has encoded pieces, which are decoded in order."""
         return any(self._has_encoded_pieces(take.tensor) for take in batch.takes)
 
     def _has_encoded_pieces(self, tensor: OutputTensor) -> bool:
@@ -359,12 +369,12 @@ class _Assembler:
         return self._last[1]
 
     def assemble(self, batch: Batch, out: memoryview, *, is_decoded: bool) -> None:
-        """Fill a buffer with a batch, cast where its tensors are cast.
+        """Fill a buffer with a batch, including casts.
 
         Args:
-            batch: What is wanted.
-            out: Exactly the batch's bytes.
-            is_decoded: What the method of that name has returned.
+            batch: Batch to assemble.
+            out: Buffer of exactly the batch's bytes.
+            is_decoded: Result of `is_decoded` for the batch.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
@@ -379,14 +389,14 @@ class _Assembler:
                 self._compute(take, data, out[take.offset : take.offset + take.nbytes])
 
     def _pieces(self, batch: Batch) -> PieceReader:
-        """Return the reader that decodes; the decoders of a tensor are dropped once another one is wanted."""
+        """Return the reader with decoders, which are dropped for each new tensor."""
         if batch.takes[-1].tensor is not self._decoded:
             self._decoding.forget()
             self._decoded = batch.takes[-1].tensor
         return self._decoding
 
     def _targets(self, batch: Batch, out: memoryview) -> list[memoryview]:
-        """Return where each block of a batch is read to: its place, or memory from which it is cast."""
+        """Return the buffer for each block of a batch: in `out`, or one to cast from."""
         sizes = [nbytes(t.tensor.entry.stored, t.box.volume) if t.tensor.is_computed else 0 for t in batch.takes]
         stored = self._scratch.get("stored", sum(sizes))
         targets: list[memoryview] = []
@@ -427,14 +437,14 @@ class OutputFile:
 
 
 def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
-    """Yield full tensors as parts; a tensor of several members is yielded as its members."""
+    """Yield full tensors as parts; a tensor with members yields these."""
     for tensor in tensors:
         for member in tensor.output_parts:
             yield TensorPart(member, full_box(member.shape))
 
 
 def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[Batch]:
-    """Yield parts in order, split into blocks and grouped into batches of at most `most` bytes.
+    """Yield parts in order, split into blocks, in batches of at most `most` bytes.
 
     Args:
         parts: Parts to write.

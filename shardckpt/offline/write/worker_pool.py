@@ -1,4 +1,4 @@
-"""The threads that read, cast and write output files, and how many of them help."""
+"""Threads that read, cast and write output files, and their number."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 _MOST_THREADS = 4
-"""More do not help: by then memory or the disk is the limit."""
+"""Maximum threads by default: with more, memory or the disk is the limit."""
 
 _LEAST_BYTES = 16 << 20
-"""Bytes to write for which one more thread is worth its start."""
+"""Minimum bytes to write for each thread that is worth starting."""
 
 _MEMORY_BYTES = 24 << 20
-"""Memory of one more thread, by default: its buffers, and the blocks that reads of a step keep to check them."""
+"""Memory of each default thread, in bytes: its buffers, and blocks of a step that are kept to verify them."""
 
 _LEAST_MEMORY_BYTES = 5 << 20
-"""Memory of one more thread that was asked for: small buffers, and what reads of strided views stage."""
+"""Memory of each requested thread, in bytes: small buffers, and staged ranges of strided views."""
 
 
 def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
-    """Return how many threads help, at least 1.
+    """Return the number of threads that make a conversion faster, at least 1.
 
     Args:
         nbytes: Bytes to write.
-        max_memory: Bytes that all threads may use.
-        is_local: Whether source and target are on this machine; remote stores send several requests by themselves.
+        max_memory: Maximum bytes of memory for all threads.
+        is_local: Whether source and target are on this machine; remote stores send concurrent requests themselves.
     """
     if not is_local:
         return 1
@@ -40,17 +40,17 @@ def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
 
 
 def limit_threads(jobs: int, max_memory: int) -> int:
-    """Return how many of the threads that were asked for have room, at least 1.
+    """Return the number of requested threads that fit into memory, at least 1.
 
     Args:
-        jobs: The threads.
-        max_memory: Bytes that all threads may use, besides what the modules need.
+        jobs: Requested number of threads.
+        max_memory: Maximum bytes of memory for all threads, in addition to that of the modules.
     """
     return max(min(jobs, max_memory // _LEAST_MEMORY_BYTES), 1)
 
 
 def _count_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -58,11 +58,11 @@ def _count_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolTask(Generic[_T]):
-    """A part of the work on a file.
+    """A task of writing a file.
 
     Attributes:
-        run: Carries it out.
-        is_chained: Whether it waits for the chained task before it, since both use the same decoders.
+        run: Function that performs the task.
+        is_chained: Whether the task must wait for the previous chained task, since both use the same decoders.
     """
 
     run: Callable[[], _T]
@@ -70,11 +70,11 @@ class PoolTask(Generic[_T]):
 
 
 class WorkerPool:
-    """Threads that carry out tasks, shared by the files that are written at the same time.
+    """Threads that run tasks, shared by the files that are written concurrently.
 
     Args:
-        threads: How many.
-        files: How many files are written side by side.
+        threads: Number of threads.
+        files: Number of files that are written concurrently.
     """
 
     def __init__(self, threads: int, files: int) -> None:
@@ -88,17 +88,17 @@ class WorkerPool:
 
     @contextmanager
     def run(self, tasks: Iterable[PoolTask[_T]], ahead: int) -> Iterator[Iterator[_T]]:
-        """Yield an iterator of what tasks return, in order.
+        """Yield an iterator of the tasks' results, in order.
 
-        Leaving the block waits for the tasks that are running, after an error too, so that their file is not closed
-        before they end. Tasks that have not begun are dropped.
+        Leaving the block waits for the running tasks, also after an error, so that their file is not closed before they
+        end. Tasks that have not started are canceled.
 
         Args:
-            tasks: The work, planned as it is submitted.
-            ahead: Tasks that are submitted before the result of an earlier one is taken.
+            tasks: Tasks, generated when they are submitted.
+            ahead: Maximum number of submitted tasks before the result of an earlier one is taken.
 
         Raises:
-            ShardckptError: The error of the first task, in their order, that fails.
+            ShardckptError: The first failed task, in order, raised this error.
         """
         pending: deque[Future[_T]] = deque()
         try:
@@ -126,6 +126,6 @@ class WorkerPool:
 
 
 def _run_after(before: Future[_T], run: Callable[[], _T]) -> _T:
-    """Run after another task. The pool begins tasks in order, so that the wait ends."""
+    """Run after another task. The wait ends, since the pool starts tasks in order."""
     before.result()
     return run()
