@@ -1,4 +1,4 @@
-"""The sharding engine, with the names, arguments and behaviour of `torch.distributed.fsdp`."""
+"""Sharding engine with the API and the behavior of `torch.distributed.fsdp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may configure: the enums and records of `torch.distributed.fsdp.api`."""
+"""Settings for users: the enums and dataclasses of `torch.distributed.fsdp.api`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, and for how long full parameters live.
+    """Strategy of sharding: when full parameters are freed.
 
-    FULL_SHARD frees them after forward and backward, SHARD_GRAD_OP after backward, NO_SHARD never; the hybrid ones
-    do the first two inside a group and replicate across groups.
+    FULL_SHARD frees them after forward and after backward, SHARD_GRAD_OP after backward, NO_SHARD never. The hybrid
+    strategies do the same as the first two inside a group, and replicate across groups.
     """
 
     FULL_SHARD = auto()
@@ -53,7 +53,7 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When the next unit's parameters are gathered in backward: before or after the current unit's gradients."""
+    """Start of the next all-gather in backward: before or after the current gradients."""
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -61,7 +61,7 @@ class BackwardPrefetch(Enum):
 
 @dataclass
 class MixedPrecision:
-    """Dtypes of computation, reduction and buffers; None keeps the original."""
+    """Dtypes of computation, reduction and buffers; None keeps the original dtype."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -74,13 +74,13 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards and their gradients live on the CPU."""
+    """Setting for offloading shards and their gradients to the CPU."""
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """The kind of a state dict: full tensors, this rank's flat slices, or sharded tensors."""
+    """Kind of a state dict: full tensors, this rank's flat shards, or sharded tensors."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -96,7 +96,7 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Settings of full model state dicts; with `rank0_only` other ranks get an empty one."""
+    """Settings of full model state dicts; with `rank0_only`, for rank 0 only."""
 
     rank0_only: bool = False
 
@@ -122,7 +122,7 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Settings of full optimizer state dicts; with `rank0_only` other ranks get an empty one."""
+    """Settings of full optimizer state dicts; with `rank0_only`, for rank 0 only."""
 
     rank0_only: bool = False
 
@@ -143,7 +143,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """A state-dict type with its configurations."""
+    """State dict type with its configurations."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig

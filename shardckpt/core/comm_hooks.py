@@ -1,8 +1,8 @@
-"""Communication hooks for `FullyShardedDataParallel.register_comm_hook`: plain averaging, and in half precision.
+"""Communication hooks for `register_comm_hook`, which average gradients.
 
-A hook gets its state and one contiguous 1-D gradient a bucket, with padding: the sum over this rank's backwards that
-is to become the mean over ranks. Where the bucket is sharded it gets, as a third argument, the 1-D tensor that this
-rank's part of the mean goes to; with NO_SHARD it changes the gradient itself.
+A hook gets its state and one contiguous 1-D gradient per bucket, with padding: the sum over the backwards of this rank.
+It computes the mean over ranks. For a sharded bucket its third argument is a 1-D tensor for this rank's shard of the
+mean; with NO_SHARD it changes the gradient in place.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOW_PRECISION = frozenset({"fp16_compress_hook", "bf16_compress_hook"})
 
 
 def is_low_precision(hook: Callable[..., Any] | None) -> bool:
-    """Return True if a hook, ours or torch's by its name, reduces in fp16 or bf16."""
+    """Return True if a hook of this package or of torch reduces in fp16 or bf16."""
     return getattr(hook, "__name__", "") in _LOW_PRECISION
 
 
 class HookError(ShardckptError, AssertionError):
-    """A communication hook at a time, or for a unit, where there can be none."""
+    """A communication hook cannot be registered for a unit, or not at this time."""
 
 
 def check(
@@ -37,13 +37,13 @@ def check(
     """Refuse a hook that cannot be registered.
 
     Args:
-        hook: The hook.
-        root: Whether it is the root that is to have it.
-        units: Every unit below, with its strategy and the hook that it has.
+        hook: Hook of the user.
+        root: Whether the hook is registered on the root.
+        units: All units below, each with its strategy and its current hook.
 
     Raises:
-        HookError: It is not the root, or a unit cannot have it.
-        ArgumentError: It cannot be called.
+        HookError: The instance is not the root, or a unit cannot have a hook.
+        ArgumentError: The hook is not callable.
     """
     if not root:
         raise HookError("register_comm_hook can only be called on a root instance.")
@@ -65,19 +65,19 @@ def check(
 
 
 class DefaultState:
-    """What `allreduce_hook` and `reduce_scatter_hook` need: the ranks, and how their mean is taken in two steps.
+    """State of `allreduce_hook` and `reduce_scatter_hook`: the ranks and two divisors.
 
     Args:
-        process_group: The ranks that reduce.
+        process_group: Process group of the ranks that reduce.
 
     Attributes:
-        process_group: The ranks.
-        world_size: Their number.
-        gradient_predivide_factor: What gradients are divided by before they are added up, against overflow.
-        gradient_postdivide_factor: What the sum is divided by, against underflow.
+        process_group: Process group of the ranks that reduce.
+        world_size: Number of ranks.
+        gradient_predivide_factor: Divisor of gradients before the sum, to avoid overflow.
+        gradient_postdivide_factor: Divisor of the sum, to avoid underflow.
 
     Raises:
-        ArgumentError: No group was given.
+        ArgumentError: `process_group` is None.
     """
 
     __slots__: ClassVar[list[str]] = [
@@ -99,7 +99,10 @@ class DefaultState:
 
     @staticmethod
     def _get_gradient_predivide_factor(world_size: int) -> float:
-        """Return the power of two next to the root of the number of ranks, as long as the powers below divide it."""
+        """Return a power of two near the square root of the number of ranks.
+
+        The smaller powers of two divide the number of ranks.
+        """
         powers = 0
         while world_size % 2**powers == 0 and world_size > 4**powers:
             powers += 1
@@ -107,11 +110,11 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """What the compressing hooks need besides.
+    """State of the compressing hooks.
 
     Args:
-        process_group: The ranks that reduce.
-        parameter_type: Type of the parameters, which gradients are given back in.
+        process_group: Process group of the ranks that reduce.
+        parameter_type: Dtype of the parameters, and of the resulting gradients.
     """
 
     __slots__: ClassVar[list[str]] = ["parameter_type"]
@@ -125,8 +128,8 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
     """Replace a gradient by the mean over ranks. Collective.
 
     Args:
-        state: The ranks and the divisors.
-        grad: 1-D, changed in place.
+        state: Ranks and divisors.
+        grad: 1-D gradient, changed in place.
     """
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
@@ -136,12 +139,12 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """Fill `output` with this rank's part of the mean over ranks. Collective.
+    """Fill `output` with this rank's shard of the mean over ranks. Collective.
 
     Args:
-        state: The ranks and the divisors.
-        grad: 1-D, the ranks' parts in rank order; its content is lost.
-        output: 1-D, of this rank's size.
+        state: Ranks and divisors.
+        grad: 1-D gradient with the shards of all ranks in rank order; its content is lost.
+        output: 1-D shard of this rank.
     """
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
@@ -151,23 +154,23 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Take the mean in float16, which halves what travels. Collective.
+    """Average a gradient in float16, to halve the communication. Collective.
 
     Args:
-        state: The ranks, the divisors and the parameters' type.
-        grad: 1-D; the mean itself if `output` is None.
-        output: 1-D, this rank's part of the mean.
+        state: Ranks, divisors and dtype of the parameters.
+        grad: 1-D gradient; changed in place if `output` is None.
+        output: 1-D shard of this rank for the mean; None with NO_SHARD.
     """
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Take the mean in bfloat16, which halves what travels. Collective.
+    """Average a gradient in bfloat16, to halve the communication. Collective.
 
     Args:
-        state: The ranks, the divisors and the parameters' type.
-        grad: 1-D; the mean itself if `output` is None.
-        output: 1-D, this rank's part of the mean.
+        state: Ranks, divisors and dtype of the parameters.
+        grad: 1-D gradient; changed in place if `output` is None.
+        output: 1-D shard of this rank for the mean; None with NO_SHARD.
     """
     _compressed(torch.bfloat16, state, grad, output)
 

@@ -1,4 +1,4 @@
-"""Settings of one unit, for both front ends, and the enums of `torch.distributed.fsdp` that are not in its `api`."""
+"""Settings of one unit, for both front ends, and further enums of torch's FSDP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardckpt.core.api import BackwardPrefetch
 
 
 class TrainingState(Enum):
-    """What an instance is in the middle of, as assertions on it name it."""
+    """Training state of a wrapper, as in torch's assertions."""
 
     IDLE = auto()
     FORWARD_BACKWARD = auto()
@@ -20,7 +20,7 @@ class TrainingState(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """How an optimizer state dict names parameters."""
+    """Kind of keys in an optimizer state dict: parameter names or ids."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -28,16 +28,18 @@ class OptimStateKeyType(Enum):
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one unit's computation, for both front ends; None keeps the original. Only floating types are changed.
+    """Dtypes of one unit, for both front ends; None keeps the original dtype.
+
+    Only tensors of floating dtypes are cast.
 
     Attributes:
-        param_dtype: Type of the full parameters while the unit computes.
-        reduce_dtype: Type that gradients are averaged in; `param_dtype` where None.
-        output_dtype: Type of the unit's results.
-        buffer_dtype: Type of the unit's buffers.
-        cast_inputs: Cast the unit's arguments to `param_dtype`.
-        cast_root_inputs: Cast them where the unit is the root.
-        keep_low_precision_grads: Leave the sharded gradient in the type it was averaged in.
+        param_dtype: Dtype of the full parameters while the unit computes.
+        reduce_dtype: Dtype in which gradients are averaged; None for `param_dtype`.
+        output_dtype: Dtype of the unit's outputs.
+        buffer_dtype: Dtype of the unit's buffers.
+        cast_inputs: Whether to cast the unit's inputs to `param_dtype`.
+        cast_root_inputs: Whether to cast the inputs if the unit is the root.
+        keep_low_precision_grads: Whether sharded gradients keep the dtype in which they were averaged.
     """
 
     param_dtype: torch.dtype | None = None
@@ -49,22 +51,22 @@ class Precision:
     keep_low_precision_grads: bool = False
 
     def computed(self, stored: torch.dtype) -> torch.dtype:
-        """Return the type that parameters of a stored type compute in."""
+        """Return the dtype of computation for parameters of a stored dtype."""
         return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
 
     def reduced(self, stored: torch.dtype) -> torch.dtype:
-        """Return the type that gradients of parameters of a stored type are averaged in."""
+        """Return the dtype in which gradients of a stored dtype are averaged."""
         wanted = self.reduce_dtype if stored.is_floating_point else None
         return wanted if wanted is not None else self.computed(stored)
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where a unit's shards live between iterations.
+    """Settings for offloading a unit's shards.
 
     Attributes:
-        enabled: On the CPU, gradients as well.
-        pin: In memory that an accelerator can read by itself.
+        enabled: Whether shards and their gradients are stored on the CPU.
+        pin: Whether they are stored in pinned memory.
     """
 
     enabled: bool = False
@@ -76,25 +78,27 @@ class UnitConfig:
     """Settings of one unit, of either front end.
 
     Attributes:
-        reshard_after_forward: Free full parameters between forward and backward.
-        keeps_root_unsharded: But not those of the root.
-        post_forward_ranks: Number of ranks to reshard to after forward; 0 for none.
-        keeps_unsharded_without_grad: Parameters that stay after forward stay also after a forward without gradients.
-        reshard_after_backward: Free full parameters after backward.
-        keeps_unsharded_without_sync: Parameters that stay after forward stay after a backward without gradient sync.
-        unshard_in_backward: Backward needs the full parameters.
-        keeps_full: Nothing is sharded: full parameters are the shard.
-        backward_prefetch: When the next unit is prefetched in backward.
-        forward_prefetch: Prefetch the next unit while this one computes forward.
-        limit_all_gathers: At most two unsharded units wait for their computation.
-        precision: Dtypes.
-        offload: Whether shards are on the CPU.
-        gradient_divide_factor: Divisor of summed gradients; the number of ranks where None.
-        force_sum_reduction: Divide before and after a plain sum, whatever the backend could do.
-        sync_gradients: Backward reduces gradients.
-        all_reduce: A reduction includes the all-reduce over replicas.
-        reduce_scatter_unused_params: A parameter that no rank used gets a gradient of zeros.
-        reduce_scatter_max_input_buffers: Number of reductions of units that may run at once.
+        reshard_after_forward: Whether to free full parameters between forward and backward.
+        keeps_root_unsharded: Whether the root is an exception to `reshard_after_forward`.
+        post_forward_ranks: Number of ranks to reshard to after forward; 0 for all ranks.
+        keeps_unsharded_without_grad: Whether parameters that stay unsharded after forward also stay unsharded after a
+            forward without gradients.
+        reshard_after_backward: Whether to free full parameters after backward.
+        keeps_unsharded_without_sync: Whether parameters that stay unsharded after forward also stay unsharded after a
+            backward without gradient sync.
+        unshard_in_backward: Whether backward needs the full parameters.
+        keeps_full: Whether nothing is sharded: full parameters alias the shard.
+        backward_prefetch: Time of the next unit's prefetch in backward; None for no prefetch.
+        forward_prefetch: Whether to prefetch the next unit while this unit computes its forward.
+        limit_all_gathers: Whether to limit unsharded units that wait for their computation to two.
+        precision: Dtypes of the unit.
+        offload: Settings for offloading.
+        gradient_divide_factor: Divisor of summed gradients; None for the number of ranks.
+        force_sum_reduction: Whether to divide before and after a plain sum, even if the backend can average.
+        sync_gradients: Whether backward reduces gradients.
+        all_reduce: Whether a reduction includes the all-reduce over replicas.
+        reduce_scatter_unused_params: Whether a parameter that no rank used gets a gradient of zeros.
+        reduce_scatter_max_input_buffers: Maximum number of concurrent reductions of units.
     """
 
     reshard_after_forward: bool = True
@@ -118,7 +122,7 @@ class UnitConfig:
     reduce_scatter_max_input_buffers: int = 1
 
     def stays_after_backward(self, *, is_unsynced: bool) -> bool:
-        """Return True if full parameters stay after a backward, which may have left gradients unreduced."""
+        """Return True if full parameters stay after a backward, with or without sync."""
         return not self.reshard_after_backward or (
             is_unsynced and self.keeps_unsharded_without_sync and not self.reshard_after_forward
         )

@@ -1,4 +1,4 @@
-"""Errors of the engine's front ends; each is also the builtin that torch raises there."""
+"""Errors of the engine's front ends, derived from the builtins that torch raises."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from shardckpt.errors import NoMemoryError, ShardckptError
 
 
 class ArgumentError(ShardckptError, ValueError):
-    """An argument of the constructor, or two that do not go together."""
+    """An argument has an invalid value, or two arguments contradict each other."""
 
 
 class ArgumentTypeError(ShardckptError, TypeError, ValueError):
-    """An argument of another type than its own."""
+    """An argument has the wrong type."""
 
 
 class StateError(ShardckptError, RuntimeError):
-    """A call at a time, or on a module, where it cannot be."""
+    """A call is not possible in the current state of the module."""
 
 
 class SettingsDifferError(ShardckptError, AssertionError):
-    """Instances in one tree have different settings where they have to agree."""
+    """Instances below one root have different settings that must be equal."""
 
 
 class DeviceMemoryError(NoMemoryError, torch.OutOfMemoryError):
@@ -28,4 +28,4 @@ class DeviceMemoryError(NoMemoryError, torch.OutOfMemoryError):
 
 
 class BusyError(ShardckptError, ValueError, AssertionError):
-    """A call in the middle of something that it does not go together with: a forward, a backward, another context."""
+    """A call is not possible during a forward, a backward or another context."""

@@ -1,4 +1,4 @@
-"""What users import from `torch.distributed.fsdp.fully_sharded_data_parallel`: the wrapper, and what configures it."""
+"""Public names of `torch.distributed.fsdp.fully_sharded_data_parallel`."""
 
 from __future__ import annotations
 

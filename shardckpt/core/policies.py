@@ -1,4 +1,4 @@
-"""Settings of `fully_shard` for dtypes and offloading, and the interfaces of custom collectives."""
+"""Policies of `fully_shard` for dtypes and offloading; custom collectives."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from shardckpt.core.config import Offload, Precision
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of computation, reduction and results; None keeps the original.
+    """Dtypes of computation, reduction and outputs; None keeps the original dtype.
 
     Attributes:
-        param_dtype: Type of the full parameters while a module computes.
-        reduce_dtype: Type that gradients are averaged in; `param_dtype` where None.
-        output_dtype: Type that a module's results are cast to.
-        cast_forward_inputs: Cast a module's arguments to `param_dtype`.
-        buffer_dtype: Type of the buffers of what is sharded with this; state dicts hold the one they had (torch has no
-            such field).
+        param_dtype: Dtype of the full parameters while a module computes.
+        reduce_dtype: Dtype in which gradients are averaged; None for `param_dtype`.
+        output_dtype: Dtype of a module's outputs.
+        cast_forward_inputs: Whether to cast a module's inputs to `param_dtype`.
+        buffer_dtype: Dtype of a module's buffers; state dicts contain the original dtype (not in torch).
     """
 
     param_dtype: torch.dtype | None = None
@@ -33,7 +32,7 @@ class MixedPrecisionPolicy:
 
     @property
     def precision(self) -> Precision:
-        """The same in the words of the engine."""
+        """Return the equivalent settings of the engine."""
         return Precision(
             self.param_dtype,
             self.reduce_dtype,
@@ -45,63 +44,63 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """Shards stay on the device; what offloads derives from this."""
+    """Policy that keeps shards on the device; base class of policies that offload."""
 
     @property
     def offload(self) -> Offload:
-        """The same in the words of the engine."""
+        """Return the equivalent settings of the engine."""
         return Offload()
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and so the optimizer's state live on the CPU.
+    """Policy that stores shards, gradients and therefore optimizer state on the CPU.
 
     Attributes:
-        pin_memory: Keep shards in memory that an accelerator can read by itself.
+        pin_memory: Whether to store shards in pinned memory.
     """
 
     pin_memory: bool = True
 
     @property
     def offload(self) -> Offload:
-        """The same in the words of the engine."""
+        """Return the equivalent settings of the engine."""
         return Offload(True, self.pin_memory)
 
 
 class Comm(ABC):
-    """A collective of a user's own, with the buffers it works on."""
+    """Custom collective, with the allocation of its buffers."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor for the collective to work on.
+        """Return a buffer for the collective.
 
         Args:
-            size: Its shape.
-            dtype: Its type.
-            device: Its device.
+            size: Shape of the buffer.
+            dtype: Dtype of the buffer.
+            device: Device of the buffer.
         """
 
 
 class AllGather(Comm):
-    """An all-gather of a user's own, for `FSDPModule.set_custom_all_gather`."""
+    """Custom all-gather, for `FSDPModule.set_custom_all_gather`."""
 
     @abstractmethod
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill the output with everyone's input, in the order of ranks.
+        """Fill the output with the inputs of all ranks, in rank order.
 
         Args:
-            output_tensor: 1-D, as many times as long as there are ranks.
-            input_tensor: This rank's part; it may be a view of the output.
-            group: The ranks.
-            async_op: Whether work that can be waited for may be returned.
+            output_tensor: 1-D output with the elements of all ranks.
+            input_tensor: 1-D input of this rank; it may be a view of the output.
+            group: Process group of the ranks.
+            async_op: Whether the call may return work to wait for.
         """
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter of a user's own, for `FSDPModule.set_custom_reduce_scatter`."""
+    """Custom reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
 
     @abstractmethod
     def __call__(
@@ -112,12 +111,12 @@ class ReduceScatter(Comm):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill the output with this rank's part of the reduced inputs.
+        """Fill the output with this rank's shard of the reduced inputs.
 
         Args:
-            output_tensor: 1-D, this rank's part.
-            input_tensor: As many times as long as there are ranks.
-            group: The ranks.
-            op: How to reduce.
-            async_op: Whether work that can be waited for may be returned.
+            output_tensor: 1-D shard of this rank.
+            input_tensor: 1-D input with the shards of all ranks, in rank order.
+            group: Process group of the ranks.
+            op: Reduction operation.
+            async_op: Whether the call may return work to wait for.
         """

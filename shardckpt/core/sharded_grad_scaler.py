@@ -1,4 +1,4 @@
-"""`ShardedGradScaler` where users of `torch.distributed.fsdp.sharded_grad_scaler` import it from."""
+"""Public name of `torch.distributed.fsdp.sharded_grad_scaler`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which submodules become units: policies, annotation by hand, and the driver that wraps from the bottom up."""
+"""Selection of submodules that become units: policies, manual wrapping, driver."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type[nn.Module]]
 ) -> bool:
-    """Wrap the instances of some classes."""
+    """Wrap the instances of the given classes."""
     del nonwrapped_numel
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
 
@@ -51,7 +51,7 @@ def transformer_auto_wrap_policy(
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Wrap what one of several policies wraps; peft and others import it by this name."""
+    """Wrap a module if any of several policies does; peft and others import this name."""
     asked = {"module": module, "recurse": recurse, "nonwrapped_numel": nonwrapped_numel}
     return any(policy(**asked) for policy in policies)
 
@@ -64,15 +64,15 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap modules whose parameters, those of wrapped children not counted, reach a number of elements.
+    """Wrap modules with at least a number of elements, without wrapped children.
 
     Args:
-        module: The module in question.
-        recurse: Whether the question is to go on below it; otherwise it is to wrap it.
-        nonwrapped_numel: Elements of its parameters that are not wrapped.
-        min_num_params: The number, in elements.
-        force_leaf_modules: Classes that are not looked into; MultiheadAttention by default.
-        exclude_wrap_modules: Classes that are not wrapped; ModuleList and ModuleDict by default.
+        module: Module to decide on.
+        recurse: True to decide whether to recurse into the module, False to decide whether to wrap it.
+        nonwrapped_numel: Number of elements of the module's parameters that are not wrapped.
+        min_num_params: Minimum number of elements.
+        force_leaf_modules: Classes into which not to recurse; MultiheadAttention by default.
+        exclude_wrap_modules: Classes not to wrap; ModuleList and ModuleDict by default.
     """
     leaves = force_leaf_modules if force_leaf_modules is not None else {nn.MultiheadAttention}
     excluded = exclude_wrap_modules if exclude_wrap_modules is not None else {nn.ModuleList, nn.ModuleDict}
@@ -87,17 +87,17 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 
 
 class ModuleWrapPolicy:
-    """Wrap every instance of some classes.
+    """Policy that wraps every instance of given classes.
 
     Args:
-        module_classes: The classes.
+        module_classes: Classes to wrap.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = set(module_classes)
 
     def __call__(self, module: nn.Module, recurse: bool, *_: Any, **__: Any) -> bool:
-        """Answer in the protocol of policies that are functions."""
+        """Decide on a module with the arguments of function policies."""
         return True if recurse else isinstance(module, tuple(self._module_classes))
 
     def targets(
@@ -112,10 +112,10 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Wrap where a function says so, with settings of its own.
+    """Policy that wraps the modules for which a function returns True or settings.
 
     Args:
-        lambda_fn: Given a module, returns False, True, or settings that differ from the root's.
+        lambda_fn: Returns for a module False, True, or the settings that differ from the root's.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -127,7 +127,7 @@ class CustomPolicy:
         """Return the modules to wrap, with the settings of each.
 
         Raises:
-            WrapError: The function returned something else than a bool or a dict.
+            WrapError: The function returned neither a bool nor a dict.
         """
         found = {}
         for module in root.modules():
@@ -152,14 +152,14 @@ _DEFAULTS: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside, `wrap` wraps.
+    """Enable `wrap` inside the context.
 
     Args:
-        wrapper_cls: What to wrap with.
-        wrapper_kwargs: Its settings.
+        wrapper_cls: Wrapper class for `wrap`.
+        wrapper_kwargs: Settings of the wrapper.
 
     Raises:
-        NestedContextError: There is such a context around this one.
+        NestedContextError: The context is inside another one.
     """
     if _DEFAULTS.get() is not None:
         raise NestedContextError("You are already within an autowrap context and we do not support nested contexts")
@@ -171,11 +171,11 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return a module wrapped as the `enable_wrap` around says; outside of one, the module.
+    """Return a module wrapped with the settings of `enable_wrap`, if inside it.
 
     Args:
-        module: The module.
-        wrap_overrides: Settings that beat the context's.
+        module: Module to wrap.
+        wrap_overrides: Settings that override those of the context.
     """
     defaults = _DEFAULTS.get()
     if defaults is None:
@@ -192,22 +192,22 @@ def auto_wrap(
     ignored_modules: Set[nn.Module] = frozenset(),
     ignored_params: Set[nn.Parameter] = frozenset(),
 ) -> None:
-    """Shard the submodules that a policy names, from the bottom up; the root itself is left to the caller.
+    """Shard the submodules that a policy selects, bottom up, without the root.
 
-    Where `mixed_precision` is among the settings, the modules of the classes that it ignores become units of their own
-    that compute in float32.
+    If `mixed_precision` is among the settings, modules of the classes that it ignores become units of their own, which
+    compute in float32.
 
     Args:
-        root: The module to look into.
-        policy: Says which.
-        wrapper: Shards one: a wrapper's class, or a function that does it in place as `fully_shard` does.
-        settings: What it is given by name besides the module.
-        ignored_modules: Modules that are left alone.
-        ignored_params: Parameters that do not count.
+        root: Module whose submodules are sharded.
+        policy: Selects the submodules.
+        wrapper: Wrapper class, or a function that shards a module in place like `fully_shard`.
+        settings: Keyword arguments of the wrapper.
+        ignored_modules: Modules that are not sharded.
+        ignored_params: Parameters that are not counted.
 
     Raises:
-        WrapError: A submodule is sharded already, or would be a unit of frozen and trainable parameters that cannot
-            be one.
+        WrapError: A submodule is sharded already, or a unit would mix frozen and trainable parameters without support
+            for that.
     """
     settings = dict(settings or {})
     _refuse_sharded(root)
@@ -239,7 +239,7 @@ def _refuse_sharded(root: nn.Module) -> None:
 
 
 def _exact(root: nn.Module, mixed_precision: Any, ignored: Set[nn.Module]) -> set[nn.Module]:
-    """Return the modules whose class mixed precision is not for, and let them compute in float32."""
+    """Return modules of classes that mixed precision ignores; make them use float32."""
     classes = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
     found = [module for module in root.modules() if isinstance(module, classes) and module not in ignored]
     for module in found:
@@ -255,7 +255,7 @@ def _exact(root: nn.Module, mixed_precision: Any, ignored: Set[nn.Module]) -> se
 
 
 def _compute_exactly(module: nn.Module) -> None:
-    """Cast floating inputs of a module to float32, and its results to the dtype of its last input."""
+    """Cast floating inputs to float32, and outputs to the dtype of the last input."""
     last: list[torch.dtype] = []
 
     def exact(tensor: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ def _compute_exactly(module: nn.Module) -> None:
 
 
 def _check_frozen(root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]], ignored: Set[nn.Parameter]) -> None:
-    """Refuse, or warn of, units of frozen and trainable parameters, the deepest and first registered one first."""
+    """Refuse, or warn of, units with frozen and trainable parameters, deepest first."""
     for name, module in reversed(list(_named_last_first(root))):
         if module not in targets:
             continue
@@ -293,7 +293,10 @@ def _check_frozen(root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]
 
 
 def _named_last_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules so that their reverse is from the bottom up, and in order of registration on a level."""
+    """Yield names and modules in the reverse of a bottom-up order.
+
+    On each level, the reverse has the order of registration.
+    """
     seen, stack = {root}, [("", root)]
     while stack:
         name, module = stack.pop()
@@ -348,7 +351,7 @@ def _replace(
 
 
 class _Shard:
-    """Shards one module: with the settings, or without mixed precision those that it is not for."""
+    """Function that shards one module, without mixed precision for excluded modules."""
 
     def __init__(
         self,
@@ -367,7 +370,7 @@ class _Shard:
 
 
 class _Recursion:
-    """The descent that policies which are functions are asked along."""
+    """Traversal of modules for function policies."""
 
     def __init__(
         self, policy: CallablePolicy, shard: _Shard, ignored: Set[nn.Module], ignored_params: Set[nn.Parameter]
@@ -382,7 +385,10 @@ class _Recursion:
         return sum(p.numel() for p in module.parameters() if p not in self._ignored_params)
 
     def below(self, module: nn.Module) -> int | None:
-        """Wrap below a module; return the elements that have been wrapped there, None where the policy stops."""
+        """Wrap below a module; return the number of wrapped elements.
+
+        It is None if the policy does not recurse.
+        """
         goes_on = self._policy(module=module, recurse=True, nonwrapped_numel=self._numel(module))
         if not goes_on and self._shard.exact.isdisjoint(module.modules()):
             return None

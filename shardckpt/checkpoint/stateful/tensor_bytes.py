@@ -59,8 +59,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def iter_bytes(tensors: Iterable[torch.Tensor], most: int = STAGED_BYTES) -> Iterator[memoryview]:
-    """Yield the bytes of tensors in row-major order; each part is valid until the next one is requested.
+    """Yield the bytes of tensors in row-major order.
 
+    Each part is valid until the next one is requested.
     Tensors on a device are copied through two pinned buffers of 16 MiB each: one is filled while the other is read.
 
     Args:

@@ -1,1 +1,1 @@
-"""Collectives, process groups, streams and memory."""
+"""Collectives, process groups, streams and memory of the engine."""

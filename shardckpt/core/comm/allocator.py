@@ -1,4 +1,4 @@
-"""Buffers of collectives from the allocator of the process group, where its backend has one: NCCL."""
+"""Buffers of collectives from the allocator of the process group (NCCL only)."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of a group that allocates on a device; None where it does not.
+    """Return the backend of a group that can allocate on a device; None without one.
 
     Args:
-        group: The group.
+        group: Process group of the collectives.
         device: Device of the buffers.
     """
     try:
         backend = group._get_backend(device)
         return backend if backend.supports_tensor_alloc(device) else None
-    except (RuntimeError, AttributeError):  # no backend for the device, or one that knows of no allocator
+    except (RuntimeError, AttributeError):  # no backend for the device, or one without an allocator
         return None
 
 
 class _Allocating:
-    """Allocates with a group's backend.
+    """Collective whose buffers the process group's backend allocates.
 
     Args:
-        group: The group.
+        group: Process group of the collective.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory that the backend moves without a copy.
+        """Return a buffer that the backend sends without a copy.
 
         Args:
-            size: Its shape.
-            dtype: Its type.
-            device: Its device.
+            size: Shape of the buffer.
+            dtype: Dtype of the buffer.
+            device: Device of the buffer.
         """
         backend = allocator(self._group, device)
         if backend is None:
@@ -55,18 +55,18 @@ class _Allocating:
 
 
 class PooledAllGather(_Allocating, AllGather):
-    """The engine's all-gather, from such memory."""
+    """All-gather with buffers from the backend."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill the output with everyone's input."""
+        """Fill the output with the inputs of all ranks."""
         work: dist.Work | None = _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
 
 class PooledReduceScatter(_Allocating, ReduceScatter):
-    """The engine's reduce-scatter, from such memory."""
+    """Reduce-scatter with buffers from the backend."""
 
     def __call__(
         self,
@@ -76,6 +76,6 @@ class PooledReduceScatter(_Allocating, ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill the output with this rank's part of the sum."""
+        """Fill the output with this rank's shard of the sum."""
         work: dist.Work | None = _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work

@@ -1,4 +1,4 @@
-"""Who shares a bucket and how its 1-D buffers travel: all-gather, reduce-scatter, all-reduce, broadcast."""
+"""Shard group of a bucket, and collectives on its 1-D buffers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardckpt.core.errors import DeviceMemoryError
 from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError
 
-# Names, looked up at each call, so that a function that replaces the one of torch.distributed is called.
+# Names, looked up at each call, so that replacements of functions in torch.distributed are called.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
-# Types that gloo moves as they are; everything else travels as bytes, which a gather does not mind.
+# Dtypes that gloo supports; other dtypes are gathered as bytes.
 _MOVABLE = frozenset(
     {
         torch.float32,
@@ -36,11 +36,11 @@ _MOVABLE = frozenset(
 
 
 class Pending:
-    """A collective that may still be under way.
+    """Collective that may not have completed.
 
     Args:
-        work: What torch returned for it; None for one that needed nobody.
-        what: What it is for, named when it fails.
+        work: Result of torch's collective; None if no communication was necessary.
+        what: Purpose of the collective, for errors.
     """
 
     def __init__(self, work: Any, what: str) -> None:
@@ -53,10 +53,10 @@ class Pending:
         return self._work is None or (isinstance(self._work, dist.Work) and self._work.is_completed())
 
     def wait(self) -> None:
-        """Return when the result can be read.
+        """Wait until the result can be read.
 
         Raises:
-            RankError: Another rank did not take part in time, or is gone.
+            RankError: Another rank did not join the collective in time, or is lost.
             DeviceMemoryError: This rank is out of memory.
         """
         work, self._work = self._work, None
@@ -67,10 +67,10 @@ class Pending:
 
 
 class _Named:
-    """A context in which an error of a collective names the unit, and whose fault it is.
+    """Context that adds purpose and responsible rank to errors of a collective.
 
     Args:
-        what: What the collective is for.
+        what: Purpose of the collective.
     """
 
     def __init__(self, what: str) -> None:
@@ -98,40 +98,40 @@ class _Named:
 
 @dataclass(frozen=True)
 class CommHook:
-    """A communication hook of a user, which averages gradients instead of the engine.
+    """Communication hook of a user, which averages gradients instead of the engine.
 
     Attributes:
-        state: Passed to every call.
-        call: `(state, gradient)` in place where nothing is sharded, else `(state, full gradient, this rank's part)`;
-            gradients are 1-D and padded.
+        state: First argument of every call.
+        call: Called as `(state, gradient)` to change it in place if nothing is sharded, otherwise as
+            `(state, full gradient, this rank's shard)`; gradients are 1-D and padded.
     """
 
     state: object
     call: Callable[..., None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommHook:
-        """It is the user's, and shared by copies."""
+        """Return itself: copies share the user's hook."""
         return self
 
 
 class CollectiveOp(Protocol):
-    """A custom collective, with the buffers it works on."""
+    """Custom collective, with the allocation of its buffers."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor to gather into, or to reduce from."""
+        """Return the output buffer of an all-gather, or the input of a reduce-scatter."""
 
 
 class AllGatherOp(CollectiveOp, Protocol):
-    """A custom all-gather."""
+    """Custom all-gather."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Fill the output with everyone's input, in rank order; return what can be waited for, or None."""
+        """Fill the output with the inputs of all ranks in rank order; return work or None."""
 
 
 class ReduceScatterOp(CollectiveOp, Protocol):
-    """A custom reduce-scatter."""
+    """Custom reduce-scatter."""
 
     def __call__(
         self,
@@ -141,16 +141,16 @@ class ReduceScatterOp(CollectiveOp, Protocol):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Fill the output with this rank's part of the reduced inputs; return what can be waited for, or None."""
+        """Fill the output with this rank's shard of the reduction; return work or None."""
 
 
 def allocate(custom: CollectiveOp | None, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a 1-D buffer for a collective, from a user's own collective if there is one.
+    """Return a 1-D buffer for a collective; custom collectives allocate their own.
 
     Args:
-        custom: The user's; None for torch's.
+        custom: Custom collective; None for torch's.
         numel: Number of elements.
-        dtype: Element type.
+        dtype: Dtype of the elements.
         device: Device of the buffer.
     """
     if custom is not None:
@@ -163,9 +163,9 @@ class CustomCollectives:
     """Custom collectives of a user; None for torch's.
 
     Attributes:
-        all_gather: Gathers shards.
-        reduce_scatter: Sums gradients.
-        all_reduce_hook: Given this rank's part of the averaged gradient, changes it in place.
+        all_gather: All-gather of shards.
+        reduce_scatter: Reduce-scatter of gradients.
+        all_reduce_hook: Changes this rank's shard of the averaged gradient, a 1-D tensor, in place.
     """
 
     all_gather: AllGatherOp | None = None
@@ -179,13 +179,13 @@ class CustomCollectives:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks that a bucket is sharded over, and those that hold replicas of the same shard.
+    """Ranks that shard a bucket, and the replicas of this rank.
 
     Attributes:
-        shard: Ranks that share the bucket; None if nothing is sharded.
-        replicate: Ranks that store the same shard as this rank; None without replicas.
-        scatter: The ranks of `shard` again, with channels of their own for gradients; None for the same ones.
-        mesh: The mesh that the user passed, (replicate, shard); None if the user passed groups.
+        shard: Process group of the ranks that shard the bucket; None if nothing is sharded.
+        replicate: Process group of the ranks with the same shard as this rank; None without replicas.
+        scatter: Separate process group of the ranks in `shard`, for gradients; None to use `shard`.
+        mesh: Mesh of the user, (replicate, shard); None if the user passed groups.
     """
 
     shard: dist.ProcessGroup | None
@@ -194,27 +194,27 @@ class ShardGroup:
     mesh: DeviceMesh | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
-        """Ranks are shared, not copied."""
+        """Return itself: copies share process groups."""
         return self
 
     @cached_property
     def size(self) -> int:
-        """Ranks that share the bucket."""
+        """Number of ranks that shard the bucket."""
         return self.shard.size() if self.shard is not None else 1
 
     @cached_property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Index of this rank in the shard group."""
         return self.shard.rank() if self.shard is not None else 0
 
     @cached_property
     def replicas(self) -> int:
-        """Ranks that hold this rank's shard."""
+        """Number of ranks with the same shard."""
         return self.replicate.size() if self.replicate is not None else 1
 
     @cached_property
     def world(self) -> int:
-        """Ranks whose gradients are averaged."""
+        """Number of ranks whose gradients are averaged."""
         return self.size * self.replicas
 
     def all_gather(
@@ -223,9 +223,9 @@ class ShardGroup:
         """Fill `full` with the shards of all ranks, in rank order.
 
         Args:
-            full: 1-D, `size` times as long as `shard`.
-            shard: This rank's part, 1-D; it may be a view of `full`.
-            what: What it is for, named when it fails.
+            full: 1-D output, `size` times as long as `shard`.
+            shard: 1-D shard of this rank; it may be a view of `full`.
+            what: Purpose of the collective, for errors.
             custom: Custom all-gather; None for torch's.
         """
         if self.size == 1 and custom is None:
@@ -244,7 +244,7 @@ class ShardGroup:
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, what: str, custom: ReduceScatterOp | None = None
     ) -> Pending:
-        """Fill `out` with the sum over ranks of this rank's part of `full`. Both are 1-D."""
+        """Fill `out` with this rank's shard of the sum of `full` over ranks; both are 1-D."""
         group = self.scatter or self.shard
         if custom is not None and group is not None:
             with _Named(what):
@@ -256,7 +256,7 @@ class ShardGroup:
             return Pending(getattr(dist, _REDUCE_SCATTER)(out, full, group=group, async_op=True), what)
 
     def all_reduce_flags(self, flags: torch.Tensor, what: str) -> None:
-        """All-reduce a few numbers over all ranks, in place."""
+        """All-reduce a few flags over all ranks and replicas, in place."""
         for group in (self.shard, self.replicate):
             if group is not None and dist.get_world_size(group) > 1:
                 with _Named(what):
@@ -270,7 +270,7 @@ class ShardGroup:
             return Pending(dist.all_reduce(shard, group=self.replicate, async_op=True), what)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast `tensor` of rank 0: over the replicas, then over the shard group."""
+        """Broadcast `tensor` of rank 0 to its replicas, then to the shard group."""
         for group in (self.replicate, self.shard):
             if group is not None and dist.get_world_size(group) > 1:
                 data = tensor if tensor.dtype in _MOVABLE else tensor.view(torch.uint8)
@@ -285,9 +285,9 @@ class ShardGroup:
         """Gather the shards of rank 0's shard group to rank 0, in rank order.
 
         Args:
-            full: 1-D, `size` times as long as `shard`, on rank 0; None elsewhere.
-            shard: This rank's part, 1-D.
-            what: What it is for, named when it fails.
+            full: On rank 0, 1-D output, `size` times as long as `shard`; None on other ranks.
+            shard: 1-D shard of this rank.
+            what: Purpose of the collective, for errors.
         """
         if self.replicate is not None and self.replicate.rank() != 0:
             return
@@ -299,9 +299,9 @@ class ShardGroup:
         """Scatter the rows of rank 0's table to the ranks, and broadcast them to replicas.
 
         Args:
-            out: 1-D, as long as a row; the result.
-            rows: `(size, elements)` on rank 0; None elsewhere.
-            what: What it is for, named when it fails.
+            out: 1-D output, as long as a row.
+            rows: On rank 0, table of shape `(size, elements)`; None on other ranks.
+            what: Purpose of the collective, for errors.
         """
         replica = dist.get_rank(self.replicate) if self.replicate is not None else 0
         if self.size == 1 and rows is not None:

@@ -1,4 +1,4 @@
-"""Process groups of a wrapper, from a group, a pair of groups, a mesh, or the nodes of the ranks."""
+"""Process groups of a wrapper, from groups, a mesh, or the nodes of the ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def resolve(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
     """Return the groups that a strategy shards and replicates over.
 
     Args:
-        strategy: The strategy.
-        given: A process group, for hybrid strategies a pair of them; None for all ranks.
-        mesh: A mesh instead, of one dimension, for hybrid strategies of two.
-        by_hand: Whether no policy wraps the children: then a hybrid strategy needs explicit groups.
+        strategy: Sharding strategy.
+        given: Process group, or for hybrid strategies a pair of process groups; None for all ranks.
+        mesh: 1-D mesh, or for hybrid strategies 2-D mesh, instead of process groups.
+        by_hand: Whether the wrapper is used without a policy; a hybrid strategy then needs explicit groups.
 
     Raises:
-        ArgumentError: They do not fit the strategy, or `torch.distributed` is not initialized.
+        ArgumentError: The groups or the mesh do not fit the strategy, or `torch.distributed` is not initialized.
         ArgumentTypeError: The group is not a process group.
     """
     if given is not None and mesh is not None:
@@ -85,15 +85,16 @@ def _hybrid(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
 
 
 def ranks_per_node(world: int) -> int:
-    """Return how many ranks of a world share a node.
+    """Return the number of ranks per node.
 
-    `LOCAL_WORLD_SIZE`, as torchrun sets it; without it one rank for each accelerator of this node; without those all.
+    It is `LOCAL_WORLD_SIZE`, which torchrun sets; otherwise the number of accelerators of this node; without
+    accelerators the number of all ranks.
 
     Args:
-        world: Ranks in all.
+        world: Number of all ranks.
 
     Raises:
-        ArgumentError: The nodes cannot have that many ranks each.
+        ArgumentError: The number of all ranks is not a multiple of the result.
     """
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
     size = int(setting) if setting.isdigit() else torch.accelerator.device_count() or world
@@ -107,7 +108,7 @@ def ranks_per_node(world: int) -> int:
 
 
 def _build_node_groups() -> ShardGroup:
-    """Make groups of the ranks of one node, which share, and of the ranks at one place of all nodes, which copy."""
+    """Create groups to shard within a node and to replicate across nodes. Collective."""
     world = _world()
     count = dist.get_world_size(world)
     size = ranks_per_node(count)

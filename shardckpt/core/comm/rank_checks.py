@@ -1,4 +1,7 @@
-"""Debug mode, `TORCH_DISTRIBUTED_DEBUG=DETAIL`: ranks compare their initial parameters and their next collectives."""
+"""Debug mode: ranks compare initial parameters and their next collectives.
+
+It is enabled by `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from shardckpt.errors import RankError
 
 
 def is_debug_mode() -> bool:
-    """Return True if debug mode is on, by torch's own setting or by the environment."""
+    """Return True if debug mode is enabled, by torch's setting or by the environment."""
     is_set = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return is_set or bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
 def _gather_from_all(group: ShardGroup, mine: Any, place: str) -> list[Any]:
-    """Return the messages of all ranks of a group and of its replicas, in the same order on each."""
+    """Gather messages of a group and its replicas, in the same order on all ranks."""
     messages = [mine]
     for ranks in (group.shard, group.replicate):
         if ranks is None or dist.get_world_size(ranks) == 1:
@@ -55,13 +58,14 @@ class _Time(Enum):
 
 
 class OrderCheck:
-    """Compares, before each collective of a unit, which unit each rank is about to run; all ranks report a difference.
+    """Check that all ranks run collectives of units in the same order.
 
-    Ends of forward and backward are compared too, so that a rank that is done learns of one that is not.
+    Before each collective of a unit, ranks compare the unit; all ranks report a difference. They also compare the ends
+    of forward and backward, so that a rank that has finished finds out about a rank that has not.
 
     Args:
-        names: Names of the units, in the order of all ranks.
-        groups: For each, who shares its parameters.
+        names: Names of the units, in the same order on all ranks.
+        groups: Shard group of each unit.
     """
 
     def __init__(self, names: Sequence[str], groups: Sequence[ShardGroup | None]) -> None:
@@ -70,44 +74,44 @@ class OrderCheck:
         self._time = _Time.ASIDE
 
     def forward_begins(self) -> None:
-        """The root is about to compute."""
+        """Record that the root starts its forward."""
         self._time = _Time.FORWARD
 
     def forward_ends(self) -> None:
-        """The root has computed. Collective."""
+        """Compare the end of forward. Collective."""
         self._end()
 
     def backward_begins(self) -> None:
-        """The first gradient is there."""
+        """Record that backward starts."""
         self._time = _Time.BACKWARD
 
     def backward_ends(self) -> None:
-        """Everything is reduced. Collective."""
+        """Compare the end of backward. Collective."""
         self._end()
 
     def forget(self) -> None:
-        """What was under way has failed."""
+        """Reset after a failed forward or backward."""
         self._time = _Time.ASIDE
 
     def gathers(self, index: int) -> None:
-        """A unit is about to be gathered. Collective.
+        """Compare which unit ranks unshard next. Collective.
 
         Args:
-            index: Its place among the units.
+            index: Index of the unit.
 
         Raises:
-            RankError: Some rank is about to do something else; raised on all of them.
+            RankError: A rank runs something else next; raised on all ranks.
         """
         self._compare(self._groups[index], f"gather {self._names[index]} in {self._time.value}", self._time)
 
     def reduces(self, index: int) -> None:
-        """A unit's gradients are about to be reduced. Collective.
+        """Compare which unit's gradients ranks reduce next. Collective.
 
         Args:
-            index: Its place among the units.
+            index: Index of the unit.
 
         Raises:
-            RankError: Some rank is about to do something else; raised on all of them.
+            RankError: A rank runs something else next; raised on all ranks.
         """
         self._compare(self._groups[index], f"reduce {self._names[index]} in {self._time.value}", self._time)
 
@@ -146,7 +150,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a number that almost surely differs if a bit or the position of an element does; it is not secure."""
+    """Return a checksum of elements and their positions; not cryptographically secure."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -157,12 +161,12 @@ def checksum(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class InitialChecksums:
-    """Checksums of the parameters that a bucket was made from.
+    """Checksums of a bucket's parameters when it was created.
 
     Attributes:
-        names: Names of its parameters below the unit.
-        full: Checksums of the full values that this rank began with; None if they had no memory yet.
-        parts: Checksums of this rank's shard of each.
+        names: FQNs of the parameters below the unit.
+        full: Checksums of this rank's full values; None if parameters were on the meta device.
+        parts: Checksums of this rank's shards of the parameters.
     """
 
     names: tuple[str, ...]
@@ -176,9 +180,9 @@ class InitialChecksums:
         """Compute the checksums of a bucket's parameters; None outside debug mode.
 
         Args:
-            names: Names of its parameters below the unit.
-            values: Their full values.
-            parts: This rank's part of each.
+            names: FQNs of the parameters below the unit.
+            values: Full values of the parameters.
+            parts: This rank's shard of each parameter.
         """
         if not is_debug_mode() or any(part.is_meta for part in parts):
             return None
@@ -187,27 +191,29 @@ class InitialChecksums:
 
 
 class Sharded(Protocol):
-    """A bucket with its initial checksums."""
+    """Bucket with initial checksums."""
 
     @property
     def group(self) -> ShardGroup:
-        """The ranks that share it."""
+        """Shard group of the bucket."""
 
     @property
     def initial_checksums(self) -> InitialChecksums | None:
-        """Checksums of its first values; None outside debug mode."""
+        """Checksums of the initial values; None outside debug mode."""
 
     @property
     def local_shards(self) -> list[torch.Tensor]:
-        """This rank's part of each parameter."""
+        """This rank's shard of each parameter."""
 
 
 class ReplicaCheck:
-    """Compares the initial parameters of ranks before the first iteration; nothing else reports models that differ.
+    """Check that ranks have equal initial parameters, before the first iteration.
+
+    Without debug mode, different models are not detected.
 
     Args:
-        buckets: The buckets, each with the prefix of its parameters' names.
-        others: Replicated tensors by name: buffers, and parameters that are not sharded.
+        buckets: Buckets, each with the prefix of its parameters' FQNs.
+        others: Replicated tensors by FQN: buffers, and parameters that are not sharded.
     """
 
     def __init__(self, buckets: Sequence[tuple[str, Sharded]], others: Mapping[str, torch.Tensor]) -> None:
@@ -215,10 +221,10 @@ class ReplicaCheck:
         self._others = dict(others)
 
     def compare(self) -> None:
-        """Compare. Collective.
+        """Compare the parameters. Collective.
 
         Raises:
-            RankError: Parameters differ between ranks; raised on all of them.
+            RankError: Parameters differ between ranks; raised on all ranks.
         """
         wrong: list[str] = []
         differing: list[str] = []
@@ -264,7 +270,7 @@ def _sum_buckets(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
 
 
 def _find_differing_params(messages: Sequence[Mapping[str, _Sum]], group: ShardGroup) -> list[str]:
-    """Return the names of parameters with different initial values, or of which replicas differ now.
+    """Return the names of parameters with different initial values or replicas.
 
     If a parameter was loaded or initialized after it was sharded, only its replicas are compared.
     """
@@ -289,21 +295,21 @@ def _join_names(names: Sequence[str]) -> str:
 
 @dataclass
 class RankComparison:
-    """All that ranks compare in debug mode.
+    """Checks of ranks in debug mode.
 
     Attributes:
-        order: The next collective of each rank.
-        replicas: Initial parameters; None after they were compared.
+        order: Check of the order of collectives.
+        replicas: Check of the initial parameters; None after it has run.
     """
 
     order: OrderCheck
     replicas: ReplicaCheck | None
 
     def forward_begins(self) -> None:
-        """The root is about to compute: before the first time, compare what ranks begin with. Collective.
+        """Check initial parameters before the first forward of the root. Collective.
 
         Raises:
-            RankError: Parameters differ between ranks; raised on all of them.
+            RankError: Parameters differ between ranks; raised on all ranks.
         """
         if self.replicas is not None:
             self.replicas.compare()

@@ -1,4 +1,4 @@
-"""The streams that gather and reduce, and what waits for what; storage that is freed and allocated again."""
+"""Streams for all-gathers and reductions, their dependencies; resizable storage."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardckpt.devices import (
 
 
 class StorageCounter:
-    """Bytes that full buffers hold at the moment, for tests and reports; one for the process.
+    """Counter of the bytes of allocated full buffers, one per process, for tests.
 
     Attributes:
-        held: Bytes held now.
-        peak: Most bytes held at once since the last `reset_peak`.
+        held: Number of bytes that are allocated now.
+        peak: Maximum number of bytes since the last `reset_peak`.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ FULL_BYTES = StorageCounter()
 
 
 class ResizableStorage:
-    """A 1-D tensor whose storage can be freed and allocated again while views of it live on.
+    """1-D tensor whose storage can be freed and allocated again; its views stay valid.
 
     Args:
         numel: Number of elements.
-        dtype: Element type.
+        dtype: Dtype of the elements.
         device: Device of the storage.
 
     Attributes:
@@ -64,7 +64,7 @@ class ResizableStorage:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> ResizableStorage:
-        """Wrap a tensor that exists; nothing is copied."""
+        """Wrap an existing tensor without a copy."""
         made = cls(0, tensor.dtype, tensor.device)
         made.tensor = tensor
         made._nbytes = tensor.nbytes
@@ -100,27 +100,29 @@ def _get_gather_stream(device: torch.device) -> Stream:
 
 
 def use_gather_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context of the stream that all gathers of a device share, which runs beside the computation."""
+    """Return a context of the stream for all all-gathers of a device."""
     return use_stream(_get_gather_stream(device), device) if has_streams(device) else nullcontext()
 
 
 def wait_for_gather(device: torch.device, event: Event | None) -> None:
-    """Make computation that is queued from now on wait for a gather, not for those behind it.
+    """Make work that is queued later on the current stream wait for an all-gather.
+
+    It does not wait for later all-gathers.
 
     Args:
-        device: Where.
-        event: Recorded behind the gather; None without streams.
+        device: Device of the all-gather.
+        event: Event recorded after the all-gather; None without streams.
     """
     if event is not None:
         get_current_stream(device).wait_event(event)
 
 
 def make_gathers_wait(device: torch.device, event: Event | None = None) -> None:
-    """Make gathers from now on wait for the computation that is queued: the optimizer's.
+    """Make later all-gathers wait for the queued computation, such as the optimizer's.
 
     Args:
-        device: Where.
-        event: Wait for this instead.
+        device: Device of the all-gathers.
+        event: Event to wait for instead of the queued computation; None without one.
     """
     if not has_streams(device):
         return
@@ -135,10 +137,12 @@ _reduce_streams: dict[torch.device, Stream] = {}
 
 
 def use_reduce_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context of the stream that all reductions of a device share; it waits for what is queued now.
+    """Return a context of the stream for all reductions of a device.
+
+    The stream waits for the work that is queued now on the current stream.
 
     Args:
-        device: One that has streams.
+        device: Device with streams.
     """
     if device not in _reduce_streams:
         _reduce_streams[device] = make_stream(device)
@@ -148,20 +152,22 @@ def use_reduce_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def wait_for_reductions(device: torch.device) -> None:
-    """Make computation that is queued from now on wait for all that reductions have queued.
+    """Make work that is queued later on the current stream wait for queued reductions.
 
     Args:
-        device: One that has streams.
+        device: Device with streams.
     """
     if device in _reduce_streams:
         get_current_stream(device).wait_stream(_reduce_streams[device])
 
 
 class RateLimiter:
-    """Limits all-gathers while the computation is more than two resharded units behind (`limit_all_gathers`).
+    """Limit of all-gathers that run ahead of computation (`limit_all_gathers`).
+
+    An all-gather waits while computation is more than two resharded units behind.
 
     Attributes:
-        waits: How often an all-gather had to wait.
+        waits: Number of all-gathers that had to wait.
     """
 
     def __init__(self) -> None:
@@ -169,11 +175,11 @@ class RateLimiter:
         self._freed: deque[Event | None] = deque()
 
     def record_free_event(self, device: torch.device) -> None:
-        """Note that a unit's memory is free once what is queued now has run."""
+        """Record that a unit's memory is free after the work that is queued now."""
         self._freed.append(record_event(device))
 
     def wait(self) -> None:
-        """Wait until another all-gather may begin."""
+        """Wait until another all-gather may start."""
         if len(self._freed) < 2:
             return
         self.waits += 1
@@ -182,5 +188,5 @@ class RateLimiter:
             event.synchronize()
 
     def clear(self) -> None:
-        """Forget what was freed: nothing of it is waited for."""
+        """Forget recorded events, without waiting for them."""
         self._freed.clear()

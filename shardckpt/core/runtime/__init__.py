@@ -1,1 +1,1 @@
-"""Forward and backward of FSDP units: order, prefetch, precision."""
+"""Forward and backward of FSDP units: order, prefetch, mixed precision."""

@@ -1,9 +1,9 @@
-"""The order of backward, which is the same on every rank whatever each rank's gradients reach.
+"""Order of backward, equal on every rank, whatever units its gradients reach.
 
 The invariant: **reduce-scatters start in the reverse order of the forward calls, on every rank.** Ranks agree on the
-forward calls, since every rank runs the same modules. They do not agree on the gradients: a rank may detach an output,
-or compute its loss from part of the outputs. So a rank that goes back from one call to an earlier one runs the hooks
-of each call in between, as the other ranks may do because of gradients.
+forward calls, because every rank runs the same modules. They do not agree on the gradients: a rank may detach an
+output, or compute its loss from some of the outputs. Therefore a rank that goes back from one call to an earlier call
+runs the hooks of each call in between, as other ranks may do because of gradients.
 
 Example: units A, B and C compute one after the other, so the calls are [A, B, C]. On rank 0 no gradient reaches B:
 
@@ -31,7 +31,7 @@ from enum import Enum, auto
 from typing import Generic, TypeVar
 
 RECOMPUTED = 0
-"""Forward id of the calls that the running backward computes again, and of the gradients that it gave."""
+"""Forward id of calls that the running backward recomputes, and of their gradients."""
 
 Unit = TypeVar("Unit")
 
@@ -41,10 +41,10 @@ class ForwardCall(Generic[Unit]):
     """One forward call of a unit.
 
     Attributes:
-        unit: The unit.
-        finished_before: Number of calls that had finished when it began.
+        unit: Unit that computes.
+        finished_before: Number of calls that had finished when this call began.
         has_post_backward_hook: Whether an input requires gradients, so that autograd calls the post-backward hook.
-        forward_id: Number of the outermost forward that it belongs to; a backward covers the forwards it reaches.
+        forward_id: Number of the outermost forward of this call; a backward covers the forwards that it reaches.
     """
 
     unit: Unit
@@ -54,23 +54,24 @@ class ForwardCall(Generic[Unit]):
 
 
 class Step(Enum):
-    """The hooks of a call that a rank has to run itself."""
+    """Hooks of a call that autograd does not call on this rank."""
 
-    ENTER = auto()  # its pre-backward hook: calls that are nested in it have been reached
-    SKIP = auto()  # both hooks: no gradient of this rank reaches it
-    CLOSE = auto()  # its post-backward hook, which autograd does not call
+    ENTER = auto()  # pre-backward hook: nested calls have been reached
+    SKIP = auto()  # both hooks: no gradient of this rank reaches the call
+    CLOSE = auto()  # post-backward hook
 
 
 Steps = Iterator[tuple[Step, ForwardCall[Unit]]]
 
 
 class BackwardOrder(Generic[Unit]):
-    """The way of one backward through the forward calls; each method yields the hooks to run before it goes on.
+    """Position of one backward in the forward calls.
 
-    A hook may call the methods again while the caller iterates.
+    Each method yields the hooks to run before backward continues. A hook may call the methods again while the caller
+    iterates.
 
     Args:
-        calls: The calls whose outputs require gradients, in the order in which they finished.
+        calls: Calls whose outputs require gradients, in the order in which they finished.
     """
 
     def __init__(self, calls: Sequence[ForwardCall[Unit]]) -> None:
@@ -81,7 +82,7 @@ class BackwardOrder(Generic[Unit]):
         self._unfinished: list[ForwardCall[Unit]] = []  # entered calls without a post-backward hook
 
     def enter(self, call: ForwardCall[Unit]) -> Steps[Unit]:
-        """Go back to a call whose output has a gradient."""
+        """Move to a call whose output has a gradient."""
         position = self._positions.get(call)
         if position is None:
             return
@@ -92,7 +93,7 @@ class BackwardOrder(Generic[Unit]):
         self._note_unfinished(call)
 
     def leave(self, call: ForwardCall[Unit]) -> Steps[Unit]:
-        """Finish the calls that are nested in a call whose gradients are complete."""
+        """Finish the calls nested in a call whose gradients are complete."""
         if call.forward_id != RECOMPUTED:
             self.forward_ids.add(call.forward_id)
         position = self._positions.get(call)
@@ -114,14 +115,14 @@ class BackwardOrder(Generic[Unit]):
         return None
 
     def _skip_after(self, position: int) -> Steps[Unit]:
-        """Go back to a position; run the hooks of the calls in between, which gradients did not reach."""
+        """Move to a position; yield the hooks of calls in between without gradients."""
         while self._cursor > position:
             yield from self._close_after(self._cursor - 1)
             self._cursor -= 1
             call = self._calls[self._cursor]
             if call.forward_id not in self.forward_ids:
                 continue
-            if call.finished_before < position:  # the call at the position is nested in this one, which only begins
+            if call.finished_before < position:  # the call at the position is nested in this one: only enter it
                 yield Step.ENTER, call
                 self._note_unfinished(call)
             else:
@@ -132,7 +133,7 @@ class BackwardOrder(Generic[Unit]):
             self._unfinished.append(call)
 
     def _close_after(self, position: int, before: int | None = None) -> Steps[Unit]:
-        """Close the unfinished calls that began after a position: backward has passed all that is nested in them."""
+        """Close unfinished calls that began after a position: nested calls are complete."""
         for call in tuple(self._unfinished):
             if call not in self._unfinished or call.finished_before <= position:
                 continue

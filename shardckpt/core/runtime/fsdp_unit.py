@@ -1,14 +1,14 @@
-"""An FSDP unit: the parameters of one module, and the hooks that unshard, reshard and reduce them.
+"""FSDP unit: parameters of a module, and hooks that unshard, reshard and reduce.
 
-`RootState` calls the hooks of all units below one root; a unit calls the root only if autograd reaches it by itself.
+`RootState` calls the hooks of all units below one root; a unit calls the root only if autograd calls the unit directly.
 
 | phase | hook | next phase | when |
 |---|---|---|---|
 | IDLE, FORWARD | pre_forward | FORWARD | a module of the unit is about to compute |
-| any but FORWARD | pre_forward, post_forward | the same | a checkpoint computes again in backward |
-| PRE_BACKWARD | forward_failed | PRE_BACKWARD | such a checkpoint stops early |
+| any but FORWARD | pre_forward, post_forward | the same | activation checkpointing recomputes in backward |
+| PRE_BACKWARD | forward_failed | PRE_BACKWARD | such a recomputation stops early |
 | FORWARD | post_forward, finalize_forward | FORWARD | other modules of the unit, or outer calls, have not finished |
-| FORWARD | post_forward, finalize_forward | IDLE | all have, or the outermost forward ends: reshard, or keep |
+| FORWARD | post_forward, finalize_forward | IDLE | all have finished, or the outermost forward ends: reshard or keep |
 | IDLE | finalize_forward | IDLE | nothing is left to do |
 | FORWARD | forward_failed | IDLE | an exception |
 | any but FORWARD | pre_backward | PRE_BACKWARD | a gradient of an output: unshard |
@@ -16,7 +16,7 @@
 | IDLE, POST_BACKWARD | finalize_backward | IDLE | backward ends |
 | any | reset_after_error | IDLE | an exception in backward, or in the forward of the root |
 
-`TRANSITIONS` has the same as data; a test walks it.
+`TRANSITIONS` contains the table as data; a test checks it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from shardckpt.devices import Event, has_streams
 
 
 class Phase(Enum):
-    """Phase of an iteration that a unit is in (torch: `TrainingState` of FSDP2)."""
+    """Phase of a unit in an iteration (torch: `TrainingState` of FSDP2)."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -81,11 +81,11 @@ TRANSITIONS: frozenset[tuple[Phase, str, Phase]] = frozenset(
         *((phase, "reset_after_error", Phase.IDLE) for phase in Phase),
     }
 )
-"""Phase before, hook, phase after."""
+"""Triples of phase before, hook and phase after."""
 
 
 def run_all(functions: Iterable[Callable[[], object]]) -> None:
-    """Call functions, each whatever the others raise; raise the first exception after the last call."""
+    """Call all functions, then raise the first exception of any of them."""
     first = None
     for function in functions:
         try:
@@ -97,14 +97,14 @@ def run_all(functions: Iterable[Callable[[], object]]) -> None:
 
 
 class UnitParams:
-    """The buckets of a unit, which are unsharded and resharded together.
+    """Buckets of a unit, which are unsharded and resharded together.
 
     Attributes:
-        registrations: The buckets, as they are registered on the modules.
-        active: The buckets to compute with: none while they are checked out.
-        is_registered: Whether the modules have the unsharded parameters, to compute with.
-        is_checked_out: Whether other code, such as `summon_full_params`, registers full parameters now.
-        addresses: Addresses of the unsharded buffers, unique while they have storage.
+        registrations: Registrations of the buckets on the modules.
+        active: Registrations to compute with: empty while they are checked out.
+        is_registered: Whether the unsharded parameters are registered on the modules.
+        is_checked_out: Whether other code, such as `summon_full_params`, currently registers full parameters.
+        addresses: Data pointers of the unsharded buffers, unique while they have storage.
     """
 
     def __init__(self, registrations: Sequence[ParamRegistration]) -> None:
@@ -117,7 +117,7 @@ class UnitParams:
 
     @property
     def members(self) -> list[ParamInfo]:
-        """The parameters of all buckets."""
+        """Parameters of all buckets."""
         return [member for each in self.registrations for member in each.bucket.members]
 
     @property
@@ -127,17 +127,17 @@ class UnitParams:
 
     @property
     def has_unsharded_storage(self) -> bool:
-        """Return True if some full buffer has storage, unsharded or with an all-gather pending."""
+        """Return True if any full buffer has storage, also during an all-gather."""
         return any(each.bucket.unsharded.has_storage for each in self.active)
 
     @property
     def requires_grad(self) -> bool:
-        """Return True if some parameter requires gradients."""
+        """Return True if any parameter requires gradients."""
         return any(each.bucket.unsharded.requires_grad for each in self.active)
 
     @contextmanager
     def check_out(self) -> Iterator[tuple[ParamRegistration, ...]]:
-        """Yield the sharded buckets; inside, the unit computes as a module that has none of them."""
+        """Yield the resharded buckets; inside the context, the unit computes without them."""
         self.is_checked_out, self.active = True, ()
         try:
             yield self.registrations
@@ -145,7 +145,7 @@ class UnitParams:
             self.is_checked_out, self.active = False, self.registrations
 
     def set_callbacks(self, on_gradient: Callable[[], None], unshard: Callable[[], None]) -> None:
-        """Set the methods to call when a leaf gets a gradient, and when a module is recomputed by itself."""
+        """Set the methods to call for a leaf's gradient and for a module's recomputation."""
         for each in self.registrations:
             each.bucket.unsharded.watch.set_callback(on_gradient)
             each.set_backward_unshard(unshard)
@@ -156,17 +156,17 @@ class UnitParams:
             each.bucket.unsharded.watch.rearm()
 
     def bind_extensions(self, unit: str, *, has_pending_grads: bool) -> bool:
-        """Gather from now on by the all-gather extensions that a user has put on local tensors.
+        """Use the all-gather extensions that a user has set on local tensors.
 
         Args:
             unit: Name of the unit, for messages.
-            has_pending_grads: Whether a forward of the unit awaits its backward.
+            has_pending_grads: Whether a forward of the unit has not had its backward.
 
         Returns:
-            Whether there are new ones.
+            Whether new extensions were found.
 
         Raises:
-            ExtensionError: They cannot be followed, or gradients for the earlier parameters are still to come.
+            ExtensionError: The extensions cannot be used, or the earlier parameters have pending gradients.
         """
         late = [each for each in self.active if each.has_unbound_extensions]
         if not late:
@@ -182,14 +182,14 @@ class UnitParams:
         return True
 
     def has_user_changes(self) -> bool:
-        """Return True if there may be changes to pull before an unshard."""
+        """Return True if a user may have changed parameters since the last unshard."""
         is_changed = False
         for each in self.active:
             is_changed |= each.has_user_changes()
         return is_changed
 
     def find_sharded_buckets(self) -> list[Bucket]:
-        """Return the buckets that an unshard has to gather."""
+        """Return the buckets that have to be gathered."""
         sharded = []
         for each in self.active:
             if not each.bucket.unsharded.has_storage:
@@ -197,7 +197,11 @@ class UnitParams:
         return sharded
 
     def pull_user_changes(self, *, all_buckets: bool = False) -> None:
-        """Pull a user's changes of the registered parameters, of buckets that are unsharded only if all are asked."""
+        """Copy a user's changes of registered parameters into the sharded buckets.
+
+        Args:
+            all_buckets: Include unsharded buckets.
+        """
         for each in self.active:
             if all_buckets or each.has_user_changes():
                 each.pull_user_changes()
@@ -213,16 +217,16 @@ class UnitParams:
         self.is_registered = True
 
     def register_post_forward(self) -> None:
-        """Register what is kept unsharded between forward and backward, or after backward."""
+        """Register parameters that stay unsharded after forward or after backward."""
         for each in self.active:
             each.register_post_forward()
         self.is_registered = False
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Register the sharded parameters, and free the full ones.
+        """Register the sharded parameters and free the full ones.
 
         Args:
-            keep_partial_shard: But keep the larger shard for the unshard in backward.
+            keep_partial_shard: Keep the larger shard over `post_forward_group` for the unshard in backward.
         """
         self.addresses.clear()
         for each in self.active:
@@ -236,7 +240,10 @@ class UnitParams:
             each.bucket.unsharded.reshard()
 
     def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
-        """Start the reduce-scatters of the gradients, after an earlier reduction of the unit. Collective."""
+        """Start the reduce-scatters of the gradients. Collective.
+
+        An earlier reduction of the unit is finished first.
+        """
         self.finish_reduction(config)
         for each in self.active:
             if each.bucket.unsharded.requires_grad:
@@ -249,14 +256,14 @@ class UnitParams:
 
     @property
     def is_reduced(self) -> bool:
-        """Return True if `finish_reduction` would return at once, and calls nothing that may run collectives."""
+        """Return True if `finish_reduction` neither waits nor runs collectives."""
         return all(
             each.bucket.reducer.is_done and not any(map(has_gradient_hooks, each.parameters))
             for each in self.registrations
         )
 
     def finish_reduction(self, config: UnitConfig) -> None:
-        """Wait for the averaged gradients, and accumulate them."""
+        """Wait for the averaged gradients and accumulate them."""
         for each in self.active:
             reduced = each.bucket.reducer.wait_reduce_scatter()
             if reduced is not None:
@@ -272,7 +279,7 @@ class UnitParams:
                     self._partly_added.append((each, reduced, reduced.flags))
 
     def finish_gradients(self) -> None:
-        """Wait until offloaded gradients are on the CPU, and add those that only other ranks had."""
+        """Wait for copies of gradients to the CPU; add gradients of other ranks only."""
         self._wait_for_copies()
         late, self._partly_added = self._partly_added, []
         for registration, reduced, flags in late:
@@ -290,33 +297,33 @@ class UnitParams:
 
 
 class RootHooks(Protocol):
-    """The root as its units see it: what they share, and the hooks for what autograd reports to one unit."""
+    """Interface of the root for its units: shared state, and hooks called by autograd."""
 
     @property
     def compares_ranks(self) -> bool:
-        """Whether debug mode is on."""
+        """Whether debug mode is enabled."""
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or backward of some unit runs."""
+        """Whether a forward or backward of any unit is running."""
 
     @property
     def shard_writes(self) -> ShardWrites:
-        """Makes all-gathers wait for what was written to shards."""
+        """Dependencies of all-gathers on writes to shards."""
 
     @property
     def limiter(self) -> RateLimiter:
-        """Limits the all-gathers of all units."""
+        """Limit of all-gathers of all units."""
 
     @property
     def owners(self) -> BufferOwners:
-        """The units of unsharded buffers, by address."""
+        """Owners of unsharded buffers, which are units."""
 
     def check_unshard_order(self, unit: FSDPUnit) -> None:
         """Compare, in debug mode, which unit the ranks unshard next."""
 
     def start_backward(self) -> None:
-        """Start a backward unless one runs."""
+        """Start a backward unless one is running."""
 
     def enter_backward(self, unit: FSDPUnit, *, needs_params: bool) -> None:
         """Prepare a unit for its backward."""
@@ -326,15 +333,15 @@ class RootHooks(Protocol):
 
 
 class FSDPUnit:
-    """One module, or several, whose parameters are unsharded to compute, resharded after it, reduced in backward.
+    """One or several modules whose parameters are unsharded and resharded together.
 
     Args:
-        name: What messages call it.
-        modules: The module; several where they are gathered and freed together.
-        registrations: Its buckets, as they are registered on the modules.
-        config: Its settings, which may be replaced.
-        buffers: Buffers that follow the unit's precision.
-        device: Where it computes if it has no parameters.
+        name: Name of the unit in messages.
+        modules: Module of the unit, or several modules that are gathered and freed together.
+        registrations: Registrations of its buckets on the modules.
+        config: Settings of the unit, which may be replaced.
+        buffers: Buffers to cast to the unit's precision.
+        device: Compute device of a unit without parameters.
     """
 
     def __init__(
@@ -354,7 +361,7 @@ class FSDPUnit:
         self.config = config
         self.buffers = buffers if buffers is not None else Buffers(())
         self._device = device
-        self.units_to_prefetch: dict[Phase, Sequence[FSDPUnit]] = {}  # FORWARD, PRE_BACKWARD; else the order decides
+        self.units_to_prefetch: dict[Phase, Sequence[FSDPUnit]] = {}  # keys: FORWARD, PRE_BACKWARD
         self.phase = Phase.IDLE
         self.root: RootHooks | None = None
         self._running_calls = 0
@@ -362,7 +369,7 @@ class FSDPUnit:
         self.open_calls: set[ForwardCall[FSDPUnit]] = set()  # recorded calls whose gradients are not complete
         self.pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
         self._has_unsynced_grads = False
-        self.full_precision = False  # whether the last forward computed in the stored types
+        self.full_precision = False  # whether the last forward used the stored dtypes
         self._inputs_event: Event | None = None  # behind copies of inputs from pinned memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
@@ -383,36 +390,36 @@ class FSDPUnit:
 
     @property
     def name(self) -> str:
-        """What messages call it: its name below the root, once that is known."""
+        """Name in messages: the FQN below the root, once it is known."""
         return self._name.text
 
     @property
     def registrations(self) -> tuple[ParamRegistration, ...]:
-        """The buckets, as they are registered on the modules."""
+        """Registrations of the buckets on the modules."""
         return self.params.registrations
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets, in their fixed order."""
+        """Buckets of the unit, in their fixed order."""
         return [each.bucket for each in self.params.registrations]
 
     def profile_range(self, label: str) -> AbstractContextManager[object]:
-        """Return a range of a profile for this unit; an empty one if it has no parameters."""
+        """Return a profiler range for this unit; an empty context without parameters."""
         return profile_range(label, self._name.text) if self.params.registrations else nullcontext()
 
     def attach(self, root: RootHooks | None, name: str = "") -> None:
-        """Set the root of the unit, and its name below it; None for no root."""
+        """Set the root of the unit, and its FQN below the root; None for no root."""
         self.root = root
         if name:
             self._name.become(name)
-        if root is not None:  # it may have been unsharded by hand, before there was this root
+        if root is not None:  # a user may have unsharded it before this root existed
             root.owners.by_address.update(dict.fromkeys(self.params.addresses, self))
 
     # ----------------------------------------------------------------------------------------- full parameters
 
     @contextmanager
     def check_out_params(self) -> Iterator[tuple[ParamRegistration, ...]]:
-        """Yield the sharded buckets; inside, the unit computes as a module that has none of them."""
+        """Yield the resharded buckets; inside the context, the unit computes without them."""
         if self.root is not None:
             self.root.recover()
             self.reshard()
@@ -421,17 +428,20 @@ class FSDPUnit:
             yield registrations
 
     def pull_user_changes(self) -> None:
-        """Pull a user's changes of the registered parameters: values, dtypes, all-gather extensions."""
+        """Copy a user's changes of registered parameters into the buckets.
+
+        Changes can be of values, dtypes and all-gather extensions.
+        """
         self.bind_extensions()
         self.params.pull_user_changes(all_buckets=True)
 
     def bind_extensions(self) -> None:
-        """Gather from now on by the all-gather extensions that a user has put on local tensors."""
+        """Use the all-gather extensions that a user has set on local tensors."""
         if self.params.bind_extensions(self.name, has_pending_grads=bool(self.pending_forward_ids)):
             self.params.set_callbacks(self.on_gradient, self.unshard_for_backward)
 
     def prefetch_unshard(self, *, full_precision: bool | None = None) -> None:
-        """Start the all-gathers, in the stored types or as the unit computes. Collective."""
+        """Start the all-gathers, in the stored or the compute dtype. Collective."""
         assert self.root is not None, "a unit computes only below a root"
         if self.params.has_user_changes():
             self.bind_extensions()
@@ -439,7 +449,7 @@ class FSDPUnit:
         sharded = self.params.find_sharded_buckets()
         if not sharded:
             return
-        if not self.root.is_running:  # inside a forward its begin has made them wait
+        if not self.root.is_running:  # a running forward has done this already
             self.root.shard_writes.make_gathers_wait()
         if self.root.compares_ranks:
             self.root.check_unshard_order(self)
@@ -456,7 +466,7 @@ class FSDPUnit:
         if params.is_registered and params.is_unsharded:
             return
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            torch.clear_autocast_cache()  # it keys on the leaf, whose content changes
+            torch.clear_autocast_cache()  # the cache is keyed by the leaf, whose content changes
         self.prefetch_unshard(full_precision=full_precision)
         keeps = self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
         params.wait_all_gather(keep_partial_shard=keeps)
@@ -468,8 +478,8 @@ class FSDPUnit:
         """Free the full parameters; do nothing if they are freed.
 
         Args:
-            keep_partial_shard: But keep the larger shard for the unshard in backward.
-            unconditionally: Register the sharded parameters even if nothing seems to be unsharded.
+            keep_partial_shard: Keep the larger shard over `post_forward_group` for the unshard in backward.
+            unconditionally: Register the sharded parameters even if the unit is marked as sharded.
         """
         params, root = self.params, self.root
         is_unsharded = params.is_registered or params.has_unsharded_storage
@@ -488,11 +498,11 @@ class FSDPUnit:
 
     @property
     def runs_in_full_precision(self) -> bool:
-        """Return True if the unit would compute in the stored types now."""
+        """Return True if the unit currently computes in the stored dtypes."""
         return not self.modules[0].training and mixed_precision.has_full_precision_eval()
 
     def prepare_inputs(self, inputs: Any, *, is_root: bool) -> Any:
-        """Return arguments on the device and in the type to compute with; cast the buffers of the unit."""
+        """Return inputs on the compute device and in the compute dtype; cast buffers."""
         precision, active = self.config.precision, self.params.active
         if precision.buffer_dtype is not None:
             if self.runs_in_full_precision:
@@ -512,7 +522,7 @@ class FSDPUnit:
             return mixed_precision.cast_tensors(inputs, precision.param_dtype)
 
     def pre_forward(self, forward_id: int) -> None:
-        """Unshard before a call, which belongs to a forward, computes. Collective."""
+        """Unshard before a call computes; `forward_id` is that of its forward. Collective."""
         self._running_calls += 1
         if forward_id != RECOMPUTED:
             self.full_precision = self.runs_in_full_precision
@@ -521,14 +531,17 @@ class FSDPUnit:
             if each.bucket.unsharded.has_storage and each.bucket.unsharded.has_wrong_dtype(
                 full_precision=self.full_precision
             ):
-                self.reshard()  # kept by a forward in the other mode, or gathered ahead for one
+                self.reshard()  # gathered by or for a forward in the other precision
                 break
         self.unshard(full_precision=self.full_precision)
         if torch.is_grad_enabled():
             self.pending_forward_ids.add(forward_id)
 
     def post_forward(self, call: ForwardCall[FSDPUnit], *, is_root: bool, is_recorded: bool) -> None:
-        """End a call, which backward may reach if it is recorded; reshard after the last one of the unit."""
+        """End a call; reshard after the last call of the unit.
+
+        Backward may reach the call if it is recorded.
+        """
         self._running_calls -= 1
         if is_recorded:
             self.open_calls.add(call)
@@ -538,7 +551,7 @@ class FSDPUnit:
                 self.finalize_forward(is_root=is_root)
 
     def finalize_forward(self, *, is_root: bool = False) -> None:
-        """Reshard, or keep the parameters, if some module of the unit has computed and none computes now."""
+        """Reshard, or keep the parameters, after a forward if no module is computing."""
         if self._inputs_event is not None:  # the user may refill pinned memory from now on
             event, self._inputs_event = self._inputs_event, None
             event.synchronize()
@@ -555,7 +568,10 @@ class FSDPUnit:
             self.params.register_post_forward()
 
     def forward_failed(self, *, recomputes: bool) -> None:
-        """Reset after a forward that raised; in a recomputation that is how checkpointing stops early."""
+        """Reset after an exception in forward.
+
+        In a recomputation, activation checkpointing raises one to stop early.
+        """
         if self._running_calls:
             self._running_calls -= 1
         self._modules_run = 0
@@ -566,18 +582,18 @@ class FSDPUnit:
     # ------------------------------------------------------------------------------------------------ backward
 
     def on_gradient(self) -> None:
-        """Note a gradient of a full parameter, perhaps by way of a tensor that is not an output."""
+        """Record a gradient of a full parameter, which need not come through an output."""
         if self.root is not None:
             self.root.start_backward()
             self.pending_forward_ids.add(RECOMPUTED)
 
     def unshard_for_backward(self) -> None:
-        """Unshard because autograd reads a saved parameter, or a module is recomputed by itself. Collective."""
+        """Unshard for a saved parameter or the recomputation of a module. Collective."""
         assert self.root is not None, "a unit computes only below a root"
         self.root.enter_backward(self, needs_params=True)
 
     def pre_backward(self, *, needs_params: bool) -> bool:
-        """Unshard before gradients of the unit are computed; return False if it was prepared. Collective."""
+        """Unshard before backward; return False if the unit was prepared. Collective."""
         params = self.params
         if needs_params and self.phase is Phase.PRE_BACKWARD and params.is_registered and params.is_unsharded:
             return False
@@ -589,7 +605,7 @@ class FSDPUnit:
         return True
 
     def post_backward(self, forward_ids: Set[int] | None = None) -> None:
-        """Reshard after the gradients of some forwards, or of all, are complete."""
+        """Reshard after the gradients of the given forwards, or of all, are complete."""
         done = {RECOMPUTED, *forward_ids} if forward_ids is not None else set(self.pending_forward_ids)
         self.pending_forward_ids -= done
         self.params.rearm_watches()
@@ -600,11 +616,11 @@ class FSDPUnit:
             self.reshard()
 
     def finalize_backward(self) -> None:
-        """End a backward: forget its calls, reshard, show gradients that are not reduced."""
+        """End a backward: forget its calls, reshard, expose unreduced gradients."""
         self.open_calls.clear()
         self.params.rearm_watches()
         if self.pending_forward_ids and self.phase not in _BACKWARD:
-            return  # its own backward is still to come
+            return  # the backward of this unit has not started
         is_unsynced, self._has_unsynced_grads = self._has_unsynced_grads, False
         stays = self.config.stays_after_backward(is_unsynced=is_unsynced)
         if not stays:
@@ -629,10 +645,10 @@ class FSDPUnit:
 
 
 class ShardWrites:
-    """Makes all-gathers wait for the values that the optimizer, or a user, has written to shards.
+    """Dependencies of all-gathers on writes of an optimizer, or a user, to shards.
 
     Args:
-        units: The units that have the shards.
+        units: Units with the shards.
     """
 
     def __init__(self, units: Sequence[FSDPUnit]) -> None:
@@ -640,18 +656,21 @@ class ShardWrites:
         self._post_optim_event: Event | None = None
 
     def set_post_optim_event(self, event: Event | None) -> None:
-        """Set the event that all-gathers of the next iteration wait for, in place of all that is queued."""
+        """Set the event that the next iteration's all-gathers wait for.
+
+        They then do not wait for all queued work.
+        """
         self._post_optim_event = event
 
     def begin_iteration(self) -> None:
-        """Make gathers wait for the event, which is used once, or else for all that is queued."""
+        """Make all-gathers wait for the event, which is used once, or for queued work."""
         event, self._post_optim_event = self._post_optim_event, None
         self._make_gathers_wait(event)
 
     def make_gathers_wait(self) -> None:
-        """Make gathers wait for all that is queued, and for the event."""
+        """Make all-gathers wait for queued work and for the event."""
         self._make_gathers_wait()
-        if self._post_optim_event is not None:  # of an optimizer on another stream
+        if self._post_optim_event is not None:  # the optimizer runs on another stream
             self._make_gathers_wait(self._post_optim_event)
 
     def _make_gathers_wait(self, event: Event | None = None) -> None:
@@ -667,14 +686,14 @@ class UnshardHandle:
     """Handle of an asynchronous `unshard`.
 
     Args:
-        unshard: Waits for the parameters and registers them.
+        unshard: Function that waits for the parameters and registers them.
     """
 
     def __init__(self, unshard: Callable[[], None]) -> None:
         self._unshard: Callable[[], None] | None = unshard
 
     def wait(self) -> None:
-        """Wait until the full parameters are registered; do nothing when called again."""
+        """Wait until the full parameters are registered; a second call does nothing."""
         unshard, self._unshard = self._unshard, None
         if unshard is not None:
             unshard()

@@ -1,4 +1,4 @@
-"""Casts of inputs, outputs and buffers of units; moves of inputs to the compute device."""
+"""Mixed precision: casts of inputs, outputs and buffers; moves of inputs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardckpt.core.modules.pytree import mapped
 from shardckpt.devices import Event, has_streams, record_event
 
 FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""Set to 1, this environment variable lets units that are in eval mode compute in the stored types."""
+"""Environment variable; if it is 1, units in eval mode compute in the stored dtypes."""
 
 
 def has_full_precision_eval() -> bool:
-    """Return True if units in eval mode compute in the stored types."""
+    """Return True if units in eval mode compute in the stored dtypes."""
     return os.environ.get(FULL_IN_EVAL, "") == "1"
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors anywhere in a value."""
+    """Cast all floating tensors in a value."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
@@ -33,7 +33,7 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
-    """Move the tensors anywhere in a value to a device with streams; do nothing if it has none.
+    """Move all tensors in a value to a device, if it has streams.
 
     Returns:
         The value; the event to wait for before the pinned memory of tensors is written again, None if there is none.
@@ -53,10 +53,10 @@ def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
 
 
 class Buffers:
-    """Buffers of some modules in a type to compute with, and the types they had.
+    """Buffers of modules in their compute dtype, with their original dtypes.
 
     Args:
-        modules: The modules; their own buffers only.
+        modules: Modules with the buffers; submodules are not included.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -71,7 +71,7 @@ class Buffers:
         return copied
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast floating buffers; the types they have at the first call are the original ones."""
+        """Cast floating buffers; the first call records their original dtypes."""
         for module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
@@ -79,11 +79,11 @@ class Buffers:
                     module._buffers[name] = buffer.to(dtype)
 
     def get_original_dtype(self, module: nn.Module, name: str) -> torch.dtype | None:
-        """Return the type a buffer had before it was cast; None where it never was."""
+        """Return the original dtype of a buffer; None if it was never cast."""
         return self._original.get(module, {}).get(name)
 
     def restore(self) -> None:
-        """Cast buffers back to the types they had."""
+        """Cast buffers back to their original dtypes."""
         for module, types in self._original.items():
             for name, dtype in types.items():
                 buffer = module._buffers.get(name)

@@ -1,4 +1,4 @@
-"""State that units below one root share, and the hooks that run their forward and backward."""
+"""Shared state of the units below one root, and hooks for forward and backward."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from shardckpt.errors import RankError, ShardckptError
 
 
 class TransformError(ShardckptError, NotImplementedError):
-    """A functional transform that differentiates around a unit."""
+    """A `torch.func` transform differentiates around a unit, which is not supported."""
 
 
 class DoubleBackwardError(ShardckptError, NotImplementedError):
-    """Gradients of gradients through parameters that are resharded."""
+    """Gradients of gradients through resharded parameters are not supported."""
 
 
 class Prefetcher:
-    """Starts all-gathers ahead: of the units that a user lists, else of those that are expected next."""
+    """Prefetcher of units that a user lists, or otherwise of those expected next."""
 
     def __init__(self) -> None:
-        self._first_order: list[FSDPUnit] = []  # of the first iteration, in which the others are expected to follow
+        self._first_order: list[FSDPUnit] = []  # of the first iteration; others are expected to repeat it
         self._order: list[FSDPUnit] = []
 
     def begin_iteration(self) -> None:
-        """Begin to note the order of forward calls."""
+        """Start to record the order of forward calls."""
         self._first_order = self._first_order or self._order
         self._order = []
 
     def forget(self) -> None:
-        """Forget the order of an iteration that failed."""
+        """Forget the order of a failed iteration."""
         self._order = []
 
     def prefetch_forward(self, unit: FSDPUnit) -> None:
-        """Prefetch the units that follow one in forward, if settings say so. Collective."""
+        """Prefetch the units after a unit in forward, if enabled. Collective."""
         position = len(self._order)
         self._order.append(unit)
         chosen = unit.units_to_prefetch.get(Phase.FORWARD)
@@ -61,7 +61,10 @@ class Prefetcher:
                 following.prefetch_unshard()
 
     def prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch, order: BackwardOrder[FSDPUnit]) -> None:
-        """Prefetch before or after the gradients of a unit are computed, as its settings say. Collective."""
+        """Prefetch before or after the backward of a unit, depending on its settings.
+
+        Collective.
+        """
         chosen = unit.units_to_prefetch.get(Phase.PRE_BACKWARD) or ()
         if not chosen and unit.config.backward_prefetch is when:
             call = order.find_next()
@@ -74,11 +77,11 @@ class Prefetcher:
 
 
 class RootState:
-    """The units below one root: their hooks, their order, and the iteration that runs.
+    """Units below one root: their hooks, their order, and the running iteration.
 
     Args:
-        root: The root's unit.
-        units: All units with their names, the root's among them, in the order of `modules()`.
+        root: Unit of the root.
+        units: Names and units, including the root's, in the order of `modules()`.
     """
 
     def __init__(self, root: FSDPUnit, units: Sequence[tuple[str, FSDPUnit]]) -> None:
@@ -100,12 +103,12 @@ class RootState:
         self._rank_checks = _build_rank_checks(root, self.units) if self.compares_ranks else None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether a backward waits for all its reductions, or leaves the last ones to the next."""
+        """Set whether a backward waits for its last reductions, or the next one does."""
         self._is_last_backward = is_last_backward
 
     @property
     def is_running(self) -> bool:
-        """Return True if a forward or backward of some unit runs."""
+        """Return True if a forward or backward of any unit is running."""
         return self._forward_depth > 0 or autograd_hooks.in_backward()
 
     def check_unshard_order(self, unit: FSDPUnit) -> None:
@@ -119,13 +122,13 @@ class RootState:
     def run_forward(
         self, unit: FSDPUnit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a function with the unit's parameters unsharded, and return its result. Collective.
+        """Run a function with unsharded parameters and return its result. Collective.
 
         Args:
-            unit: The unit.
-            function: The forward of a module, or another method.
-            args: Its arguments.
-            kwargs: And those by name.
+            unit: Unit of the module.
+            function: Forward of the module, or another method.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
         """
         try:
             call, saved_tensor_hooks, args, kwargs = self.pre_forward(unit, args, kwargs)
@@ -140,7 +143,7 @@ class RootState:
     def pre_forward(
         self, unit: FSDPUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[ForwardCall[FSDPUnit], AbstractContextManager[object], tuple[Any, ...], Mapping[str, Any]]:
-        """Unshard a unit, and register its post-backward hook in front of the inputs.
+        """Unshard a unit, and register its post-backward hook on the inputs.
 
         Returns:
             The call; a context to compute in, in which autograd saves full parameters by reference; the arguments.
@@ -163,13 +166,13 @@ class RootState:
         if inputs and unit.params.active:
             hooked = iter(PostBackward.apply(partial(self.post_backward, call), *inputs))  # type: ignore[no-untyped-call]
             args, kwargs = mapped((args, kwargs), lambda each: next(hooked) if each.requires_grad else each)
-        # Hooks of a checkpoint inside the unit have to see the same calls as in forward.
+        # Activation checkpointing inside the unit must see the same calls as in forward.
         if recomputes and unit not in self.owners.saved:
             return call, nullcontext(), args, kwargs
         return call, autograd_hooks.saved_tensor_hooks(self.owners), args, kwargs
 
     def _begin_forward(self, unit: FSDPUnit) -> None:
-        """Begin a forward: the outermost one gets a forward id, that of the root begins an iteration."""
+        """Begin a forward: the outermost one gets an id, the root's begins an iteration."""
         self._forward_depth += 1
         if unit is self.root:
             with profile_range("root_pre_forward"):
@@ -187,10 +190,10 @@ class RootState:
                 self._calls = []
 
     def _begin_iteration(self) -> None:
-        """Prepare an iteration before the root computes; recover from one that failed."""
+        """Prepare an iteration before the root computes; recover from a failed one."""
         if self._order is not None:
             self.recover()
-        if self._has_kept_params:  # by a forward without a backward: they may have changed since
+        if self._has_kept_params:  # a forward without backward kept them; they may be outdated
             self._has_kept_params = False
             for unit in self.units:
                 unit.reshard()
@@ -202,7 +205,7 @@ class RootState:
 
     @compiler_disabled
     def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:
-        """Reshard a unit, and register its pre-backward hook on the outputs; return them."""
+        """Reshard a unit, register its pre-backward hook on the outputs and return them."""
         unit, recomputes = call.unit, call.forward_id == RECOMPUTED
         has_backward = torch.is_grad_enabled()
         if unit.config.precision.output_dtype is not None:
@@ -233,9 +236,12 @@ class RootState:
 
     @compiler_disabled
     def forward_failed(self, unit: FSDPUnit) -> None:
-        """Reset after a forward that raised; in a recomputation that is how checkpointing stops early."""
+        """Reset after an exception in forward.
+
+        In a recomputation, activation checkpointing raises one to stop early.
+        """
         recomputes = autograd_hooks.in_backward()
-        with suppress(RankError):  # the exception that is under way says more
+        with suppress(RankError):  # the current exception says more
             unit.forward_failed(recomputes=recomputes)
         if recomputes:
             return
@@ -247,7 +253,7 @@ class RootState:
     # ------------------------------------------------------------------------------------------------ backward
 
     def start_backward(self) -> None:
-        """Start a backward unless one runs: queue the final callback, prepare the gradients of all units."""
+        """Start a backward unless one is running: queue the final callback, prepare units."""
         if self._order is not None:
             while self._reducing_units and self._reducing_units[0].params.is_reduced:  # frees their buffers early
                 self._finish_reductions(len(self._reducing_units) - 1)
@@ -261,7 +267,7 @@ class RootState:
                 each.restore_unsharded_grads()
 
     def pre_backward(self, call: ForwardCall[FSDPUnit]) -> None:
-        """Prepare for the backward of a call when a gradient of its outputs arrives. Collective."""
+        """Prepare the backward of a call when a gradient of an output arrives. Collective."""
         unit = call.unit
         if torch.is_grad_enabled() and not all(bucket.unsharded.is_aliased for bucket in unit.buckets):
             raise _double_backward_error(unit)
@@ -270,13 +276,13 @@ class RootState:
         self.enter_backward(unit, needs_params=unit.config.unshard_in_backward)
 
     def enter_backward(self, unit: FSDPUnit, *, needs_params: bool) -> None:
-        """Unshard a unit for its backward if that needs the parameters; prefetch the next one. Collective."""
+        """Unshard a unit for its backward if necessary; prefetch the next one. Collective."""
         self.start_backward()
         if unit.pre_backward(needs_params=needs_params):
             self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE, self._running_order)
 
     def post_backward(self, call: ForwardCall[FSDPUnit]) -> None:
-        """Finish a call when its gradients are complete; the unit's last call reduces. Collective."""
+        """Finish a call with complete gradients; the unit's last call reduces. Collective."""
         self.start_backward()
         self._run_steps(self._running_order.leave(call))
         call.unit.open_calls.discard(call)
@@ -289,7 +295,7 @@ class RootState:
         return self._order
 
     def _run_steps(self, steps: Steps[FSDPUnit]) -> None:
-        """Run the hooks of other calls that come before a call. Collective."""
+        """Run the hooks of other calls that precede a call. Collective."""
         for step, call in steps:
             unit = call.unit
             if step is not Step.CLOSE:
@@ -298,7 +304,7 @@ class RootState:
                 self.post_backward(call)
 
     def _reduce(self, unit: FSDPUnit, forward_ids: set[int] | None = None) -> None:
-        """Reshard a unit and start the reduction of its gradients, unless gradient sync is off. Collective."""
+        """Reshard a unit and start its reduction if gradient sync is enabled. Collective."""
         with unit.profile_range("post_backward_reshard"):
             unit.post_backward(forward_ids)
         self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST, self._running_order)
@@ -312,7 +318,7 @@ class RootState:
         self._finish_reductions(unit.config.reduce_scatter_max_input_buffers)
 
     def _finish_reductions(self, left: int) -> None:
-        """Finish the oldest reductions, to free their buffers, until a number is left."""
+        """Finish the oldest reductions to free their buffers, until `left` remain."""
         while len(self._reducing_units) > left:
             unit = self._reducing_units.pop(0)
             with unit.profile_range("post_backward_rs_wait"):
@@ -323,11 +329,11 @@ class RootState:
             self._end_backward()
 
     def _end_backward(self) -> None:
-        """End a backward: reduce the remaining gradients in the fixed order of units, reshard all."""
+        """End a backward: reduce remaining gradients in the order of units; reshard all."""
         order = self._running_order
         for unit in reversed(self.units):
-            # Gradients came by way of tensors that are not outputs. The forward of such a tensor is not known: if none
-            # of the unit was reached, all count, so that all ranks reduce as one whose outputs were reached
+            # Gradients came through tensors that are not outputs, whose forward is unknown. If no forward of the unit
+            # was reached, all its forwards count, so that all ranks reduce like a rank whose outputs were reached
             if RECOMPUTED in unit.pending_forward_ids and order.forward_ids.isdisjoint(unit.pending_forward_ids):
                 order.forward_ids |= unit.pending_forward_ids - {RECOMPUTED}
         self._run_steps(order.finish())
@@ -348,7 +354,7 @@ class RootState:
     # ------------------------------------------------------------------------------------------------ recovery
 
     def recover(self) -> None:
-        """Reset after a backward that raised; autograd does not report it."""
+        """Reset after an exception in backward, which autograd does not report."""
         if self._order is not None and not autograd_hooks.in_backward():
             self.reset_after_error()
 
@@ -363,7 +369,7 @@ class RootState:
 
 
 def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks.RankComparison:
-    """Build the checks that compare ranks in debug mode."""
+    """Build the checks of ranks for debug mode."""
     groups = [unit.buckets[0].group if unit.buckets else None for unit in units]
     sharded = {parameter for unit in units for each in unit.registrations for parameter in each.parameters}
     full: dict[str, torch.Tensor] = {}

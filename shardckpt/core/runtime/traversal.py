@@ -1,4 +1,4 @@
-"""Find the units, buckets and roots below a module, of either front end."""
+"""Traversal of modules to find units, buckets and roots of either front end."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 
 class ShardedModule(ABC):
-    """A module that has a unit of its own, or shares one; base of both front ends.
+    """Module with a unit, maybe a shared one; virtual base of both front ends.
 
-    Classes register for it rather than derive from it, since users look at their bases.
+    The front ends register instead of deriving from it, because users inspect their bases.
     """
 
     @property
     @abstractmethod
     def sharding_unit(self) -> FSDPUnit:
-        """The unit."""
+        """Unit of the module."""
 
     @property
     @abstractmethod
     def is_sharding_root(self) -> bool:
-        """Return True if the module is the root; False before the first forward."""
+        """Return True if the module is a root; False before the first forward."""
 
 
 def units_with_modules(module: nn.Module) -> tuple[list[FSDPUnit], list[nn.Module]]:
-    """Return the units below a module and the modules that have them, depth first, each unit once.
+    """Return the distinct units below a module with their modules, depth first.
 
-    Nothing below a module that the engine leaves alone is looked at.
+    Modules below a module that the engine ignores are skipped.
 
     Args:
-        module: Where to begin; it is included.
+        module: Outermost module; it is included.
     """
     modules: dict[FSDPUnit, nn.Module] = {}
     for child in _below(module):
@@ -50,17 +50,17 @@ def units(module: nn.Module) -> list[FSDPUnit]:
 
 
 def buckets(module: nn.Module) -> list[Bucket]:
-    """Return the buckets of the units below a module; units without parameters have none."""
+    """Return the buckets of all units below a module."""
     return [bucket for unit in units(module) for bucket in unit.buckets]
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """Return the modules below a module that ran as roots."""
+    """Return the modules below a module that are roots."""
     return [child for child in _below(module) if isinstance(child, ShardedModule) and child.is_sharding_root]
 
 
 def _below(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules depth first, each once, none that the engine leaves alone."""
+    """Yield distinct modules depth first, without those that the engine ignores."""
     seen: set[nn.Module] = set()
     waiting = [module]
     while waiting:
