@@ -56,7 +56,10 @@ def verify(
     except CheckpointError as error:
         return Verification(src, "", 0, 0, (str(error),), ())
     manifest = reader.manifest
-    problems = [escape(f) for f in faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)]
+    dead = _find_dead_links(reader)
+    problems = [*dead.values()]
+    found = faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)
+    problems += [escape(fault) for fault in found if fault.file not in dead]
     problems += [escape(f"{name} is missing") for name in manifest.missing]
     if not problems:  # a file that no tensor uses
         problems += [escape(f"{name} is missing") for name, size in manifest.files.items() if size < 0]
@@ -70,6 +73,19 @@ def verify(
         problems += wrong
     warnings = (*manifest.warnings, *(() if manifest.has_shapes else (NO_SHAPES,)))
     return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings)
+
+
+def _find_dead_links(reader: Reader) -> dict[str, str]:
+    """Return what is wrong with files that are links to nowhere: a folder lists them as files without bytes."""
+    manifest = reader.manifest
+    dead: dict[str, str] = {}
+    for name, size in manifest.files.items():
+        if size == 0 and name not in manifest.elsewhere:
+            try:
+                reader.raw_store.size(name)
+            except (CheckpointError, MissingFileError) as error:
+                dead[name] = str(error)
+    return dead
 
 
 def _list_wrong_files(reader: Reader) -> list[str]:

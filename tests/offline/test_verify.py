@@ -52,6 +52,17 @@ def test_every_missing_piece_is_listed(fixtures: Path, tmp_path: Path) -> None:
     assert any("model.layers.0.mlp.up_proj.weight [" in p and "__1_0.distcp" in p for p in found.problems)
 
 
+@pytest.mark.parametrize("kind", ["native", "dcp", "safetensors"])
+def test_a_link_to_nowhere_is_called_that(kind: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "src.safetensors")
+    shardckpt.convert(tmp_path / "src.safetensors", tmp_path / "out", to=kind)
+    [file] = [path for path in (tmp_path / "out").iterdir() if path.suffix in (".safetensors", ".distcp")]
+    file.unlink()
+    file.symlink_to("gone")
+    [problem] = shardckpt.verify(tmp_path / "out").problems
+    assert problem.startswith(f"{file}: this link leads nowhere; found gone")
+
+
 def test_an_unreadable_header_is_a_problem_and_not_an_exception(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     raw = (tmp_path / "model.safetensors").read_bytes()

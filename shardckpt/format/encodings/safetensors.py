@@ -62,11 +62,12 @@ def read_headers(store: Store, sizes: Mapping[str, int]) -> dict[str, Header]:
     Raises:
         FormatError: A header does not follow the format.
         TruncatedError: A file ends inside its header.
-        UnsafeError: A header is longer than the format allows.
+        UnsafeError: A header is longer than the format allows, or a file is a link to nowhere.
     """
     starts = {name: bytearray(8) for name in sizes}
     for name, size in sizes.items():
         if size < 8:
+            store.size(name)  # of a link to nowhere, this is the error
             raise TruncatedError("no room for a safetensors header", where=_at(store, name), found=f"{size} bytes")
     store.read([Read(name, 0, memoryview(buffer)) for name, buffer in starts.items()])
     bodies = {name: bytearray(_header_length(store, name, starts[name], size)) for name, size in sizes.items()}
