@@ -166,7 +166,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         FLAT,
     ),
     "core.params.param_bucket:Bucket.replace_shard:mark_shard_written again": (
-        scenarios.replaces_data_between_the_passes,
+        scenarios.replaces_data_within_a_forward,
         FLAT,
     ),
     "core.params.param_bucket:Bucket.write_back:mark_shard_written": (scenarios.changes_kept_parameters, EACH),
@@ -175,11 +175,11 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         FLAT,
     ),
     "core.params.tensor_extension:_Outputs.record_current_stream:record_stream": (
-        scenarios.gathers_by_extensions,
+        scenarios.gathers_by_extensions_within_another_unit,
         EACH,
     ),
     "core.params.tensor_extension:ExtendedParams.wait_all_gather:record_current_stream": (
-        scenarios.gathers_by_extensions,
+        scenarios.gathers_by_extensions_within_another_unit,
         EACH,
     ),
     "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait": (
@@ -206,7 +206,10 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.drops_extended_parameters_that_are_gathered,
         EACH,
     ),
-    "core.params.unsharded_params:UnshardedParams._launch_all_gather:make_gathers_wait": (scenarios.keeps_slices, EACH),
+    "core.params.unsharded_params:UnshardedParams._launch_all_gather:make_gathers_wait": (
+        scenarios.keeps_slices_within_a_forward,
+        EACH,
+    ),
     "core.registration.base:ParamRegistration.restore:mark_shard_written": (
         scenarios.ties_across_units,
         FLAT,
@@ -223,6 +226,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.unshards_by_hand_after_a_step,
         EACH,
     ),
+    "core.runtime.root_state:RootState.start_backward:make_gathers_wait": (scenarios.writes_between_the_passes, FLAT),
     "core.runtime.root_state:RootState._begin_forward:make_gathers_wait": (
         scenarios.runs_a_unit_below_the_root_after_a_step,
         FLAT,
@@ -245,7 +249,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         FLAT,
     ),
     "state.adapters.engine_bucket:EngineBucketAdapter.mark_written:mark_shard_written": (
-        scenarios.loads_between_the_passes,
+        scenarios.loads_within_a_forward,
         ORIGINAL,
     ),
 }

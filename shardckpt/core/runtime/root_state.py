@@ -21,6 +21,7 @@ from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, ShardWrites, run_all
+from shardckpt.devices import has_streams
 from shardckpt.errors import RankError, ShardckptError
 
 
@@ -262,9 +263,13 @@ class RootState:
         if self._rank_checks is not None:
             self._rank_checks.order.backward_begins()
         autograd_hooks.queue_backward_callback(self._finalize_backward)
+        is_async = False
         for unit in self.units:
             for each in unit.params.active:
+                is_async = is_async or has_streams(each.bucket.unsharded.device)
                 each.restore_unsharded_grads()
+        if is_async:  # a user may have written to shards since forward: torch's own load_state_dict, for one
+            self.shard_writes.make_gathers_wait()
 
     def pre_backward(self, call: ForwardCall[FSDPUnit]) -> None:
         """Prepare the backward of a call when a gradient of an output arrives. Collective."""
