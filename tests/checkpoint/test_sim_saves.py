@@ -15,7 +15,8 @@ from test_sim_training import build, kept, local, loss_of, offload_of, optimizer
 import shardckpt
 from shardckpt.boxes import full_box
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
-from shardckpt.format.native.payload import PayloadChunk, plan_payloads
+from shardckpt.checkpoint.stateful.flatten import FlattenedState
+from shardckpt.format.native.payload import PayloadChunk, arrange_files
 from shardckpt.state.local.local_shards import get_tensor_shards
 
 
@@ -126,9 +127,9 @@ def test_buffers_made_before_the_device_is_used_are_pinned_anew_with_a_line_in_t
 def give_a_copy_up(rank: int, world: int) -> Any:
     """Return how many copies are under way after a copy that nobody writes, and once its buffers are used again."""
     arrays = {("t",): get_tensor_shards(torch.ones(9, device="sim"))}
-    payloads = plan_payloads("s", 0, [PayloadChunk(("t",), (9,), "float32", full_box((9,)))])
+    files = arrange_files((PayloadChunk(("t",), (9,), "float32", full_box((9,))),))
     pool = BufferPool(make_buffer)
-    StagingArea(pool, None).fill(payloads, arrays)
+    StagingArea(pool, None).fill(files, FlattenedState(arrays=arrays))
     given_up = sim.unfinished()
     StagingArea(pool, None)
     return given_up, sim.unfinished()

@@ -20,7 +20,6 @@ from shardckpt.checkpoint.incremental.base_checkpoint import (
     merge_block_hashes,
 )
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, RankSavePlan
-from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
 from shardckpt.devices import CurrentStreams
 from shardckpt.errors import UsageError
@@ -138,14 +137,20 @@ class FrozenParamCache:
         return copied
 
     def compare(
-        self, chunks: Sequence[PayloadChunk], hints: BaseHints, flattened: FlattenedState, rules: Mapping[str, str]
+        self,
+        chunks: Sequence[PayloadChunk],
+        hints: BaseHints,
+        arrays: Mapping[Path, TensorShards],
+        ties: Mapping[Path, Path],
+        rules: Mapping[str, str],
     ) -> None:
         """Check that frozen parameters are equal in the base; its digests are cached.
 
         Args:
             chunks: Chunks that this rank compares.
             hints: Hints from rank 0.
-            flattened: State of this rank.
+            arrays: Arrays of this rank by path.
+            ties: Other paths of arrays, with the first path of each.
             rules: Replacements by regular expression, which change names of the model to names in the base.
 
         Raises:
@@ -160,10 +165,10 @@ class FrozenParamCache:
         if new:
             base = BaseCheckpoint(hints.url, rules=rules)
             specs = {chunk.path: TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in new}
-            entries = _entries(base, specs.values(), flattened.ties)
+            entries = _entries(base, specs.values(), ties)
             digests = base.digests([(entries[chunk.path], chunk.box) for chunk in new])
             self._digests.update({(c.path, c.box): digest for c, digest in zip(new, digests, strict=True)})
-        for chunk, own in zip(chunks, chunk_digests(chunks, flattened.arrays), strict=True):
+        for chunk, own in zip(chunks, chunk_digests(chunks, arrays), strict=True):
             if own != self._digests[chunk.path, chunk.box]:
                 raise UsageError(
                     "a frozen parameter is not what it is in the base",

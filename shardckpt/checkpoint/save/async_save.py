@@ -14,7 +14,14 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle, require_on_event
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, GetBase, SaveArguments, saver_for
-from shardckpt.checkpoint.save.session import PlannedSave, SaveSession, StagedSave, WrittenSave, capture_error
+from shardckpt.checkpoint.save.session import (
+    PlannedSave,
+    PlannedState,
+    SaveSession,
+    StagedSave,
+    WrittenSave,
+    capture_error,
+)
 from shardckpt.checkpoint.save.staging import (
     BufferPool,
     StagingArea,
@@ -23,7 +30,6 @@ from shardckpt.checkpoint.save.staging import (
     is_unpinned,
     make_buffer,
 )
-from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
 from shardckpt.format.gc_pause import gc_paused
@@ -157,7 +163,7 @@ class _Copy:
         self._staged: SimpleQueue[StagedSave | Exception] = SimpleQueue()
         self._is_complete = self._is_claimed = False
 
-    def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedSave, FlattenedState]:
+    def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedSave, PlannedState]:
         """Plan with the other ranks. Collective; an error is raised on all ranks."""
         try:
             return self._session.plan(state, refusal)
@@ -169,14 +175,14 @@ class _Copy:
             self.abandon()
             raise
 
-    def stage(self, planned: PlannedSave, flattened: FlattenedState) -> None:
+    def stage(self, planned: PlannedSave, flattened: PlannedState) -> None:
         """Start the thread and copy the state; an error of the copy fails the save."""
         try:
             self._start(planned)
             with self._task.phase("staging"):
                 staged = self._session.stage(planned, flattened)
                 self._staged.put(staged)
-                self._staging.fill(staged.files, flattened.arrays)
+                self._staging.fill(staged.files, flattened)
             self._is_complete = True
         except Exception as error:
             self._fail(error)

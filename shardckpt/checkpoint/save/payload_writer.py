@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
-from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, iter_bytes, view_box
+from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, TensorSource, iter_bytes
 from shardckpt.format.encodings.safetensors_check import create_checked
 from shardckpt.format.native.partial_manifest import WrittenPayload
 from shardckpt.format.native.payload import FileHasher, PayloadFile
-from shardckpt.manifest import Path
-from shardckpt.state.local.local_shards import TensorShards
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
@@ -55,16 +53,16 @@ def write_payloads(
     return written
 
 
-def iter_contents(payload: PayloadFile, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
+def iter_contents(payload: PayloadFile, state: TensorSource) -> Iterator[memoryview]:
     """Yield the bytes of a file after its header, from memory.
 
     Each part is valid until the next one is requested.
 
     Args:
         payload: Layout of the file.
-        arrays: Arrays of this rank by path.
+        state: Tensors of this rank.
     """
-    return iter_bytes((view_box(arrays[chunk.path], chunk.box) for chunk in payload.chunks), payload.nbytes)
+    return iter_bytes(state.views(payload.chunks), payload.nbytes)
 
 
 class _Hashing:

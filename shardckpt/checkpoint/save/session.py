@@ -18,6 +18,7 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.coordinator import Channels, Coordinator
 from shardckpt.checkpoint.incremental.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.incremental.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
+from shardckpt.checkpoint.planning.cached_save import CachedSave, TracedState, cache_save
 from shardckpt.checkpoint.planning.plan_cache import PlanCache, RankPlanCache, collect_local_plans, is_cached
 from shardckpt.checkpoint.planning.rank_report import (
     RankReport,
@@ -37,6 +38,7 @@ from shardckpt.checkpoint.planning.save_plan import (
 from shardckpt.checkpoint.planning.value_mismatch import build_mismatch_error, value_digests
 from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, write_payloads
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
+from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.format.gc_pause import gc_paused
@@ -68,6 +70,9 @@ from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 
 T = TypeVar("T")
+
+PlannedState = FlattenedState | TracedState
+"""A state whose save is planned."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ class Saver:
         channels: Channels for messages of the ranks.
         rank_plan_cache: Last committed plan of this rank; None without one.
         plan_cache: Last committed plan of all ranks, on rank 0; None on other ranks.
+        cached_save: Last committed save without its tensors, if this process is alone; None without one.
         frozen_params: Cache of digests of frozen parameters in the bases of committed saves.
     """
 
@@ -147,6 +153,7 @@ class Saver:
         self.channels = channels
         self.rank_plan_cache: RankPlanCache | None = None
         self.plan_cache: PlanCache | None = None
+        self.cached_save: CachedSave | None = None
         self.frozen_params = FrozenParamCache()
 
     def save(self, state: Any, options: SaveOptions, refusal: Exception | None = None) -> None:
@@ -170,14 +177,14 @@ class Saver:
             planned, flattened = session.plan(state, refusal)
 
             def source(payload: PayloadFile) -> Iterator[memoryview]:
-                return iter_contents(payload, flattened.arrays)
+                return iter_contents(payload, flattened)
 
             written = capture_error(lambda: session.write(planned, session.stage(planned, flattened), source))
             session.commit(planned, written)
 
     def forget(self) -> None:
         """Drop the cached plan."""
-        self.rank_plan_cache = self.plan_cache = None
+        self.rank_plan_cache = self.plan_cache = self.cached_save = None
 
 
 class Replica(NamedTuple):
@@ -304,6 +311,7 @@ class SaveSession:
         self._saver, self._coordinator, self._options, self._last = saver, saver.channels.main, options, last
         self._publication: Publication | None = None
         self._begun: _BegunSave | None = None
+        self._cached_save: CachedSave | None = None
 
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
@@ -325,7 +333,7 @@ class SaveSession:
         self._coordinator.leave()
         self.rollback()
 
-    def plan(self, state: Any, refusal: Exception | None = None) -> tuple[PlannedSave, FlattenedState]:
+    def plan(self, state: Any, refusal: Exception | None = None) -> tuple[PlannedSave, PlannedState]:
         """Flatten the state, plan with the other ranks, begin the publication. Collective.
 
         Args:
@@ -336,6 +344,7 @@ class SaveSession:
             The plan, and the flattened state, which is valid until the state changes.
         """
         is_alone = self._coordinator.size == 1
+        flattened: PlannedState
         flattened, local_plan, response = (
             self._plan_alone(state, refusal) if is_alone else self._exchange_plan(state, refusal)
         )
@@ -349,7 +358,7 @@ class SaveSession:
         frozen_params = self._saver.frozen_params.copy() if needs_base else None
         return PlannedSave(response, rank_plan, local_plan, model, frozen_params), flattened
 
-    def stage(self, planned: PlannedSave, flattened: FlattenedState) -> StagedSave:
+    def stage(self, planned: PlannedSave, flattened: PlannedState) -> StagedSave:
         """Plan the files that this rank writes, and compare the state with the base.
 
         Args:
@@ -362,7 +371,8 @@ class SaveSession:
         unchanged: tuple[int, ...] = ()
         if planned.frozen_params is not None:
             hints = planned.response.hints or BaseHints()
-            planned.frozen_params.compare(rank_plan.frozen, hints, flattened, self._options.base_key_map)
+            arrays, key_map = flattened.arrays, self._options.base_key_map
+            planned.frozen_params.compare(rank_plan.frozen, hints, arrays, flattened.ties, key_map)
             unchanged = hints.unchanged(rank_plan.chunks, flattened.arrays)
         files = rank_plan.arrange_files(planned.model)
         if unchanged:
@@ -439,14 +449,31 @@ class SaveSession:
         part = encode_partial(written.payloads) if self._coordinator.rank else b""
         return self._last.coordinate(what, pack_message(written.outcome(), part), decide)
 
-    def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[FlattenedState, LocalSavePlan, PlanResponse]:
+    def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
         _raise(refusal)
-        flattened = flatten_state(state, 0, 1)
+        opened: dict[int, Any] = {}
+        trace = None if self._options.trainable_only else trace_state(state, opened)
+        cached_save = self._saver.cached_save
+        if trace is None or cached_save is None or not cached_save.fits(trace):
+            return self._flatten_alone(state, opened, trace)
+        self._cached_save = cached_save
+        about = self._options.custom_metadata
+        (response,) = self._begin(cached_save.cache, lambda save: cached_save.build_contents(save, trace, about))
+        return TracedState(cached_save, trace), cached_save.cache.local_plans[0], response
+
+    def _flatten_alone(
+        self, state: Any, opened: Mapping[int, Any], trace: StateTrace | None
+    ) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
+        """Flatten and plan; cache the save for states that have the same trace."""
+        flattened = flatten_state(state, 0, 1, opened)
         local_plan = create_local_plan(flattened, trainable_only=self._options.trainable_only)
         planned = self._saver.plan_cache
         if planned is None or not planned.local_plans[0].equals(local_plan):
             planned = PlanCache("", (local_plan,), create_single_rank_plan(local_plan))
-        (response,) = self._begin(planned, flattened, [build_report(flattened)])
+        plan, reports, about = planned.plan, [build_report(flattened)], self._options.custom_metadata
+        (response,) = self._begin(planned, lambda save: build_contents(save, flattened, plan, reports, about))
+        if trace is not None and self._begun is not None:
+            self._cached_save = cache_save(trace, flattened, self._begun.cache, self._begun.contents)
         return flattened, local_plan, response
 
     def _exchange_plan(
@@ -494,23 +521,31 @@ class SaveSession:
         if len({report.values for report in reports}) > 1:
             return [_EXPLAIN] * len(messages)
         known = self._saver.plan_cache
+
+        def begin_with(planned: PlanCache) -> list[PlanResponse]:
+            about = self._options.custom_metadata
+            return self._begin(planned, lambda save: build_contents(save, flattened, planned.plan, reports, about))
+
         if known is not None and is_cached(reports, known):
-            return [replace(each, rank_plan=None).encode() for each in self._begin(known, flattened, reports)]
+            return [replace(each, rank_plan=None).encode() for each in begin_with(known)]
         local_plans = collect_local_plans(reports, known)
         if local_plans is None:
             return [_LOCAL_PLANS_NEEDED] * len(messages)
         planned = PlanCache("", local_plans, create_global_plan(local_plans))
-        return [each.encode() for each in self._begin(planned, flattened, reports)]
+        return [each.encode() for each in begin_with(planned)]
 
-    def _begin(
-        self, planned: PlanCache, flattened: FlattenedState, reports: Sequence[RankReport]
-    ) -> list[PlanResponse]:
-        """Begin the publication, and return the answer to each rank. On rank 0."""
+    def _begin(self, planned: PlanCache, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
+        """Begin the publication, and return the answer to each rank. On rank 0.
+
+        Args:
+            planned: The plan.
+            build: Returns the manifest without files, for the id of the save.
+        """
         save_id, plan, options = new_save_id(), planned.plan, self._options
         base = _open_base(options, plan)
         self._begun = _BegunSave(
             planned if planned.save else replace(planned, save=save_id),
-            build_contents(save_id, flattened, plan, reports, options.custom_metadata),
+            build(save_id),
             base,
         )
         kept = read_referred_files(options.path) if options.overwrite else ()
@@ -581,7 +616,7 @@ class SaveSession:
             return  # the plan is cached already
         self._saver.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
         if self._begun is not None:
-            self._saver.plan_cache = self._begun.cache
+            self._saver.plan_cache, self._saver.cached_save = self._begun.cache, self._cached_save
 
     def _write_file(self, name: str, data: bytes) -> None:
         assert self._publication is not None
@@ -589,9 +624,9 @@ class SaveSession:
             writer.write(data)
 
 
-def _hash_replicas(rank_plan: RankSavePlan, flattened: FlattenedState) -> dict[int, tuple[Replica, ...]]:
+def _hash_replicas(rank_plan: RankSavePlan, flattened: PlannedState) -> dict[int, tuple[Replica, ...]]:
     """Hash this rank's boxes in each replica group, by number of the group."""
-    items = list(flattened.arrays.items())
+    items = list(flattened.arrays.items()) if rank_plan.replica_groups else []
     return {
         number: tuple(_hash_replica(*items[at], which) for at, which in positions)
         for number, positions in rank_plan.replica_groups.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Condition
@@ -15,17 +15,15 @@ import torch
 from shardckpt.boxes import contiguous_blocks, full_box
 from shardckpt.checkpoint.save.side_streams import SideStreams, wait_for_side_streams
 from shardckpt.checkpoint.stateful.tensor_bytes import (
+    TensorSource,
     is_flat,
     join_small,
     narrow_to_box,
     view_as_bytes,
-    view_box,
 )
 from shardckpt.devices import Event, is_gpu_used
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import FileLayout, PayloadFile
-from shardckpt.manifest import Path
-from shardckpt.state.local.local_shards import TensorShards
 
 BUFFER_BYTES = 64 << 20
 """Bytes per buffer unless the budget is small; copying threads synchronize once per buffer."""
@@ -250,21 +248,21 @@ class StagingArea:
 
     # Methods for the training loop
 
-    def fill(self, files: Sequence[FileLayout], arrays: Mapping[Path, TensorShards]) -> None:
-        """Copy the contents of files; the arrays may change after this returns.
+    def fill(self, files: Sequence[FileLayout], state: TensorSource) -> None:
+        """Copy the contents of files; the state may change after this returns.
 
         Work that is queued on the current stream after that may change arrays on a device.
 
         Args:
             files: Layouts of the files.
-            arrays: Arrays of this rank by path.
+            state: Tensors of this rank.
         """
         self._log_pinning([file.nbytes for file in files])
-        self._streams = SideStreams({shard.tensor.device for array in arrays.values() for shard in array.shards})
+        self._streams = SideStreams(state.devices)
         try:
             with self._streams.copying():
                 for file in files:
-                    for part in join_small(view_box(arrays[chunk.path], chunk.box) for chunk in file.chunks):
+                    for part in join_small(state.views(file.chunks)):
                         if isinstance(part, bytes):
                             self._put_bytes(memoryview(part))
                         else:

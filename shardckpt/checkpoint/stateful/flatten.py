@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,12 @@ from shardckpt.checkpoint.stateful.stateful import (
     tensor_from_numpy,
     to_named_value,
 )
+from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
 from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import NamedValue, encode_array_ref, path_key
+from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.adapters import torch_fsdp1
@@ -38,6 +40,9 @@ from shardckpt.state.keys.slots import OpaqueStateError
 from shardckpt.state.local.local_shards import LocalModel, TensorShards, get_tensor_shards, local_model
 from shardckpt.state.local.optim_shards import local_optimizer
 from shardckpt.state.optim.optim_state_dict import ForeignParameterError, map_optimizer_params
+
+OpenedStates = Mapping[int, Any]
+"""What `state_dict` of objects in a state returned, by their identity."""
 
 
 @dataclass
@@ -67,6 +72,15 @@ class FlattenedState:
     frozen: set[Path] = field(default_factory=set)
     slots: dict[Path, tuple[str, ...]] = field(default_factory=dict)
     variants: dict[Path, Path | None] = field(default_factory=dict)
+
+    def views(self, chunks: Sequence[PayloadChunk]) -> Iterable[torch.Tensor]:
+        """Return the elements of chunks, as views of this rank's shards."""
+        return (view_box(self.arrays[chunk.path], chunk.box) for chunk in chunks)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the tensors are."""
+        return {shard.tensor.device for array in self.arrays.values() for shard in array.shards}
 
 
 class LocalModels:
@@ -183,7 +197,7 @@ def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShar
         )
 
 
-def flatten_state(state: Any, rank: int, world: int) -> FlattenedState:
+def flatten_state(state: Any, rank: int, world: int, opened: OpenedStates | None = None) -> FlattenedState:
     """Flatten a state, without copies or communication.
 
     Args:
@@ -191,19 +205,20 @@ def flatten_state(state: Any, rank: int, world: int) -> FlattenedState:
             and lists.
         rank: Index of this rank.
         world: Number of ranks.
+        opened: Results of `state_dict` of objects in the state, by id; None without any.
 
     Raises:
         UnsupportedError: A value cannot be saved; the message contains its dotted path.
     """
-    return _StateFlattener(LocalModels(state), rank, world).run(state)
+    return _StateFlattener(LocalModels(state), rank, world, opened or {}).run(state)
 
 
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 class _StateFlattener:
-    def __init__(self, models: LocalModels, rank: int, world: int) -> None:
-        self._models, self._rank, self._world = models, rank, world
+    def __init__(self, models: LocalModels, rank: int, world: int, opened: OpenedStates) -> None:
+        self._models, self._rank, self._world, self._opened = models, rank, world, opened
         self._made = FlattenedState()
         self._known: dict[Hashable, Path] = {}
         self._places: dict[int, Path] = {}
@@ -251,7 +266,8 @@ class _StateFlattener:
         if isinstance(value, PerRank):
             return self._per_rank(value, path)
         if is_stateful(value):
-            return self._visit(get_state_dict(value, path), path)
+            state = self._opened[id(value)] if id(value) in self._opened else get_state_dict(value, path)
+            return self._visit(state, path)
         if isinstance(value, np.ndarray):
             return self._tensor(tensor_from_numpy(value, path), path, "numpy")
         return value
@@ -273,7 +289,7 @@ class _StateFlattener:
             raise UnsupportedError(error.what, where=dotted(path), found=error.found, fix=error.fix) from error
         self._kept.append(value)
         is_full = (is_plain or not isinstance(value, DTensor)) and 0 not in array.shape
-        self._add(path, array, _memory(array) if is_full else ("object", id(value)))
+        self._add(path, array, _memory(array, path) if is_full else ("object", id(value)))
         return TensorRef(path, kind)
 
     def _sharded_tensor(self, value: torch.Tensor, path: Path) -> TensorRef:
@@ -322,7 +338,7 @@ class _StateFlattener:
                 if array.shards and array.shards[0].tensor.is_meta:
                     check_tensor(array.shards[0].tensor, place)
                 is_full = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
-                self._add(place, array, _memory(array) if is_full else ("model", id(weights), name))
+                self._add(place, array, _memory(array, place) if is_full else ("model", id(weights), name))
                 tree[name] = TensorRef(place)
                 if name in weights.buffers:
                     self._made.buffers.add(place)
@@ -366,9 +382,16 @@ class _StateFlattener:
         return [None] * self._world
 
 
-def _memory(array: TensorShards) -> Hashable:
+def _memory(array: TensorShards, path: Path) -> Hashable:
     own = array.shards[0].tensor
-    return (own.device, own.data_ptr(), array.shape, own.stride(), own.dtype, own.is_conj(), own.is_neg())
+    if own.is_cpu and not own.data_ptr() and own.numel():
+        raise UnsupportedError(
+            "a tensor whose memory was freed cannot be saved",
+            where=dotted(path),
+            found="a storage of 0 bytes",
+            fix="Leave it out, or give it its elements back first.",
+        )
+    return find_memory(own)
 
 
 def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> object:

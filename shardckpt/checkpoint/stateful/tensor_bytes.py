@@ -6,13 +6,15 @@ Copies of tensors on devices are in pinned memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, shift
 from shardckpt.checkpoint.stateful.pinned_pieces import PinnedPieces
 from shardckpt.devices import has_pinned_copies
+from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.state.local.local_shards import TensorShards
 
 STAGED_BYTES = 16 << 20
@@ -23,6 +25,17 @@ _JOINED_BYTES = 256 << 10
 
 SMALL_BYTES = 64 << 10
 """Maximum size in bytes of a small tensor, which is copied and written with others; views would be slower."""
+
+
+class TensorSource(Protocol):
+    """The tensors of a state on this rank."""
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where they are."""
+
+    def views(self, chunks: Sequence[PayloadChunk], /) -> Iterable[torch.Tensor]:
+        """Return the elements of chunks."""
 
 
 def view_box(array: TensorShards, box: Box) -> torch.Tensor:
@@ -124,6 +137,12 @@ def join_small(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | torch.Tensor
 
 def _join(tensors: Sequence[torch.Tensor]) -> bytes:
     return b"".join([ctypes.string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+
+
+def find_memory(tensor: torch.Tensor) -> Hashable:
+    """Return what is equal for two tensors of the same elements in the same memory."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return (tensor.device, tensor.data_ptr(), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def is_flat(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,6 +108,18 @@ def below(model: nn.Module) -> set[str]:
     """Return a wrapper's attributes for the wrapped module; empty for other modules."""
     is_parallel = isinstance(model, DistributedDataParallel)
     return {name for name in model._modules if not clean(name) or (is_parallel and name == "module")}
+
+
+@lru_cache(maxsize=1024)
+def is_plain_module(kind: type[nn.Module]) -> bool:
+    """Return True if an index needs no more of modules of a class than their parameters, buffers and children."""
+    homes = ("torch.distributed", "torch.nn.parallel")
+    return (
+        kind.get_extra_state is nn.Module.get_extra_state
+        and not issubclass(kind, ShardedModule)
+        and not hasattr(kind, "reshard")
+        and not any(base.__module__.startswith(homes) for base in kind.__mro__)
+    )
 
 
 def index_model(model: nn.Module) -> ModelIndex:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardckpt
+import shardckpt.checkpoint.save.save as saving
 from shardckpt.checkpoint.coordinator import ALONE
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
@@ -41,6 +43,11 @@ class Model(nn.Module):
         self.first = nn.Linear(3, 5)
         self.second = nn.Linear(5, 2, bias=False)
         self.norm = nn.BatchNorm1d(2)
+        self.third = nn.Linear(3, 5)
+        self.left = nn.Parameter(torch.rand(2))
+        self.register_parameter("right", None)
+        self.register_buffer("upper", torch.rand(2))
+        self.register_buffer("lower", None)
 
 
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
@@ -53,9 +60,12 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
 
 def build_state() -> dict[str, Any]:
     model = Model()
+    optim = stepped(model)
     return {
         "model": model,
-        "optim": stepped(model),
+        "optim": optim,
+        "schedule": torch.optim.lr_scheduler.StepLR(optim, 2),
+        "dicts": {"model": model.state_dict(), "optim": optim.state_dict()},
         "ema": {f"w{i}": torch.rand(4, 3) for i in range(3)},
         "more": [torch.arange(6), {"deep": torch.rand(2)}, (torch.zeros(2, 2), 5)],
         "step": 3,
@@ -178,6 +188,33 @@ def reverse_params(state: dict[str, Any]) -> None:
     state["optim"].param_groups[0]["params"].reverse()
 
 
+def swap_params(state: dict[str, Any]) -> None:
+    params, model = state["optim"].param_groups[0]["params"], state["model"]
+    first, third = (next(at for at, p in enumerate(params) if p is w) for w in (model.first.weight, model.third.weight))
+    params[first], params[third] = params[third], params[first]
+
+
+def swap_parameter_with_none(state: dict[str, Any]) -> None:
+    state["model"].left, state["model"].right = state["model"].right, state["model"].left
+
+
+def swap_buffer_with_none(state: dict[str, Any]) -> None:
+    state["model"].upper, state["model"].lower = state["model"].lower, state["model"].upper
+
+
+def rename_slot(state: dict[str, Any]) -> None:
+    slots = state["optim"].state[state["model"].first.weight]
+    kept = dict(slots)
+    slots.clear()
+    slots.update({"renamed" if slot == "exp_avg" else slot: value for slot, value in kept.items()})
+
+
+def swap_states(state: dict[str, Any]) -> None:
+    kept, model = state["optim"].state, state["model"]
+    first, third = model.first.weight, model.third.weight
+    kept[first], kept[third] = kept[third], kept[first]
+
+
 def count_step(state: dict[str, Any]) -> None:
     state["step"] += 1
 
@@ -236,6 +273,39 @@ def module_for_dict(state: dict[str, Any]) -> None:
     state["ema"] = nn.Linear(2, 2)
 
 
+def step_schedule(state: dict[str, Any]) -> None:
+    state["schedule"].step()
+
+
+def take_dicts_again(state: dict[str, Any]) -> None:
+    write_in_place(state)
+    state["dicts"] = {"model": state["model"].state_dict(), "optim": state["optim"].state_dict()}
+
+
+def lend_storage(state: dict[str, Any]) -> None:
+    state["ema"]["w0"].set_(state["ema"]["w2"])
+
+
+def share_with_parameter(state: dict[str, Any]) -> None:
+    state["ema"]["w0"] = state["model"].first.weight.detach()
+
+
+def wrap(state: dict[str, Any]) -> None:
+    state["ema"] = shardckpt.PerRank(state["ema"])
+
+
+def share_module(state: dict[str, Any]) -> None:
+    state["again"] = state["model"]
+
+
+def give_extra_state(state: dict[str, Any]) -> None:
+    class WithExtra(Model):
+        def get_extra_state(self) -> Any:
+            return {"seen": 5}
+
+    state["model"].__class__ = WithExtra
+
+
 def drop_optimizer(state: dict[str, Any]) -> None:
     state.pop("optim", None)
 
@@ -265,8 +335,13 @@ CHANGES: list[Callable[[dict[str, Any]], None]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_changed_state_is_saved_as_by_a_new_saver(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shared", [False, True], ids=["apart", "shared"])
+def test_a_changed_state_is_saved_as_by_a_new_saver(
+    change: Callable[[dict[str, Any]], None], is_shared: bool, tmp_path: Path
+) -> None:
     saver, state = Saver(ALONE), build_state()
+    if not is_shared:
+        del state["dicts"]
     save(saver, state, tmp_path)
     assert_saves_as_new(saver, state, tmp_path)
     change(state)
@@ -312,6 +387,70 @@ def test_a_second_save_of_one_state_plans_nothing(tmp_path: Path) -> None:
         save(saver, state, tmp_path)
 
 
+FITTING = [write_in_place, replace_tensor, move_storage, transpose, count_step, change_values, change_rate]
+
+
+@pytest.mark.parametrize("change", [*FITTING, step_schedule, take_dicts_again], ids=lambda change: change.__name__)
+def test_a_state_of_the_same_layout_is_not_flattened_again(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    saver, state = Saver(ALONE), build_state()
+    save(saver, state, tmp_path)
+    change(state)
+    with patch.object(session, "flatten_state", side_effect=AssertionError("flattened again")):
+        save(saver, state, tmp_path)
+
+
+def test_a_save_in_the_background_does_not_flatten_the_same_layout_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_ALONE", Saver(ALONE))
+    state = build_state()
+    shardckpt.async_save(state, str(tmp_path / "first")).result()
+    write_in_place(state)
+    count_step(state)
+    expected = {name: value.clone() for name, value in state["model"].state_dict().items()}
+    with patch.object(session, "flatten_state", side_effect=AssertionError("flattened again")):
+        handle = shardckpt.async_save(state, str(tmp_path / "second"))
+    write_in_place(state)
+    count_step(state)
+    handle.result()
+    saved = shardckpt.open(str(tmp_path / "second"))
+    assert all(torch.equal(saved["model"][name][...], value) for name, value in expected.items())
+    assert saved["step"] == 4
+
+
+def test_the_state_of_an_object_is_asked_for_once_a_save(tmp_path: Path) -> None:
+    class Counter:
+        calls = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.calls += 1
+            return {"calls": self.calls, "tensor": torch.rand(2)}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    saver, counter = Saver(ALONE), Counter()
+    for count in (1, 2, 3):
+        save(saver, {"counter": counter, "numpy": torch.rand(2).numpy()}, tmp_path)
+        assert counter.calls == count
+    for count in (4, 5):
+        save(saver, {"counter": counter}, tmp_path)
+        assert counter.calls == count
+
+
+def test_tensors_are_not_kept_between_saves(tmp_path: Path) -> None:
+    saver = Saver(ALONE)
+    tensors = {f"t{i}": torch.rand(300) for i in range(4)}
+    kept = [weakref.ref(tensor) for tensor in tensors.values()]
+    for _ in range(2):
+        save(saver, {"tensors": tensors}, tmp_path)
+    assert saver.cached_save is not None
+    del tensors
+    assert [each() for each in kept] == [None] * 4
+
+
 def test_a_value_that_cannot_be_saved_is_refused_by_a_later_save_too(tmp_path: Path) -> None:
     saver, state = Saver(ALONE), build_state()
     save(saver, state, tmp_path)
@@ -326,3 +465,13 @@ def test_a_tensor_and_its_conjugate_are_saved_as_two(tmp_path: Path) -> None:
     shardckpt.save(state, str(tmp_path / "step"))
     saved = shardckpt.open(str(tmp_path / "step"))
     assert all(torch.equal(saved[name][...], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_tensor_whose_memory_was_freed_is_refused(count: int, tmp_path: Path) -> None:
+    saver, tensor = Saver(ALONE), torch.rand(8)
+    for _ in range(count):
+        save(saver, {"a": [tensor]}, tmp_path)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedError, match=r"a\.0.*freed|freed.*a\.0"):
+        save(saver, {"a": [tensor]}, tmp_path)

@@ -23,10 +23,11 @@ from shardckpt.checkpoint.save.staging import (
     make_buffer,
     memory_size,
 )
+from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import FileLayout, PayloadChunk, PayloadFile, arrange_files, build_payloads
-from shardckpt.state.local.local_shards import TensorShards, get_tensor_shards
+from shardckpt.state.local.local_shards import get_tensor_shards
 
 MIB = 1 << 20
 
@@ -143,12 +144,12 @@ def object_of_size(nbytes: int) -> object:
 
 def planned(
     tensors: dict[str, torch.Tensor],
-) -> tuple[tuple[FileLayout, ...], tuple[PayloadFile, ...], dict[tuple[str], TensorShards]]:
+) -> tuple[tuple[FileLayout, ...], tuple[PayloadFile, ...], FlattenedState]:
     """Return the files of some tensors, several of them, without and with headers, and what they are filled from."""
     arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
     chunks = [PayloadChunk(path, a.shape, dtype_name(a.dtype), full_box(a.shape)) for path, a in arrays.items()]
     files = arrange_files(tuple(chunks), 2 * MIB)
-    return files, build_payloads("s", 0, files), arrays
+    return files, build_payloads("s", 0, files), FlattenedState(arrays=arrays)
 
 
 def drained(stage: StagingArea, payloads: tuple[PayloadFile, ...]) -> Iterator[bytes]:
@@ -171,10 +172,10 @@ class TestStage:
     @pytest.mark.parametrize("budget", [None, 64 * MIB])
     def test_what_fits_is_copied_at_once_and_is_what_lay_there(self, budget: int | None) -> None:
         tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
-        files, payloads, arrays = planned(tensors)
-        expected = [b"".join(bytes(part) for part in iter_contents(payload, arrays)) for payload in payloads]
+        files, payloads, state = planned(tensors)
+        expected = [b"".join(bytes(part) for part in iter_contents(payload, state)) for payload in payloads]
         stage = StagingArea(BufferPool(make_buffer), budget)
-        stage.fill(files, arrays)
+        stage.fill(files, state)
         for tensor in tensors.values():
             tensor.zero_()
         assert stage.rounds == 1
@@ -184,11 +185,11 @@ class TestStage:
         ]
 
     def test_what_does_not_fit_goes_in_rounds_within_the_budget(self) -> None:
-        files, payloads, arrays = planned(TENSORS)
-        expected = [b"".join(bytes(part) for part in iter_contents(payload, arrays)) for payload in payloads]
+        files, payloads, state = planned(TENSORS)
+        expected = [b"".join(bytes(part) for part in iter_contents(payload, state)) for payload in payloads]
         pool = BufferPool(make_buffer)
         stage = StagingArea(pool, MIB)
-        loop = threading.Thread(target=stage.fill, args=(files, arrays))
+        loop = threading.Thread(target=stage.fill, args=(files, state))
         loop.start()
         loop.join(0.1)
         assert loop.is_alive(), "the loop does not wait for the writer"
@@ -197,9 +198,9 @@ class TestStage:
         assert stage.rounds > 3 and pool.nbytes <= MIB
 
     def test_a_writer_that_gave_up_ends_the_copying(self) -> None:
-        files, payloads, arrays = planned(TENSORS)
+        files, payloads, state = planned(TENSORS)
         stage = StagingArea(BufferPool(make_buffer), MIB)
-        loop = threading.Thread(target=stage.fill, args=(files, arrays))
+        loop = threading.Thread(target=stage.fill, args=(files, state))
         loop.start()
         next(stage.blocks(payloads[0]))
         stage.close()
@@ -216,8 +217,8 @@ class TestStage:
     def test_buffers_made_in_inference_mode_serve_outside_of_it(self) -> None:
         pool = BufferPool(make_buffer)
         for mode in (True, False):
-            files, _payloads, arrays = planned({"t": torch.rand(200_000)})
+            files, _payloads, state = planned({"t": torch.rand(200_000)})
             stage = StagingArea(pool, None)
             with torch.inference_mode(mode):
-                stage.fill(files, arrays)
+                stage.fill(files, state)
         assert pool.made == 1
