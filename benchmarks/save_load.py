@@ -625,15 +625,15 @@ def _flat(rank: int, world: int, shape: tuple[int, ...], arrays: int) -> Iterato
 
 
 def time_planning(world: int, arrays: int, *, flat: bool) -> tuple[float, int]:
-    """Return the seconds from encoded local plans to encoded rank plans, and the number of planned boxes."""
+    """Return the CPU seconds from encoded local plans to encoded rank plans, and the number of planned boxes."""
     messages = [encode_local_plan(rank, world, arrays, flat) for rank in range(world)]
     gc.collect()
     gc.disable()
-    start = time.perf_counter()
+    start = time.process_time()
     plan = create_global_plan([LocalSavePlan.decode(message) for message in messages])
     for rank_plan in plan.rank_plans:
         rank_plan.encode()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     gc.enable()
     return seconds, sum(len(rank_plan.chunks) for rank_plan in plan.rank_plans)
 
@@ -741,14 +741,17 @@ PLANS = (
     (64, 500, False),
     (512, 500, False),
     (4096, 500, False),
+    (4096, 1000, False),
 )
-PLAN_SECONDS = 10.0
+PLAN_SECONDS = 5.0
+"""Goal of each row."""
+
 FLAT = 2.0
 """Largest time for each rank's part of 4,096, relative to that of 8."""
 
 
 def run_planning(report: Report, sizes: Sizes, folder: Path) -> None:  # noqa: ARG001
-    head = "| ranks | arrays | boxes | seconds | us per rank and array |\n|---|---|---|---|---|"
+    head = "| ranks | arrays | boxes | CPU s | us per rank and array |\n|---|---|---|---|---|"
     report.say(f"\n### Planning a first save\n\n{head}")
     micros = {}
     for world, arrays, flat in PLANS:
@@ -756,7 +759,7 @@ def run_planning(report: Report, sizes: Sizes, folder: Path) -> None:  # noqa: A
         micros[world, arrays] = micro = seconds / world / arrays * 1e6
         kind = "flat ranges" if flat else "rows"
         report.say(f"| {world:,} | {arrays:,}, {kind} | {boxes:,} | {seconds:.2f} | {micro:.1f} |")
-        if seconds > PLAN_SECONDS and world <= 1024:
+        if seconds > PLAN_SECONDS:
             report.failed.append(f"planning {boxes:,} boxes takes {seconds:.1f} s; the limit is {PLAN_SECONDS:g} s")
     if micros[4096, 500] > FLAT * micros[8, 500]:
         report.failed.append(

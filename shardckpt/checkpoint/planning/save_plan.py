@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar, overload
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
@@ -15,10 +17,65 @@ from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import FileLayout, PayloadChunk, arrange_files
 from shardckpt.format.native.records import ArrayRecord
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows, pack_message, unpack_message
+from shardckpt.plan.layout.box_codec import BoxRow, PackedRows, encode_rows, pack_message, unpack_message
+from shardckpt.plan.layout.packed_plan import find_tilings
 from shardckpt.plan.layout.write_plan import LocalTensor, TensorSpec, plan_save
 
 _BUFFER, _FROZEN = 1, 2
+_Item = TypeVar("_Item")
+
+
+class _PackedSequence(Sequence[_Item]):
+    """Items that are made of packed rows when one of them is asked for; rank 0 asks for few of those of other ranks.
+
+    Args:
+        rows: The rows.
+    """
+
+    def __init__(self, rows: PackedRows) -> None:
+        self.rows = rows
+
+    @abstractmethod
+    def _unpack(self) -> tuple[_Item, ...]:
+        """Return the items."""
+
+    @cached_property
+    def _items(self) -> tuple[_Item, ...]:
+        return self._unpack()
+
+    @overload
+    def __getitem__(self, at: int) -> _Item: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[_Item]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        return self._items[at]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._items == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+
+class _PackedTensors(_PackedSequence[LocalTensor]):
+    """Arrays of a rank."""
+
+    def _unpack(self) -> tuple[LocalTensor, ...]:
+        return tuple(LocalTensor(*row) for row in self.rows.unpack())
+
+
+class _PackedChunks(_PackedSequence[PayloadChunk]):
+    """Chunks that a rank writes."""
+
+    def _unpack(self) -> tuple[PayloadChunk, ...]:
+        return tuple(_unpack_chunks(self.rows))
+
+
+def _unpack_chunks(rows: PackedRows) -> list[PayloadChunk]:
+    return [PayloadChunk(row.path, row.shape, row.dtype, box) for row in rows.unpack() for box in row.boxes]
 
 
 @dataclass(frozen=True)
@@ -32,7 +89,7 @@ class LocalSavePlan:
         frozen: Paths of arrays that are not written, because the base has them.
     """
 
-    arrays: tuple[LocalTensor, ...]
+    arrays: Sequence[LocalTensor]
     buffers: frozenset[Path]
     ties: Mapping[Path, Path]
     frozen: frozenset[Path] = frozenset()
@@ -54,13 +111,14 @@ class LocalSavePlan:
     @classmethod
     def decode(cls, data: bytes) -> LocalSavePlan:
         """Return the plan from the bytes of `encode`."""
-        (kinds, ties), rows = unpack_message(data)
-        arrays = tuple(LocalTensor(*row) for row in decode_rows(rows))
+        (kinds, ties), message = unpack_message(data)
+        rows = PackedRows.decode(message)
+        arrays = rows.names.arrays
         return cls(
-            arrays,
-            frozenset(arrays[at].path for at, kind in kinds if kind == _BUFFER),
+            _PackedTensors(rows),
+            frozenset(arrays[at][0] for at, kind in kinds if kind == _BUFFER),
             {tuple(path): tuple(first) for path, first in ties},
-            frozenset(arrays[at].path for at, kind in kinds if kind == _FROZEN),
+            frozenset(arrays[at][0] for at, kind in kinds if kind == _FROZEN),
         )
 
 
@@ -96,7 +154,7 @@ class RankSavePlan:
         frozen: Chunks that this rank compares with the base instead of writing them.
     """
 
-    chunks: tuple[PayloadChunk, ...]
+    chunks: Sequence[PayloadChunk]
     replica_groups: Mapping[int, Sequence[tuple[int, int]]]
     frozen: tuple[PayloadChunk, ...] = ()
     _files: dict[Path | None, tuple[FileLayout, ...]] = field(
@@ -110,12 +168,15 @@ class RankSavePlan:
             model: Path of the model, if the checkpoint is a Hugging Face folder too; otherwise None.
         """
         if model not in self._files:
-            self._files[model] = arrange_files(self.chunks, model=model)
+            self._files[model] = arrange_files(tuple(self.chunks), model=model)
         return self._files[model]
 
     def encode(self) -> bytes:
         """Return the plan as bytes."""
         replica_groups = [[number, [list(p) for p in positions]] for number, positions in self.replica_groups.items()]
+        if isinstance(self.chunks, _PackedChunks) and not self.frozen:
+            packed = self.chunks.rows
+            return pack_message([int(packed.counts.sum()), replica_groups], packed.encode())
         rows = encode_rows(BoxRow(c.path, c.shape, c.dtype, (c.box,)) for c in (*self.chunks, *self.frozen))
         return pack_message([len(self.chunks), replica_groups], rows)
 
@@ -124,7 +185,7 @@ class RankSavePlan:
         """Return the plan from the bytes of `encode`."""
         (count, replica_groups), rows = unpack_message(data)
         positions = {number: [(a, b) for a, b in pairs] for number, pairs in replica_groups}
-        chunks = [PayloadChunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(rows)]
+        chunks = _unpack_chunks(PackedRows.decode(rows))
         return cls(tuple(chunks[:count]), positions, tuple(chunks[count:]))
 
 
@@ -170,7 +231,62 @@ def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
         UsageError: Arrays of one path differ in dtype or shape between ranks.
         IncompleteError: No rank has some elements.
     """
-    plan = plan_save(_counted(local_plans))
+    packed = [plan.arrays.rows for plan in local_plans if isinstance(plan.arrays, _PackedTensors)]
+    if len(packed) == len(local_plans) and all(rows.names == packed[0].names for rows in packed):
+        return _plan_packed(local_plans, packed)
+    return _plan_unpacked(local_plans, [0] * len(local_plans))
+
+
+def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRows]) -> GlobalSavePlan:
+    """Return the plan of ranks with the same arrays: most need no decision, and only the others are unpacked."""
+    paths = [path for path, _, _ in packed[0].names.arrays]
+    special = frozenset[Path]().union(*(plan.buffers | plan.frozen for plan in local_plans))
+    tilings = find_tilings(packed, [at for at, path in enumerate(paths) if path in special])
+    others = [
+        replace(plan, arrays=tuple(LocalTensor(*row) for row in rows.unpack(tilings.others)))
+        for plan, rows in zip(local_plans, packed, strict=True)
+    ]
+    rest = _plan_unpacked(others, tilings.nbytes)
+    known = {path: at for at, path in enumerate(paths)}
+    rank_plans = tuple(
+        replace(
+            rank_plan,
+            chunks=_PackedChunks(_add_chunks(rows, rank_plan.chunks, known)),
+            replica_groups={
+                number: [(tilings.others[at], which) for at, which in positions]
+                for number, positions in rank_plan.replica_groups.items()
+            },
+        )
+        for rows, rank_plan in zip(tilings.tasks, rest.rank_plans, strict=True)
+    )
+    ties = {path: first for path, first in rest.ties.items() if path not in known}
+    return replace(rest, rank_plans=rank_plans, order=tuple(paths), ties=ties, nbytes=rest.nbytes + sum(tilings.nbytes))
+
+
+def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mapping[Path, int]) -> PackedRows:
+    """Return the rows of a rank with chunks of arrays of which they have none.
+
+    Args:
+        rows: The rows.
+        chunks: The chunks.
+        known: Position of each array.
+    """
+    if not chunks:
+        return rows
+    boxes: dict[int, list[Box]] = {}
+    for chunk in chunks:
+        boxes.setdefault(known[chunk.path], []).append(chunk.box)
+    return rows.add_boxes(boxes)
+
+
+def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -> GlobalSavePlan:
+    """Return the plan of arrays, one by one.
+
+    Args:
+        local_plans: One for each rank.
+        loads: Bytes that each rank writes besides.
+    """
+    plan = plan_save(_counted(local_plans), loads)
     order = tuple(spec.path for spec in plan.arrays)
     known = set(order)
     ties = {p: first for local_plan in reversed(local_plans) for p, first in local_plan.ties.items() if p not in known}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.manifest import Path
@@ -48,37 +51,119 @@ class BoxRow(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-_Name = tuple[Path, Shape, str, int]
-"""Path, shape and dtype of an array, and its number of boxes."""
+class ArrayNames:
+    """The arrays that rows are about, without boxes. Ranks with the same arrays share one object.
+
+    Args:
+        head: The names as JSON.
+        arrays: Path, shape and dtype of each row.
+    """
+
+    def __init__(self, head: bytes, arrays: tuple[_Name, ...]) -> None:
+        self.head = head
+        self.arrays = arrays
+        self.dims: NDArray[np.int64] = np.array([len(shape) for _, shape, _ in arrays], np.int64)
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if another object has the same names."""
+        return self is other or (isinstance(other, ArrayNames) and self.head == other.head)
+
+    def __hash__(self) -> int:
+        """Return the hash of the names."""
+        return hash(self.head)
+
+
+_Name = tuple[Path, Shape, str]
+"""Path, shape and dtype of an array."""
+
+
+class PackedRows(NamedTuple):
+    """Rows as they are sent: millions of boxes are planned without an object for each.
+
+    Attributes:
+        names: The arrays.
+        counts: Number of boxes of each array.
+        numbers: Offset and size of every box, one box after another.
+    """
+
+    names: ArrayNames
+    counts: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        return _join_message(self.names.head, self.counts.tobytes() + self.numbers.tobytes())
+
+    @classmethod
+    def decode(cls, data: bytes) -> PackedRows:
+        """Decode the result of `encode`."""
+        head, blob = _split_message(data)
+        names = _decode_names(head)
+        table = np.frombuffer(blob, np.int64)
+        return cls(names, table[: len(names.arrays)], table[len(names.arrays) :])
+
+    def unpack(self, rows: Iterable[int] | None = None) -> list[BoxRow]:
+        """Return rows with their boxes.
+
+        Args:
+            rows: Positions of the rows; None for all.
+        """
+        numbers, counts = self.numbers, self.counts.tolist()
+        ends = (self.counts * 2 * self.names.dims).cumsum().tolist()
+        found = []
+        for row in range(len(counts)) if rows is None else rows:
+            path, shape, dtype = self.names.arrays[row]
+            dims, count = len(shape), counts[row]
+            mine = numbers[ends[row] - 2 * dims * count : ends[row]].tolist()
+            boxes = (
+                [
+                    Box(tuple(mine[at : at + dims]), tuple(mine[at + dims : at + 2 * dims]))
+                    for at in range(0, 2 * dims * count, 2 * dims)
+                ]
+                if dims
+                else [Box((), ())] * count
+            )
+            found.append(BoxRow(path, shape, dtype, tuple(boxes)))
+        return found
+
+    def add_boxes(self, boxes: Mapping[int, Sequence[Box]]) -> PackedRows:
+        """Return the rows with more boxes.
+
+        Args:
+            boxes: Position of a row that has no boxes yet to its boxes.
+        """
+        counts = self.counts.copy()
+        ends = (counts * 2 * self.names.dims).cumsum()
+        parts, at = [], 0
+        for row, added in sorted(boxes.items()):
+            counts[row] = len(added)
+            parts += [self.numbers[at : ends[row]], np.array([*_flatten(added)], np.int64)]
+            at = ends[row]
+        return PackedRows(self.names, counts, np.concatenate([*parts, self.numbers[at:]]))
+
+
+def _flatten(boxes: Iterable[Box]) -> Iterator[int]:
+    for offset, size in boxes:
+        yield from offset
+        yield from size
 
 
 def encode_rows(rows: Iterable[BoxRow]) -> bytes:
     """Return rows as bytes."""
     names: list[_Name] = []
-    numbers = array("q")
+    counts, numbers = array("q"), array("q")
     for path, shape, dtype, boxes in rows:
-        names.append((path, shape, dtype, len(boxes)))
+        names.append((path, shape, dtype))
+        counts.append(len(boxes))
         for offset, size in boxes:
             numbers.extend(offset)
             numbers.extend(size)
-    return _join_message(_encode_names(tuple(names)), numbers.tobytes())
+    return _join_message(_encode_names(tuple(names)), counts.tobytes() + numbers.tobytes())
 
 
 def decode_rows(data: bytes) -> list[BoxRow]:
     """Decode the result of `encode_rows`."""
-    head, blob = _split_message(data)
-    packed = array("q")
-    packed.frombytes(blob)
-    numbers, at = packed.tolist(), 0
-    rows = []
-    for path, shape, dtype, count in _decode_names(head):
-        dims, boxes = len(shape), []
-        for _ in range(count):
-            middle = at + dims
-            boxes.append(Box(tuple(numbers[at:middle]), tuple(numbers[middle : middle + dims])))
-            at = middle + dims
-        rows.append(BoxRow(path, shape, dtype, tuple(boxes)))
-    return rows
+    return PackedRows.decode(data).unpack()
 
 
 # Most ranks have the same arrays, so their names are encoded and decoded only once.
@@ -86,11 +171,11 @@ def decode_rows(data: bytes) -> list[BoxRow]:
 
 @lru_cache(maxsize=4)
 def _encode_names(names: tuple[_Name, ...]) -> bytes:
-    rows = [[list(path), list(shape), dtype, count] for path, shape, dtype, count in names]
+    rows = [[list(path), list(shape), dtype] for path, shape, dtype in names]
     return json.dumps(rows, separators=(",", ":")).encode()
 
 
 @lru_cache(maxsize=4)
-def _decode_names(head: bytes) -> list[_Name]:
+def _decode_names(head: bytes) -> ArrayNames:
     rows: list[Any] = json.loads(head)
-    return [(tuple(path), tuple(shape), dtype, count) for path, shape, dtype, count in rows]
+    return ArrayNames(head, tuple((tuple(path), tuple(shape), dtype) for path, shape, dtype in rows))

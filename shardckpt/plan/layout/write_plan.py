@@ -84,8 +84,12 @@ class SavePlan:
         return sum(nbytes(self.arrays[task.array].dtype, task.box.volume) for task in self.tasks[rank])
 
 
-def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
+def plan_save(held: Sequence[Sequence[LocalTensor]], loads: Sequence[int] | None = None) -> SavePlan:
     """Assign each box to a rank that writes it.
+
+    Args:
+        held: Boxes of each rank.
+        loads: Other bytes that each rank writes; None means none.
 
     Raises:
         UsageError: Ranks disagree on an array's dtype or shape, or have different values for the same boxes.
@@ -93,7 +97,7 @@ def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
     """
     arrays = _gather(held)
     tasks: list[list[WriteItem]] = [[] for _ in held]
-    loads = [0] * len(held)
+    written = [0] * len(held) if loads is None else [*loads]
     shared: list[_Shared] = []
     for number, array in enumerate(arrays):
         dtype = array.spec.dtype
@@ -102,11 +106,11 @@ def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
             if len(ranks) == 1:
                 rank = ranks[0]
                 tasks[rank].append(WriteItem(number, box))
-                loads[rank] += (volume * width + 7) >> 3
+                written[rank] += (volume * width + 7) >> 3
             else:
                 ranks = tuple(ranks)
                 shared += [_Shared(nbytes(dtype, b.volume), number, b, ranks) for b in _parts(box, dtype, len(ranks))]
-    for part, rank in _share_out(shared, loads):
+    for part, rank in _share_out(shared, written):
         tasks[rank].append(WriteItem(part.array, part.box))
     return SavePlan(tuple(array.spec for array in arrays), tuple(tuple(sorted(mine)) for mine in tasks))
 
