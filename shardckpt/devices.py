@@ -126,7 +126,7 @@ def make_stream(device: torch.device, priority: int = 0) -> Stream:
     """Return a new stream of a device. The device must have streams.
 
     Args:
-        device: The device.
+        device: Device of the stream.
         priority: Priority of the stream; lower numbers run first.
     """
     return _streams.make(device, priority)
@@ -149,7 +149,7 @@ def record_event(device: torch.device, stream: Stream | None = None) -> Event | 
     """Return an event after the operations queued so far; None without streams.
 
     Args:
-        device: The device.
+        device: Device of the event.
         stream: Stream of the device; None for the current stream.
     """
     if not has_streams(device):
@@ -163,7 +163,7 @@ def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
     Its memory is reused after that stream once it is freed.
 
     Args:
-        tensor: The tensor.
+        tensor: Tensor that the stream uses.
         stream: Stream that uses the tensor; None for the current stream.
     """
     if has_streams(tensor.device):
@@ -176,7 +176,7 @@ class CurrentStreams:
     A new thread has other current streams.
 
     Args:
-        devices: The devices; those without streams are ignored.
+        devices: Devices; those without streams are ignored.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:

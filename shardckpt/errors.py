@@ -5,7 +5,7 @@ ShardckptError
 │   ├── FormatError                           a header, manifest or pickle cannot be read
 │   │   └── TruncatedError (EOFError)         bytes that should be there are not
 │   ├── UnsafeError                           reading it would run code or leave its folder
-│   ├── UnsupportedError (TypeError)          valid, but holds something this reader does not know
+│   ├── UnsupportedError (TypeError)          valid, but of a kind that no reader supports
 │   ├── IncompleteError (LookupError)         no file contains some elements
 │   ├── NoCompleteCheckpoint (FileNotFoundError)  there are steps, but none can be loaded
 │   ├── OverlapError                          two files contain the same elements
@@ -24,7 +24,7 @@ ShardckptError
 ├── NoMemoryError (MemoryError)               a tensor does not fit into memory        exit code 3
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
         ├── MissingFileError (FileNotFoundError)  a requested file does not exist
-    └── NoSpaceError                          the target cannot hold the result
+    └── NoSpaceError                          the target has too little space for the result
 """
 
 from __future__ import annotations

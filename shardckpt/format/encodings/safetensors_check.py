@@ -1,6 +1,6 @@
-"""Check written safetensors files with the reader of the safetensors library, before they are published.
+"""Check written safetensors files with the safetensors library before publishing.
 
-Our own reader would repeat a misunderstanding of our own writer
+The reader of this package would repeat a misunderstanding of its writer
 (docs/decisions/0031-the-library-checks-written-files.md).
 """
 
@@ -31,19 +31,19 @@ _FIX = "This is a fault of the writer, not of the checkpoint that was read; noth
 
 @contextmanager
 def create_checked(publication: Publication, name: str) -> Iterator[Writer]:
-    """Start a file of the result, and check it once it is closed if it is a safetensors file.
+    """Start a file of the result; check a safetensors file after it is closed.
 
-    A file on a disk of this machine is read back. Of any other the header is checked as it was written.
+    A file on a local disk is read back. For other files, a copy of the written header is checked.
 
     Args:
-        publication: The result.
+        publication: Publication of the result.
         name: As for `Publication.create`.
 
     Yields:
-        Its writer.
+        The writer of the file.
 
     Raises:
-        FormatError: The library refuses the file.
+        FormatError: The library rejects the file.
         StorageError: The file cannot be created, written or read back.
     """
     if not name.endswith(_SUFFIX):
@@ -59,7 +59,7 @@ def create_checked(publication: Publication, name: str) -> Iterator[Writer]:
 
 
 def _read_header(path: str) -> tuple[bytes, int]:
-    """Return the header of a file, with its length before it, and the size of the file."""
+    """Return the header of a file, including its length, and the file's size."""
     with convert_os_errors("cannot read back", path), open(path, "rb") as file:
         nbytes = file.seek(0, 2)
         file.seek(0)
@@ -68,20 +68,22 @@ def _read_header(path: str) -> tuple[bytes, int]:
 
 
 def _get_header_bytes(start: bytes | bytearray) -> int:
-    """Return how long the JSON of a header is, given its first 8 bytes; no more than the format allows."""
+    """Return the length of a header's JSON, at most the format's limit."""
     return min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)
 
 
 def require_readable(header: bytes, nbytes: int, *, where: str) -> None:
-    """Refuse a header that the safetensors library refuses; warn if it does not know a type that the format has.
+    """Require that the safetensors library accepts a header.
+
+    Warns if the library lacks a dtype of the format.
 
     Args:
-        header: The first bytes of the file: the length and the JSON.
-        nbytes: Size of the file.
-        where: The file, for messages.
+        header: First bytes of the file: the length and the JSON.
+        nbytes: Size of the file in bytes.
+        where: Name of the file, for messages.
 
     Raises:
-        FormatError: The library refuses it.
+        FormatError: The library rejects the header.
         TruncatedError: The file does not end with its data.
     """
     refusal = _parse(header)
@@ -108,7 +110,7 @@ def require_readable(header: bytes, nbytes: int, *, where: str) -> None:
 
 
 def _parse(header: bytes) -> str:
-    """Return why the library refuses a file that consists of a header alone; an empty text if it does not."""
+    """Return the library's error for a file with only this header; else empty."""
     try:
         safetensors.deserialize(header)
     except safetensors.SafetensorError as error:
@@ -118,16 +120,16 @@ def _parse(header: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _get_missing_data() -> str:
-    """Return what the library reports of a correct header without its data."""
+    """Return the library's error for a correct header without its data."""
     return _parse(_encode_tensor("U8", 1))
 
 
 def _find_end(header: bytes, expected: int) -> int:
-    """Return how many bytes of data a correct header promises.
+    """Return the number of data bytes according to a correct header.
 
     Args:
-        header: The header.
-        expected: The likely answer, which is looked for in the text: the header is parsed only if it is not found.
+        header: Header with its length.
+        expected: Likely result. It is searched in the text, and the header is parsed only if it is not found.
     """
     if max(map(int, _END.findall(header)), default=-1) == expected:
         return expected
@@ -135,7 +137,7 @@ def _find_end(header: bytes, expected: int) -> int:
 
 
 def _list_unknown_dtypes(header: bytes) -> list[str]:
-    """Return the types in a header that are documented, and that this version of the library does not know."""
+    """Return the documented dtypes of a header that the installed library lacks."""
     try:
         dtypes = {entry["dtype"] for entry in _parse_entries(header).values()}
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -150,20 +152,20 @@ def _parse_entries(header: bytes) -> dict[str, dict[str, Any]]:
 
 
 def _encode_tensor(dtype: str, elements: int) -> bytes:
-    """Return the header of one tensor of so many bytes."""
+    """Return a header with one 1-D tensor, whose elements have one byte."""
     body = json.dumps({"a": {"dtype": dtype, "shape": [elements], "data_offsets": [0, elements]}}).encode()
     return struct.pack("<Q", len(body)) + body
 
 
 class HeaderCopy(ClosingWriter):
-    """A writer that keeps the header of what it writes.
+    """A writer that keeps a copy of the written header.
 
     Args:
-        writer: Where it writes.
+        writer: Writer of the file.
 
     Attributes:
-        content: The length and the JSON, once they are written.
-        nbytes: Bytes that were written.
+        content: Length and JSON of the header, as far as written.
+        nbytes: Number of written bytes.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -181,7 +183,7 @@ class HeaderCopy(ClosingWriter):
             rest = rest[missing:]
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`. Raises as `Writer.copy_from` does."""
+        """Append a range of a file of `source`. Raises errors like `Writer.copy_from`."""
         while nbytes and (missing := min(self._count_missing(), nbytes)):
             self.write(read_bytes(source, name, offset, missing))
             offset, nbytes = offset + missing, nbytes - missing
@@ -189,7 +191,7 @@ class HeaderCopy(ClosingWriter):
         self.nbytes += nbytes
 
     def _count_missing(self) -> int:
-        """Return how many bytes of the header are still to come, as far as is known."""
+        """Return the number of missing header bytes, as far as known."""
         start = self.content[:_LENGTH_BYTES]
         wanted = _LENGTH_BYTES if len(start) < _LENGTH_BYTES else _LENGTH_BYTES + _get_header_bytes(start)
         return wanted - len(self.content)
@@ -199,5 +201,5 @@ class HeaderCopy(ClosingWriter):
         self._writer.close()
 
     def abort(self) -> None:
-        """Drop what was written; never raises."""
+        """Remove the written bytes; never raises."""
         self._writer.abort()
