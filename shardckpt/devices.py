@@ -1,9 +1,8 @@
 """Streams, events, pinned memory and errors of devices.
 
-No other module of the package uses torch's functions for them.
-
-The terms are torch's: a stream runs its queued operations in order; an event is a position in a stream, for which
-another stream or the host can wait. The CPU has no streams: for it the functions do nothing.
+No other module of the package uses torch's functions for them. The terms are torch's: a stream runs its queued
+operations in order; an event is a position in a stream, for which another stream or the host can wait. The CPU has no
+streams: for it the functions do nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Names and widths of dtypes in torch's and in safetensors' spelling.
 
-Imports neither torch nor NumPy.
-
-Safetensors names: https://huggingface.co/docs/safetensors (format section), release 0.8.
+Imports neither torch nor NumPy. Safetensors names: https://huggingface.co/docs/safetensors (format section), release
+0.8.
 """
 
 from __future__ import annotations

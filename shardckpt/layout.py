@@ -1,9 +1,7 @@
 """Layouts of full parameters in shards: flat or per dimension, any world size.
 
-Needs no torch.
-
-The shard of a rank is one 1-D array of `chunk` elements, zero-padded to the same length on every rank. A layout
-gives the position of each parameter's elements in the shard, as boxes and runs.
+Needs no torch. The shard of a rank is one 1-D array of `chunk` elements, zero-padded to the same length on every rank.
+A layout gives the position of each parameter's elements in the shard, as boxes and runs.
 """
 
 from __future__ import annotations

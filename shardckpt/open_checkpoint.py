@@ -31,9 +31,8 @@ def open(
 ) -> OpenedTensors | OpenedArrays:
     """Open a checkpoint of any format to read parts of it.
 
-    For example `open(path)["model.layers.0.weight"][0:128]`.
-
-    `with open(path) as checkpoint:` closes its files at the end of the block.
+    For example, `open(path)["model.layers.0.weight"][0:128]` reads a slice. `with open(path) as checkpoint:`
+    closes its files at the end of the block.
 
     Args:
         path: Path or URL of the checkpoint.

@@ -246,9 +246,7 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
 def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
     """Return the nearest checkpoints below a folder, all of one level, by path.
 
-    At most `_SHOWN` and one.
-
-    Searches at most `_LEVELS` levels, `_FOLDERS` folders and `_NAMES` names.
+    Returns at most `_SHOWN` and one. Searches at most `_LEVELS` levels, `_FOLDERS` folders and `_NAMES` names.
     """
     store = _FirstNames(source.store, _NAMES)
     left = _FOLDERS[store.capabilities.is_local]
@@ -277,9 +275,7 @@ def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
 def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list[str]]:
     """Return the format of a subfolder in a search, and its subfolders.
 
-    The subfolders are in reverse order.
-
-    Directly below the searched folder, file names are sufficient evidence.
+    The subfolders are in reverse order. Directly below the searched folder, file names are sufficient evidence.
     """
     source = Source(SubfolderStore(store, path))
     try:
@@ -318,7 +314,7 @@ def _probe_nearby(source: Source) -> Format | None:
 def checkpoint_in(url: str) -> str:
     """Describe the checkpoint that a folder is, contains, or looks like.
 
-    Empty if there is none.
+    The result is empty if there is none.
 
     Args:
         url: Path or URL of the folder, which need not exist.

@@ -240,7 +240,7 @@ def _list_not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[s
 def _source(name: str, sources: Mapping[str, ObjectEntry]) -> str:
     """Return the dotted path of the value that contains another; else empty.
 
-    Empty if it was not read from a file.
+    The result is empty if it was not read from a file.
     """
     while name and name not in sources:
         name = name.rpartition(".")[0]

@@ -39,10 +39,8 @@ def reshard(
 ) -> Report:
     """Write all content of a checkpoint like a save of `world_size` ranks.
 
-    Each rank has at least one payload file.
-
-    No value changes: loading the result gives the same bits as loading the source, at any world size. Memory is
-    constant.
+    Each rank has at least one payload file. No value changes: loading the result gives the same bits as loading the
+    source, at any world size. Memory is constant.
 
     Args:
         src: Checkpoint in any readable format: path or URL of a folder or file.

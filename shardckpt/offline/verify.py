@@ -32,9 +32,8 @@ def verify(
 ) -> Verification:
     """Check that a checkpoint is complete.
 
-    Each element must exist once, files must have their sizes, and stored checksums must match.
-
-    A damaged checkpoint is reported, not raised; only an unrecognized source or a failing storage raises.
+    Each element must exist once, files must have their sizes, and stored checksums must match. A damaged checkpoint is
+    reported, not raised; only an unrecognized source or a failing storage raises.
 
     Args:
         src: Checkpoint in any readable format: path or URL of a folder or file.

@@ -1,11 +1,10 @@
 r"""Match patterns of module names in adapter configs in linear time.
 
-Supports the subset that peft writes.
-
-`re` takes exponential time for some patterns, and these come from untrusted files. Supported are characters, `.`,
-classes such as `[0-9]`, `\d`, `\w`, and escaped characters, each with or without `*`, `+` or `?`, and alternatives in
-groups without repetition, such as `layers\.(0|1)\.mlp`. A pattern of plain characters and dots is compared directly;
-others are compiled to an automaton whose states are created on demand. `MatchBudget` limits the total work.
+Supports the subset that peft writes. `re` takes exponential time for some patterns, and these come from untrusted
+files. Supported are characters, `.`, classes such as `[0-9]`, `\d`, `\w`, and escaped characters, each with or without
+`*`, `+` or `?`, and alternatives in groups without repetition, such as `layers\.(0|1)\.mlp`. A pattern of plain
+characters and dots is compared directly; others are compiled to an automaton whose states are created on demand.
+`MatchBudget` limits the total work.
 """
 
 from __future__ import annotations

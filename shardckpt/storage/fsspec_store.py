@@ -86,7 +86,7 @@ class FsspecStore:
     def list(self, folder: str = "") -> list[Listed]:
         """Return the content of `folder`, sorted by name.
 
-        An empty list if the folder does not exist.
+        Returns an empty list if the folder does not exist.
 
         Raises:
             UnsafeError: The folder leaves the root.
@@ -281,7 +281,7 @@ class FsspecStore:
     def changed_at(self, folder: str) -> float | None:
         """Return the time of the last change in a folder, in seconds since the epoch.
 
-        None if the store has no times.
+        Returns None if the store has no times.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -297,7 +297,7 @@ class FsspecStore:
     def written_at(self, name: str) -> float | None:
         """Return the time at which a file was written, in seconds since the epoch.
 
-        None if the store has no times.
+        Returns None if the store has no times.
 
         Raises:
             MissingFileError: The file does not exist.

@@ -100,9 +100,8 @@ class LocalStore:
     def list(self, folder: str = "") -> list[Listed]:
         """Return the content of `folder`, sorted by name.
 
-        An empty list if the folder does not exist.
-
-        The size of a link is the size of the file that it points to, or 0 if that does not exist.
+        Returns an empty list if the folder does not exist. The size of a link is the size of the file that it points
+        to, or 0 if that does not exist.
 
         Raises:
             UnsafeError: The folder leaves the root.
@@ -233,7 +232,7 @@ class LocalStore:
     def changed_at(self, folder: str) -> float | None:
         """Return the time of the last change in a folder, in seconds since the epoch.
 
-        None if it does not exist.
+        Returns None if it does not exist.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -291,10 +290,8 @@ class LocalStore:
     def _is_free_of_links(self, name: str) -> bool:
         """Return True if the path is certainly below the root.
 
-        No part of it is a link, and the root is unchanged.
-
-        Takes one system call for each part of the name; `os.path.realpath` also needs one for each folder above the
-        root.
+        No part of it is a link, and the root is unchanged. Takes one system call for each part of the name;
+        `os.path.realpath` also needs one for each folder above the root.
         """
         if self._root_id is None or _get_folder_id(self._root) != self._root_id:
             return False

@@ -105,7 +105,7 @@ def release(fd: int) -> None:
 def take(path: str) -> int | None:
     """Lock an existing orphan and return the descriptor.
 
-    None if another process holds the lock or locking fails.
+    Returns None if another process holds the lock or locking fails.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -154,9 +154,8 @@ def _require_folder(path: str) -> None:
 def _is_there_now(path: str) -> bool:
     """Check again for a folder after creating its parents.
 
-    Parents that were missing are removed again.
-
-    Network file systems may cache that a parent does not exist; creating it makes them look it up again.
+    Parents that were missing are removed again. Network file systems may cache that a parent does not exist; creating
+    it makes them look it up again.
     """
     created: list[str] = []
     with convert_os_errors("cannot join the other ranks", path):
@@ -208,9 +207,7 @@ def _is_within(one: str, other: str) -> bool:
 def missing_files(url: str, sizes: Mapping[str, int]) -> dict[str, int | None]:
     """Return the incomplete files with the sizes that this process sees.
 
-    In bytes; None for a missing file.
-
-    Takes one listing if all files are complete.
+    Sizes are in bytes; None for a missing file. Takes one listing if all files are complete.
 
     Args:
         url: Path or URL of the folder.

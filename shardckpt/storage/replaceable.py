@@ -80,9 +80,7 @@ def is_ignored(name: str) -> bool:
 def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFolder, where: str) -> list[str]:
     """Return all files of a folder if it may be replaced.
 
-    It must contain one checkpoint of a kind, or only ignored files.
-
-    The search ends at the first other file.
+    It must contain one checkpoint of a kind, or only ignored files. The search ends at the first other file.
 
     Args:
         kind: Kind of checkpoint that is written.

@@ -135,9 +135,8 @@ class ClosingWriter(ABC):
 class Store(Protocol):
     """Named bytes below one root.
 
-    Names are relative, with forward slashes, never absolute and never with `..`.
-
-    Names are `str`, so that they mean the same on a disk and in a bucket.
+    Names are relative, with forward slashes, never absolute and never with `..`. Names are `str`, so that they mean the
+    same on a disk and in a bucket.
     """
 
     @property
@@ -151,7 +150,7 @@ class Store(Protocol):
     def list(self, folder: str = "") -> list[Listed]:
         """Return the content of `folder`, sorted by name.
 
-        An empty list if the folder does not exist.
+        Returns an empty list if the folder does not exist.
         """
 
     def size(self, name: str) -> int:
@@ -190,7 +189,7 @@ class Store(Protocol):
     def changed_at(self, folder: str) -> float | None:
         """Return the time of the last change in a folder, in seconds since the epoch.
 
-        None if unknown.
+        Returns None if unknown.
         """
 
     def rename(self, source: str, target: str) -> None:
@@ -372,7 +371,7 @@ class SubfolderStore(WrappedStore):
     def list(self, folder: str = "") -> list[Listed]:
         """Return the content of `folder`, sorted by name.
 
-        An empty list if the folder does not exist.
+        Returns an empty list if the folder does not exist.
         """
         start = len(self._folder) + 1
         entries = self._store.list(self._name(folder) if folder else self._folder)
@@ -410,7 +409,7 @@ class SubfolderStore(WrappedStore):
     def changed_at(self, folder: str) -> float | None:
         """Return the time of the last change in a folder, in seconds since the epoch.
 
-        None if unknown.
+        Returns None if unknown.
         """
         return self._store.changed_at(self._name(folder))
 

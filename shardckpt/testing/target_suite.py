@@ -63,7 +63,7 @@ class TargetSuite:
     def read_model(self, place: str | Path) -> Mapping[str, NDArray[Any]] | None:  # noqa: ARG002
         """Return the tensors of a written model by name.
 
-        None if an installed format reads them.
+        Returns None if an installed format reads them.
 
         Args:
             place: Path or URL of the written checkpoint.

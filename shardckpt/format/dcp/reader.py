@@ -1,10 +1,9 @@
 """Reader of torch's distributed checkpoints (DCP).
 
-`.metadata` maps boxes of tensors to slices of `.distcp` files.
-
-Written by `torch.distributed.checkpoint.save` since torch 2.0; tested up to torch 2.13. A slice is a complete torch
-archive, a tensor of a safetensors file (`SerializationFormat.SAFETENSORS`), or a zstd stream of an archive. Without
-rank coordination each rank writes its own `__{rank}.metadata`, and the checkpoint is the union of these.
+`.metadata` maps boxes of tensors to slices of `.distcp` files. Written by `torch.distributed.checkpoint.save` since
+torch 2.0; tested up to torch 2.13. A slice is a complete torch archive, a tensor of a safetensors file
+(`SerializationFormat.SAFETENSORS`), or a zstd stream of an archive. Without rank coordination each rank writes its own
+`__{rank}.metadata`, and the checkpoint is the union of these.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Write torch's distributed checkpoints (DCP) without torch.
 
-Slices are torch archives, and `.metadata` is a pickle.
-
-Follows `torch.distributed.checkpoint.save` of torch 2.13 with its file system writer: one slice for each chunk of a
-tensor and for each object, concatenated in `__{rank}_{n}.distcp`; `.metadata` stores the location of each slice.
+Slices are torch archives, and `.metadata` is a pickle. Follows `torch.distributed.checkpoint.save` of torch 2.13 with
+its file system writer: one slice for each chunk of a tensor and for each object, concatenated in `__{rank}_{n}.distcp`;
+`.metadata` stores the location of each slice.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def _slot_finder(ranks: DataParallelRanks, slot: str) -> Find:
 def _read_steps(ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) -> dict[str, object]:
     """Return the step of each parameter.
 
-    Empty unless the optimizer stores steps per group or, if elastic, one for all.
+    The result is empty unless the optimizer stores steps per group or, if elastic, one for all.
     """
     if ranks.first_optim is None:
         return {}
@@ -234,7 +234,7 @@ def list_groups(
 ) -> list[tuple[Mapping[str, Slot], list[str]]]:
     """Return the options and parameter names of each optimizer group.
 
-    Empty without optimizer files.
+    The result is empty without optimizer files.
     """
     state = ranks.first_optim
     if state is None:

@@ -1,10 +1,9 @@
 """Reader of folders of DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3.
 
-Opens a tag's folder, or its parent with `latest`.
-
-Paths are `model` (the module's own weights), `master` (the optimizer's copies, mostly float32) and `optimizer`,
-followed by names; other values of a model file keep their keys. Stage 3 does not store the module's own weights: these
-are the master weights rounded to the module's dtype, as in every training step.
+Opens a tag's folder, or its parent with `latest`. Paths are `model` (the module's own weights), `master` (the
+optimizer's copies, mostly float32) and `optimizer`, followed by names; other values of a model file keep their keys.
+Stage 3 does not store the module's own weights: these are the master weights rounded to the module's dtype, as in every
+training step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Reader of DeepSpeed's universal checkpoints: `zero/<name>/fp32.pt, ...`.
 
-Each parameter has a folder with full tensors.
-
-`ds_to_universal.py` converts a `save_checkpoint` of any stage and topology to this format. Beside `zero/` are copies
-of the model files, which contain the order of names, the module's own dtypes and weights, and buffers. Paths are as in
-`shardckpt.format.deepspeed.reader`: `model`, `master`, `optimizer`, followed by names.
+Each parameter has a folder with full tensors. `ds_to_universal.py` converts a `save_checkpoint` of any stage and
+topology to this format. Beside `zero/` are copies of the model files, which contain the order of names, the module's
+own dtypes and weights, and buffers. Paths are as in `shardckpt.format.deepspeed.reader`: `model`, `master`,
+`optimizer`, followed by names.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def open_source(source: Source) -> Reader:
 def _folder(source: Source) -> str | None:
     """Return the folder that contains `zero/`; None if no folder does.
 
-    Empty for the root.
+    The result is empty for the root.
     """
     if source.file is not None:
         return None

@@ -73,7 +73,7 @@ def is_part(name: str) -> bool:
 def find_folder(source: Source) -> str | None:
     """Return the folder of the state files in a source; None if no folder has any.
 
-    Empty for the root.
+    The result is empty for the root.
 
     Raises:
         AmbiguousError: There are several folders and no file names one of them.

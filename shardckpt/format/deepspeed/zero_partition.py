@@ -38,7 +38,7 @@ class PartitionRun(NamedTuple):
 def partition_elements(total: int, world: int, alignment: int = 2) -> int:
     """Return the elements of each rank's partition of a group, with padding.
 
-    For stages 1 and 2, whose partitions are equal.
+    Used for stages 1 and 2, whose partitions are equal.
 
     Args:
         total: Elements of the group's parameters, including padding between them.
@@ -56,10 +56,9 @@ def lean_elements(total: int, partition: int, rank: int) -> int:
 def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[int]:
     """Return the possible lengths of a rank's tensor in elements.
 
-    With padding, without padding, and as in old versions.
-
-    Before 0.15, DeepSpeed attributed all padding of a group to the last rank. If that exceeds its partition,
-    `part[:length - padding]` counts from the end and keeps some of the padding.
+    The lengths are with padding, without padding, and as in old versions. Before 0.15, DeepSpeed attributed all padding
+    of a group to the last rank. If that exceeds its partition, `part[:length - padding]` counts from the end and keeps
+    some of the padding.
 
     Args:
         total: Elements of the group.
@@ -105,7 +104,7 @@ def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | N
 def offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
     """Return the offset of each parameter of a group, and the group's end.
 
-    In elements.
+    Offsets are in elements.
 
     Args:
         numels: Elements of each parameter.
@@ -136,7 +135,7 @@ def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0)
 def part_elements(numel: int, world: int) -> int:
     """Return the elements of each rank's part of one parameter, with padding.
 
-    For stage 3.
+    Used for stage 3.
     """
     return chunk_range(numel, world, 0)[1]
 

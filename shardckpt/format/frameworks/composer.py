@@ -1,10 +1,9 @@
 """Reader of Composer's checkpoints in parts, and of its pointer files.
 
-Parts are `model/` and `optim/` (DCP), or `model.pt` and `optim.pt`.
-
-Beside them are `composer_metadata.json` and `resumption.pkl`, the state of the training loop. A file `*.symlink`
-contains the path of a checkpoint. DCP folders `ep{}-ba{}` and single files store everything below `state` and are read
-by other readers. Written from the documented layout; not tested with files that Composer wrote.
+Parts are `model/` and `optim/` (DCP), or `model.pt` and `optim.pt`. Beside them are `composer_metadata.json` and
+`resumption.pkl`, the state of the training loop. A file `*.symlink` contains the path of a checkpoint. DCP folders
+`ep{}-ba{}` and single files store everything below `state` and are read by other readers. Written from the documented
+layout; not tested with files that Composer wrote.
 """
 
 from __future__ import annotations

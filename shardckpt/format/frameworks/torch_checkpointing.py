@@ -1,10 +1,9 @@
 """Reader of folders of `torch_checkpointing` (Meta, 0.1).
 
-They contain one file per item and rank, and `metadata.pkl`.
-
-`{item}_{rank}.pt` contains the state of that rank, with sharded tensors as DTensors. The metadata names each of these
-tensors, its global shape, and the file of each rank if it is not the usual one. Paths are the item, followed by keys.
-Items that were saved without a resharder are not in the metadata: those of the lowest rank are read.
+They contain one file per item and rank, and `metadata.pkl`. `{item}_{rank}.pt` contains the state of that rank, with
+sharded tensors as DTensors. The metadata names each of these tensors, its global shape, and the file of each rank if it
+is not the usual one. Paths are the item, followed by keys. Items that were saved without a resharder are not in the
+metadata: those of the lowest rank are read.
 """
 
 from __future__ import annotations

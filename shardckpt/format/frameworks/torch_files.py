@@ -133,9 +133,8 @@ def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
 def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str, str]) -> TorchReader:
     """Open shards with a common set of names.
 
-    If a name is in several shards, the index selects one.
-
-    If the optimizer's file is among them, its paths start with `optimizer`, and those of the shards with `model`.
+    If a name is in several shards, the index selects one. If the optimizer's file is among them, its paths start with
+    `optimizer`, and those of the shards with `model`.
     """
     root: Path = ("model",) if _OPTIMIZER in sizes else ()
 
@@ -172,9 +171,8 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
 def open_loose(source: Source) -> Reader:
     """Open a folder of `torch.save` files.
 
-    If there are several, paths start with the file's name.
-
-    Rank files with LOCAL states, DTensors or ShardedTensors are merged to one checkpoint of full tensors.
+    If there are several, paths start with the file's name. Rank files with LOCAL states, DTensors or ShardedTensors are
+    merged to one checkpoint of full tensors.
 
     Raises:
         CheckpointError: A file is damaged, rejected, or of an unsupported kind.

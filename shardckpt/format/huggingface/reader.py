@@ -1,8 +1,7 @@
 """Reader of safetensors in the layouts of Hugging Face.
 
-One file, shards with or without index, adapters, and DCP's layout.
-
-Also reads the optimizer that `consolidate` writes beside a model: `optimizer*.safetensors` and `param_groups.json`.
+One file, shards with or without index, adapters, and DCP's layout. Also reads the optimizer that `consolidate` writes
+beside a model: `optimizer*.safetensors` and `param_groups.json`.
 """
 
 from __future__ import annotations

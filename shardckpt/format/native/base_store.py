@@ -106,10 +106,8 @@ def _unnamed_error(step: str, folder: str) -> UsageError:
 def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
     """Describe how a base differs from the original one; None if it is the same.
 
-    The original is the one that the step was saved against.
-
-    Empty for a folder without hashes, for a step that is kept only for its referenced files, and for a step that
-    another save replaced: the latter two keep the files.
+    The original is the one that the step was saved against. Empty for a folder without hashes, for a step that is kept
+    only for its referenced files, and for a step that another save replaced: the latter two keep the files.
     """
     if not base.sha256 or COMMIT not in sizes:
         return ""

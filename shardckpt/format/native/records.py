@@ -95,9 +95,8 @@ class ArrayRecord(NamedTuple):
 def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
     """Return the record of a small file without arrays.
 
-    For example `model.safetensors.index.json`.
-
-    Append such records after those of `merge_partials`, since rows contain file indexes.
+    An example is `model.safetensors.index.json`. Append such records after those of `merge_partials`, since rows
+    contain file indexes.
     """
     hasher = BlockHasher()
     hasher.update(content)

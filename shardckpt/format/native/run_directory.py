@@ -581,10 +581,8 @@ def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]
 def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> list[str]:
     """Remove steps, each starting with its `COMMIT`.
 
-    Without `COMMIT` a step no longer exists.
-
-    Files that other steps refer to stay until the last of these is removed. Files that no save wrote stay too, with
-    their folder.
+    Without `COMMIT` a step no longer exists. Files that other steps refer to stay until the last of these is removed.
+    Files that no save wrote stay too, with their folder.
 
     Args:
         store: Store whose root is the run.

@@ -70,11 +70,10 @@ class _ReadPlan:
 class VerifiedStore(WrappedStore):
     """A store that verifies reads of hashed files.
 
-    All other calls go to the underlying store.
-
-    A block that is wanted in full, possibly by several reads, is read into its final buffers and hashed there. A block
-    that is wanted in part is read in full the first time; large parts are read into their final buffers. Each thread
-    caches the last block of which only small parts were wanted, since small reads often follow one another.
+    All other calls go to the underlying store. A block that is wanted in full, possibly by several reads, is read into
+    its final buffers and hashed there. A block that is wanted in part is read in full the first time; large parts are
+    read into their final buffers. Each thread caches the last block of which only small parts were wanted, since small
+    reads often follow one another.
 
     Args:
         store: Store of the files.

@@ -101,11 +101,9 @@ class FlatParamUnit:
     def fit_layout(self, specs: tuple[ParamSpec, ...], fragments: Mapping[str, Fragments]) -> FlatLayout | None:
         """Return the layout of members that matches; None if no layout does.
 
-        It must fill the unit and match the fragments.
-
-        With `use_orig_params=True`, ranks have fragments, each member starts at a multiple of 16 bytes of the compute
-        dtype, which the files do not store, and the end is padded to a multiple of the number of ranks. If several
-        alignments match, all of them give the same fragments.
+        It must fill the unit and match the fragments. With `use_orig_params=True`, ranks have fragments, each member
+        starts at a multiple of 16 bytes of the compute dtype, which the files do not store, and the end is padded to a
+        multiple of the number of ranks. If several alignments match, all of them give the same fragments.
 
         Args:
             specs: Members in order.
@@ -183,9 +181,8 @@ class FlatParamUnit:
 def are_fragments(parts: Fragments, shape: Shape, unit: FlatParamUnit) -> bool:
     """Return True if the tensors of a parameter's name are fragments of it.
 
-    A buffer is complete on each rank.
-
-    If files are missing, a tensor of full size is a fragment if it shares the storage of its rank's chunk.
+    A buffer is complete on each rank. If files are missing, a tensor of full size is a fragment if it shares the
+    storage of its rank's chunk.
     """
     entries = [entry for _, entry in parts.values()]
     if not entries or any(len(entry.shape) != 1 for entry in entries):

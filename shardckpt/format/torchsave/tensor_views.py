@@ -231,9 +231,8 @@ class _TreeBuilder:
     def visit(self, value: object, path: Path, length: int) -> None:
         """Add a value and its content under a path of `length` characters.
 
-        The pickle reader has limited its depth.
-
-        Path characters count for each value, since a hostile file may have one long key and many values below it.
+        The pickle reader has limited its depth. Path characters count for each value, since a hostile file may have one
+        long key and many values below it.
         """
         if _is_tensor(value):
             self._budget.spend_tensor(length)

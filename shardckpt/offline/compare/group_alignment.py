@@ -43,12 +43,10 @@ NO_GROUPS = Groups((), (), are_stored=False)
 def align(a: Groups, b: Groups) -> tuple[dict[Path, object], dict[Path, object]]:
     """Return the settings of both under common paths for the same parameters.
 
-    The paths are `param_groups.<number>.<setting>`.
-
-    If both group the parameters equally, numbers are those of `a`. Otherwise the settings of each set of parameters
-    that share a group in both are listed under its first parameter, and the grouping itself is one more value,
-    `param_groups.members`, unless one of them stores no groups. The order of groups, and of parameters in a group, is
-    ignored.
+    The paths are `param_groups.<number>.<setting>`. If both group the parameters equally, numbers are those of `a`.
+    Otherwise the settings of each set of parameters that share a group in both are listed under its first parameter,
+    and the grouping itself is one more value, `param_groups.members`, unless one of them stores no groups. The order of
+    groups, and of parameters in a group, is ignored.
     """
     in_a, in_b = _home(a), _home(b)
     cells: dict[tuple[int | None, int | None], str] = {}

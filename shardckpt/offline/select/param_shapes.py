@@ -61,9 +61,8 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
     """Return True if a checkpoint's tensors are in the order of the model.
 
-    The format or the offsets decide.
-
-    safetensors files are usually sorted by name; in DCP folders, replicated tensors are distributed over ranks.
+    The format or the offsets decide. safetensors files are usually sorted by name; in DCP folders, replicated tensors
+    are distributed over ranks.
     """
     if manifest.keeps_order:
         return True

@@ -1,9 +1,8 @@
 """Target `deepspeed-universal`: one folder per trained parameter.
 
-DeepSpeed resumes from it on any topology.
-
-For `load_checkpoint` with `"checkpoint": {"load_universal": true}`, and ZeRO stages 1 to 3: weights in float32 under
-`zero/`, with the values that all parameters share, and model files with the live weights, buffers and ties.
+DeepSpeed resumes from it on any topology. For `load_checkpoint` with `"checkpoint": {"load_universal": true}`, and ZeRO
+stages 1 to 3: weights in float32 under `zero/`, with the values that all parameters share, and model files with the
+live weights, buffers and ties.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ def _trained_names(selection: Selection) -> list[str]:
 def _params(selection: Selection, weights: Sequence[OutputTensor]) -> tuple[dict[str, _Param], list[str]]:
     """Return the trained parameters by name, and descriptions of lost state.
 
-    Lost is state that DeepSpeed would not load.
+    Lost state is state that DeepSpeed would not load.
     """
     slots: dict[str, dict[str, OutputTensor]] = {}
     lost = []

@@ -1,10 +1,9 @@
 """`reshard --to torch`: one file per rank, with DTensors that FSDP2 loads.
 
-Tensors are sharded by rows.
-
-The pickles are those of torch 2.13: a 1-D mesh over all ranks, `Shard(0)`. Values that are not tensors, and replicated
-tensors (buffers, steps), are in the file of every rank. A sharded source shows which tensors are replicated: those
-with several rows in one piece. If no tensor of the source is sharded, all tensors with rows are split.
+Tensors are sharded by rows. The pickles are those of torch 2.13: a 1-D mesh over all ranks, `Shard(0)`. Values that are
+not tensors, and replicated tensors (buffers, steps), are in the file of every rank. A sharded source shows which
+tensors are replicated: those with several rows in one piece. If no tensor of the source is sharded, all tensors with
+rows are split.
 """
 
 from __future__ import annotations

@@ -117,10 +117,8 @@ def parse_size(text: int | str) -> int:
 def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple[OutputTensor, ...]]:
     """Assign tensors to files greedily in order.
 
-    A tensor larger than a file gets its own.
-
-    Same rule as `split_state_dict_into_shards_factory` of huggingface_hub, so that both tools split at the same
-    tensors.
+    A tensor larger than a file gets its own. Same rule as `split_state_dict_into_shards_factory` of huggingface_hub, so
+    that both tools split at the same tensors.
 
     Args:
         tensors: Tensors in state-dict order.

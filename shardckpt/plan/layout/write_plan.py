@@ -242,9 +242,8 @@ def _outside(array: _Array, box: Box) -> UsageError:
 def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
     """Return the element counts of boxes that are consecutive; else None.
 
-    The boxes must fill the array in row-major order.
-
-    Most shardings have such boxes, and thousands of them are checked at once.
+    The boxes must fill the array in row-major order. Most shardings have such boxes, and thousands of them are checked
+    at once.
     """
     if not boxes or not shape:
         return None

@@ -80,7 +80,7 @@ def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
 def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
     """Yield the paths in the model's subtree without a tensor, in saved order.
 
-    For example a module's extra state.
+    An example is a module's extra state.
     """
     depth = len(found.model)
     if depth:
@@ -187,9 +187,8 @@ def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
 def _is_flat(manifest: Manifest, optimizers: list[Path]) -> bool:
     """Return True if the tensors at the top level are a model's state dict.
 
-    The alternative is a few numbers beside subtrees.
-
-    The names of a state dict contain dots, and it has most of the elements.
+    The alternative is a few numbers beside subtrees. The names of a state dict contain dots, and it has most of the
+    elements.
     """
     if any("." in str(path[0]) for path in manifest.tensors if len(path) == 1):
         return True

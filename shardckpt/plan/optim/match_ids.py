@@ -43,10 +43,8 @@ def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]
 def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[str, object]]) -> list[list[str]] | None:
     """Return the names that match each group in order, if unambiguous.
 
-    A property of None matches anything.
-
-    Each group takes its names before the next group. The assignment is unique if the leftmost and the rightmost one are
-    equal, so two passes over a group are enough.
+    A property of None matches anything. Each group takes its names before the next group. The assignment is unique if
+    the leftmost and the rightmost one are equal, so two passes over a group are enough.
 
     Args:
         groups: For each group, the known property of each id, such as a shape.

@@ -1,11 +1,9 @@
 """Forms of optimizer state: by names, by ids, flattened, by paths.
 
-Generic over the values, which are not copied.
-
-The nested form is torch's: `{"state": {key: {slot: value}}, "param_groups": [{..., "params": [key, ...]}, ...]}`, whose
-keys are FQNs or ids. In the flattened form, each value has one key: `state.{name}.{slot}` or
-`param_groups.{name}.{setting}`. By paths, each value has a path in the nested form. Values may be anything: tensors,
-manifest entries, numbers.
+Generic over the values, which are not copied. The nested form is torch's: `{"state": {key: {slot: value}},
+"param_groups": [{..., "params": [key, ...]}, ...]}`, whose keys are FQNs or ids. In the flattened form, each value has
+one key: `state.{name}.{slot}` or `param_groups.{name}.{setting}`. By paths, each value has a path in the nested form.
+Values may be anything: tensors, manifest entries, numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class MixedKeysError(ShardckptError, ValueError):
 def get_key_type(state: Mapping[str, Any]) -> type | None:
     """Return the type of the keys: `int` for ids, `str` for names, else None.
 
-    None for an empty state.
+    Returns None for an empty state.
 
     Raises:
         MixedKeysError: Keys have both types.
@@ -212,7 +210,7 @@ def split_keys(
 def split_key(key: str, is_param: Callable[[str], bool]) -> tuple[str, str]:
     """Split `{name}.{slot}` after the longest prefix that is a parameter's name.
 
-    Without one, at the last dot.
+    Without one, splits at the last dot.
     """
     at = len(key)
     while (at := key.rfind(".", 0, at)) > 0:

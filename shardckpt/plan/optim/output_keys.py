@@ -202,7 +202,7 @@ def _require_equal(where: str, values: Mapping[str, object]) -> None:
 def _in_memory_order(entry: TensorEntry, spec: ParamSpec) -> TensorEntry:
     """Return an entry with dimensions in the order of its parameter's memory.
 
-    From the slowest to the fastest.
+    The order is from the slowest to the fastest.
     """
     if not spec.order:
         return entry

@@ -24,7 +24,7 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved settings of the parameters of each live group.
 
-    Empty if no parameter was saved.
+    The result is empty if no parameter was saved.
 
     Raises:
         ConflictError: Parameters of a live group were saved in groups with different settings.

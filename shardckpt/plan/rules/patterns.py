@@ -30,7 +30,7 @@ class Match:
     def number(self, place: str) -> int | None:
         """Return the text of a placeholder as a number; None if it is not one.
 
-        None also for leading zeros.
+        Returns None also for leading zeros.
         """
         text = self._match[place]
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and str(int(text)) == text
