@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # Tests start the command a hundred times, and each start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-repeat test-slow matrix check format clean
+.PHONY: demo test test-repeat test-slow test-gpu matrix check format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -17,18 +17,25 @@ demo: $(STAMP)
 # keep two cores busy, because tests wait for a part of their time: for ranks that are gone, slow stores, disks.
 WORKERS ?= 4
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # Run the full suite N times without retries, even if tests fail. BUSY=1 runs a busy loop on every core.
 N ?= 10
 BUSY ?= 0
 test-repeat: $(STAMP)
-	$(BIN)/python tests/repeat.py --runs $(N) $(if $(filter-out 0,$(BUSY)),--busy) -- -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python tests/repeat.py --runs $(N) $(if $(filter-out 0,$(BUSY)),--busy) -- -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # Tests of all peers of all benchmarks, and of all combinations of engine settings (`make test` covers all triples of them).
 # Run it after changes of a benchmark, of the measured code, or of the engine.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# Tests and benchmarks of one GPU, minutes; without a GPU they say so and pass. GPU_ARGS="--record" writes the figures into
+# benchmarks/RESULTS.md.
+GPU_ARGS ?=
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu/test_gpu.py $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
 # The suite with four versions of torch and of Python, each in an environment of several gigabytes below build/matrix: an
 # hour and more. Writes the table of docs/compatibility.md. For one pair: make matrix PAIRS=3.11:2.6.0

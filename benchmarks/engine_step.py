@@ -68,9 +68,8 @@ class Engine:
 
 def wrap_module(kind: Any, policy: Any, originals: bool, module: nn.Module, unit: type[nn.Module]) -> nn.Module:
     """Wrap a module and its units."""
-    wrapper: nn.Module = kind(
-        module, auto_wrap_policy=policy({unit}), use_orig_params=originals, device_id=torch.device("cpu")
-    )
+    device = next(module.parameters()).device
+    wrapper: nn.Module = kind(module, auto_wrap_policy=policy({unit}), use_orig_params=originals, device_id=device)
     return wrapper
 
 

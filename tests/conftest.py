@@ -207,7 +207,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     passed, versions, reasons = Counter(), {}, {}
     for outcome in ("passed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
-            for store, version in (value for name, value in report.user_properties if name == "store"):
+            for store, version in (value for name, value in getattr(report, "user_properties", ()) if name == "store"):
                 if outcome == "passed":
                     passed[store] += report.when == "call"
                     versions[store] = version or versions.get(store, "")

@@ -145,7 +145,7 @@ def run_suite(python: Path, arguments: list[str]) -> Counts:
     """Run the fast part of the suite with an environment's Python."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [str(python), "-m", "pytest", "-q", "-m", "not slow", f"--junit-xml={report}", *arguments]
+        command = [str(python), "-m", "pytest", "-q", "-m", "not slow and not gpu", f"--junit-xml={report}", *arguments]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         return count_outcomes(report.read_text(encoding="utf-8") if report.exists() else "<testsuites/>", code)
 

@@ -19,7 +19,7 @@ os.register_at_fork(after_in_child=_side_streams.clear)
 def wait_for_side_streams() -> None:
     """Block until no copy is running: a failed save may still be writing to a buffer."""
     for stream in _side_streams.values():
-        stream.synchronize()
+        stream.record_event().synchronize()
 
 
 class SideStreams:

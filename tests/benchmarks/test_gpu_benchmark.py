@@ -1,0 +1,57 @@
+"""The benchmark of a GPU runs on the CPU too, says so where it has none, and fails where it has to."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
+SMALL = ["--layers", "1", "--hidden", "32", "--tokens", "8", "--batch", "1", "--megabytes", "1", "--rounds", "1"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    yield importlib.import_module("gpu")
+    for name in ("gpu", "engine_step", "llama", "ranks", "results"):
+        sys.modules.pop(name, None)
+
+
+def test_a_small_run_on_the_cpu_prints_every_table():
+    done = bench("--device", "cpu", *SMALL)
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
+    for row in ("shardckpt fully_shard", "torch FSDP1", "compute ms", "save", "load", "async_save, stall"):
+        assert row in rows
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_that_nothing_was_measured(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    gpu.main()
+    assert capsys.readouterr().out == "no GPU: nothing was measured\n"
+
+
+@pytest.mark.parametrize(
+    ("step", "peak", "retries", "failures"), [(1.04, 1.04, 0, 0), (1.06, 1.0, 0, 1), (1.06, 1.06, 2, 3)]
+)
+def test_limits_of_a_step(gpu, step, peak, retries, failures):
+    report = gpu.Lines()
+    gpu.check_steps(report, "ours", step, peak, retries)
+    assert len(report.failed) == failures
+
+
+@pytest.mark.parametrize(("step", "failures"), [(3.0, 0), (3.9, 0), (4.1, 1)])
+def test_a_step_takes_the_greater_of_computation_and_communication(gpu, step, failures):
+    report = gpu.Lines()
+    gpu.check_overlap(report, 3.0, 2.0, step)
+    assert len(report.failed) == failures
