@@ -1,11 +1,16 @@
 """Compare the consolidation of sharded checkpoints with other tools, and with `cp` as the baseline.
 
     python benchmarks/consolidate.py [--size 4GB] [--cases dcp,hf,...] [--rounds 5] [--fsync both|neither] [--record]
+    python benchmarks/consolidate.py --pairs 9 --size 512MB --folder /dev/shm [--record]
 
 Each measurement covers a process from start to end and, with `--fsync both`, until its output is on the disk: seconds,
 CPU, and peak resident memory. Every tool has one warm-up run, whose output is compared with the expected tensors. Then
 the tools run in alternating order, each after a `sync`. Start-up is printed separately. This process imports no large
 modules, because the peak memory of a child includes the memory that it inherits before exec.
+
+With `--pairs`, shardckpt and `cp` run alternately so many times, once inside one process and once as processes from
+start to end. The ratios of pairs, above all those of CPU seconds, depend less on what else runs on the machine than
+seconds do. The goals are those of 4 GB; with 512 MB, start-up and planning are a third of the time.
 
 torch_checkpointing is an optional peer: install it, or put it on PYTHONPATH.
 """
@@ -16,6 +21,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -59,6 +65,42 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 os.makedirs(sys.argv[2])
 storage = LocalFileSystemStorageConfig(use_direct_io=False)
 consolidate_hf_safetensors_checkpoint(sys.argv[1], output_dir=sys.argv[2], storage_config=storage)
+"""
+
+IN_PROCESS = """
+import json, os, resource, shutil, sys, time
+import shardckpt, shardckpt.offline.consolidate
+source, folder, rounds, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+ours, copy = os.path.join(folder, "ours"), os.path.join(folder, "copy")
+if options.pop("no_fsync", False):
+    os.fsync = os.fdatasync = lambda fd: None
+
+def consolidate():
+    shardckpt.consolidate(source, ours, **options)
+
+def cp():
+    os.waitpid(os.posix_spawnp("cp", ["cp", "-r", "--reflink=never", source, copy], dict(os.environ)), 0)
+    for parent, _, names in os.walk(copy):
+        for path in (parent, *(os.path.join(parent, name) for name in names)):
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+def measure(work, out, who):
+    shutil.rmtree(out, ignore_errors=True)
+    before, start = resource.getrusage(who), time.perf_counter()
+    work()
+    seconds, after = time.perf_counter() - start, resource.getrusage(who)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+pairs = []
+for number in range(rounds + 1):
+    sides = [(consolidate, ours, resource.RUSAGE_SELF), (cp, copy, resource.RUSAGE_CHILDREN)]
+    found = [measure(*side) for side in (sides if number % 2 else sides[::-1])]
+    pairs.append(found if number % 2 else found[::-1])
+shutil.rmtree(ours)
+shutil.rmtree(copy)
+print(json.dumps(pairs[1:]))
 """
 
 
@@ -159,6 +201,43 @@ CASES = {
 FIGURES = ("help", "inspect")
 
 
+@dataclass(frozen=True)
+class Pairing:
+    """A comparison of shardckpt with `cp` alone.
+
+    Attributes:
+        title: Printed title.
+        source: Kind of input.
+        options: Options of `shardckpt.consolidate`.
+        in_process: Most times of `cp` inside one process; 0 without a goal.
+        process: Most times of `cp` from start to end of a process; 0 without a goal.
+    """
+
+    title: str
+    source: str
+    options: dict[str, str | int]
+    in_process: float = 0.0
+    process: float = 0.0
+
+    @property
+    def command_options(self) -> list[str]:
+        """The options of the command."""
+        return [word for key, value in self.options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+
+PAIRINGS = (
+    Pairing("DCP to one file", "dcp", {}, 0.9, 1.05),
+    Pairing("the same, 1 thread", "dcp", {"jobs": 1}),
+    Pairing("DCP to files of 100 MB", "dcp", {"max_shard_size": "100MB"}, 0.9, 1.05),
+    Pairing("DCP in bfloat16", "dcp", {"dtype": "bf16"}, 1.3, 1.3),
+    Pairing("DCP to a step, hashed", "dcp", {"to": "native"}),
+    Pairing("DCP shards along dimension 1", "dcp-dim1", {}, 1.3, 1.3),
+)
+
+Measured = Sequence[tuple[float, float]]
+"""Of shardckpt, then of `cp`: seconds and CPU seconds."""
+
+
 def run(command: Sequence[str], log: Path) -> tuple[float, float, int]:
     """Run a process.
 
@@ -201,6 +280,7 @@ class Bench:
     def __init__(self, folder: Path, nbytes: int, rounds: int, *, fsync: bool) -> None:
         self.folder, self.nbytes, self.rounds, self.fsync = folder, nbytes, rounds, fsync
         self.log = folder / "log"
+        self.is_in_memory = file_system(folder) == "tmpfs"
         self.lines: list[str] = []
 
     def say(self, line: str = "") -> None:
@@ -230,7 +310,8 @@ class Bench:
         target = self.folder / "out"
         shutil.rmtree(target, ignore_errors=True)
         source = self.source(tool.source or case.source)
-        os.sync()
+        if not self.is_in_memory:
+            os.sync()
         seconds, cpu, peak = run(tool.command(str(source), str(target)), self.log)
         return seconds + (bring_to_disk(target) if self.fsync else 0.0), cpu, peak
 
@@ -276,6 +357,36 @@ class Bench:
                 f"| {to_cp:.2f} {faster}"
             )
 
+    def compare_pairs(self, pairings: Sequence[Pairing]) -> None:
+        """Measure pairs of shardckpt and `cp`, and print a table of ratios."""
+        self.say("\n| shardckpt, x cp | in one process | CPU | goal | with start-up | CPU | goal |")
+        self.say("|---|---|---|---|---|---|---|")
+        for pairing in pairings:
+            self.note(pairing.title)
+            inside = show_ratios(self.pairs_in_process(pairing), pairing.in_process)
+            self.say(
+                f"| {pairing.title} | {inside} | {show_ratios(self.pairs_of_processes(pairing), pairing.process)} |"
+            )
+
+    def pairs_in_process(self, pairing: Pairing) -> list[Measured]:
+        """Run pairs inside one process."""
+        options = json.dumps({**pairing.options, "no_fsync": not self.fsync})
+        source = self.source(pairing.source)
+        command = [PYTHON, "-c", IN_PROCESS, str(source), str(self.folder), str(self.rounds), options]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        pairs: list[Measured] = json.loads(done.stdout)
+        return pairs
+
+    def pairs_of_processes(self, pairing: Pairing) -> list[Measured]:
+        """Run pairs of processes."""
+        case = Case(pairing.title, pairing.source, ())
+        tools = (ours(*pairing.command_options), CP)
+        pairs: list[Measured] = []
+        for number in range(self.rounds + 1):
+            found = [self.merge(tool, case)[:2] for tool in (tools if number % 2 else tools[::-1])]
+            pairs.append(found if number % 2 else found[::-1])
+        return pairs[1:]
+
     def figures(self, names: Sequence[str]) -> None:
         """Measure commands without a peer: `--help`, and `inspect` of very many tensors."""
         commands = {"help": ["--help"], "inspect": ["inspect"]}
@@ -289,6 +400,15 @@ class Bench:
             rows.append(f"| {title} | {seconds:.2f} | {cpu:.2f} | {peak / 1e6:.0f} |")
         if rows:
             self.say("\n### Start-up\n\n| | seconds | CPU s | peak MB |\n|---|---|---|---|\n" + "\n".join(rows))
+
+
+def show_ratios(pairs: Sequence[Measured], goal: float) -> str:
+    """Return cells of a table: the median ratio of seconds (least by least), that of CPU seconds, the goal."""
+    seconds, cpu = ([(mine[column], copy[column]) for mine, copy in pairs] for column in (0, 1))
+    ratio = median(mine / copy for mine, copy in seconds)
+    least = min(mine for mine, _ in seconds) / min(copy for _, copy in seconds)
+    verdict = f"{goal:g}: {'met' if ratio <= goal else 'missed'}" if goal else ""
+    return f"{ratio:.2f} ({least:.2f}) | {median(mine / max(copy, 1e-3) for mine, copy in cpu):.2f} | {verdict}"
 
 
 def parse_size(text: str) -> int:
@@ -321,6 +441,7 @@ def main() -> None:
     parser.add_argument("--size", type=parse_size, default=parse_size("4GB"), help="bytes of the large inputs")
     parser.add_argument("--cases", default=",".join([*CASES, *FIGURES]), help="comma-separated, of: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each tool")
+    parser.add_argument("--pairs", type=int, default=0, help="compare with cp alone, in so many pairs")
     parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="fsync for all tools or for none")
     parser.add_argument("--folder", help="folder for inputs and outputs, instead of the temporary folder")
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
@@ -330,9 +451,16 @@ def main() -> None:
         parser.error(f"unknown case: {', '.join(sorted(unknown))}")
     Fsync.off = options.fsync == "neither"
     with scratch(options.folder, options.size) as folder:
-        bench = Bench(folder, options.size, options.rounds, fsync=not Fsync.off)
+        bench = Bench(folder, options.size, options.pairs or options.rounds, fsync=not Fsync.off)
         today = datetime.datetime.now(tz=datetime.timezone.utc).date()
-        bench.say(f"{today}, {machine()}, {file_system(folder)}; {options.rounds} rounds, fsync: {options.fsync}.")
+        rounds = f"{options.pairs} pairs" if options.pairs else f"{options.rounds} rounds"
+        load = f"load {os.getloadavg()[0]:.1f}"
+        bench.say(f"{today}, {machine()}, {file_system(folder)}, {load}; {rounds}, fsync: {options.fsync}.")
+        if options.pairs:
+            bench.compare_pairs(PAIRINGS)
+            if options.record:
+                record(f"Pairs with cp, {options.size / 1e9:g} GB, {file_system(folder)}", bench.lines)
+            return
         for name in names:
             if name in CASES:
                 bench.compare(CASES[name])

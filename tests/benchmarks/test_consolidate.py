@@ -25,6 +25,17 @@ def test_a_small_run_prints_a_row_for_every_tool(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_pairs_with_cp_print_ratios_in_process_and_of_processes(tmp_path: Path) -> None:
+    done = bench("--pairs", "1", "--size", "1MB", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| DCP")]
+    assert len(rows) == 5
+    assert all(float(row[1].split()[0]) > 0 and float(row[4].split()[0]) > 0 for row in rows)
+    assert {row[3].split(":")[0].strip() for row in rows} == {"0.9", "1.3", ""}
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "many")])
 def test_what_cannot_be_run_is_refused(arguments: tuple[str, str]) -> None:
     assert bench(*arguments).returncode == 2
