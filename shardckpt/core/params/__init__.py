@@ -1,1 +1,1 @@
-"""Buckets of parameters: layout of buffers, gathering, reduction, extensions."""
+"""Buckets of parameters: buffer layout, all-gather, reduction, extensions."""

@@ -14,7 +14,7 @@ from shardckpt.layout import DimLayout, FlatLayout, Layout, ParamSpec, ShardRun
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a dense tensor from the slowest to the fastest; empty where that is row-major order."""
+    """Return a dense tensor's dimensions from slowest to fastest; empty if row-major."""
     if tensor.is_contiguous():
         return ()
     steps = tensor.stride()
@@ -25,22 +25,22 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def build_param_spec(
     name: str, tensor: torch.Tensor, aliases: tuple[str, ...], order: tuple[int, ...] = ()
 ) -> ParamSpec:
-    """Return the description of a full parameter."""
+    """Return the spec of a full parameter."""
     return ParamSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), order, aliases)
 
 
 def isolate_storage(part: torch.Tensor) -> torch.Tensor:
-    """Return a part of a buffer over a storage that holds nothing else; the memory is the same.
+    """Return a part of a buffer with its own storage object over the same memory.
 
-    A DTensor around a view from somewhere within a storage can be neither copied nor saved, and what is saved of a view
-    is the entire storage. That is so of a part without elements too, which keeps its shape.
+    A DTensor around a view with a storage offset can be neither copied nor saved, and saving a view saves its complete
+    storage. This also applies to a part without elements, which keeps its shape.
 
     Args:
-        part: A dense part; other kinds of tensors are returned as they are.
+        part: Dense part of a buffer; other kinds of tensors are returned unchanged.
     """
     if type(part) is not torch.Tensor or part.is_meta:
         return part
-    if part.numel() == 0:  # it has no memory to share; its offset is not 0 on a rank without rows
+    if part.numel() == 0:  # no memory to share; the offset may differ from 0
         return part.new_empty(part.shape)
     extent = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
     storage, width = part.untyped_storage(), part.element_size()
@@ -52,12 +52,12 @@ def isolate_storage(part: torch.Tensor) -> torch.Tensor:
 
 
 def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
-    """Return a view of a 1-D tensor in a shape whose dimensions have a given order in memory.
+    """Return a view of a 1-D tensor with a shape and a memory order of dimensions.
 
     Args:
-        flat: Elements in memory order.
-        shape: The shape to give it.
-        order: Dimensions from the slowest to the fastest; empty for row-major.
+        flat: 1-D tensor with the elements in memory order.
+        shape: Shape of the view.
+        order: Dimensions from slowest to fastest; empty for row-major.
     """
     if not order:
         return flat.view(shape)
@@ -65,7 +65,7 @@ def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ..
 
 
 class Packing(ABC):
-    """Layout of a bucket: in a rank's shard, in the all-gather output, and in the buffer of full parameters."""
+    """Layout of a bucket in shards, in the all-gather output, and in the full buffer."""
 
     @property
     @abstractmethod
@@ -74,48 +74,52 @@ class Packing(ABC):
 
     @property
     def all_gather_numel(self) -> int:
-        """Elements of everyone's shards end to end, padding included."""
+        """Number of elements of the shards of all ranks, including padding."""
         return self.layout.chunk * self.layout.world
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packing:
-        """It never changes, and is shared by copies."""
+        """Return itself: it is immutable, and copies share it."""
         return self
 
     @property
     @abstractmethod
     def unsharded_numel(self) -> int:
-        """Elements of the buffer of full parameters."""
+        """Number of elements of the full buffer."""
 
     is_direct = True
-    """Whether the all-gather output is the buffer of full parameters."""
+    """Whether the all-gather output is the full buffer."""
 
     @abstractmethod
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return each full parameter as a view of their buffer."""
+        """Return each full parameter as a view of the full buffer."""
 
     @abstractmethod
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Split a rank's shard into one view per parameter, empty for parameters without elements on it."""
+        """Split a rank's shard into one view per parameter.
+
+        A view is empty if the rank does not have elements of the parameter.
+        """
 
     @abstractmethod
     def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
-        """Copy gathered shards to where the full parameters are."""
+        """Copy gathered shards to the full buffer."""
 
     @abstractmethod
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a copy of each full parameter from gathered shards, with its strides in the full buffer."""
+        """Yield a copy of each full parameter, with the strides of the full buffer."""
 
     @abstractmethod
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
-        """Copy full values to the rows of the ranks that have a part of them, zeros for missing values.
+        """Copy full values to the rows of the ranks that have a part of them.
 
         Args:
-            values: For each parameter its full value, of any floating type; None for zeros. One is held at a time.
-            rows: `(world, at least chunk)`; only the first `chunk` columns are written, all of them.
+            values: Full value of each parameter, of any floating dtype; None for zeros. One value is in memory at a
+                time.
+            rows: Tensor of shape `(world, at least chunk)`; exactly the first `chunk` columns are written.
         """
 
     def write_shard(self, values: Sequence[torch.Tensor], rank: int, out: torch.Tensor) -> None:
-        """Write a rank's shard of full values to `out`, with zeros in its padding."""
+        """Write a rank's shard of full values to `out`, with zeros as padding."""
         out.zero_()
         for part, value in zip(self.split_shard(out, rank), self.shard_values(values, rank), strict=True):
             if value is not None:
@@ -123,18 +127,20 @@ class Packing(ABC):
 
     @abstractmethod
     def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
-        """Return a rank's shards of full values, views if possible; None for missing values."""
+        """Return a rank's shards of full values, as views if possible; None if missing."""
 
 
 class FlatPacking(Packing):
-    """Parameters end to end, split at any element: the all-gather output is the full parameters.
+    """Flat layout: concatenated parameters, split at any element.
+
+    The all-gather output is the full buffer.
 
     Args:
-        names: Clean names.
-        values: The full parameters, all of one dtype.
-        aliases: Other names of each.
-        world: Ranks.
-        alignment: Elements that each one's place is a multiple of.
+        names: FQNs of the parameters.
+        values: Full parameters, all of one dtype.
+        aliases: Other FQNs of each parameter.
+        world: Number of ranks.
+        alignment: Each parameter begins at a multiple of this number of elements.
     """
 
     def __init__(
@@ -157,16 +163,16 @@ class FlatPacking(Packing):
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of the buffer of full parameters."""
+        """Number of elements of the full buffer."""
         return self.all_gather_numel
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return each full parameter as a view of their buffer."""
+        """Return each full parameter as a view of the full buffer."""
         places = zip(self._layout.specs, self._layout.offsets, strict=True)
         return [view_in_order(full[at : at + spec.numel], spec.shape, spec.order) for spec, at in places]
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return each parameter's part of a rank's shard as a 1-D view."""
+        """Return each parameter's part of a rank's shard, as a 1-D view."""
         parts = [shard[0:0]] * len(self._layout.specs)
         for run in self._layout.runs(rank):
             parts[run.index] = shard[run.offset : run.offset + run.numel]
@@ -183,14 +189,14 @@ class FlatPacking(Packing):
         return parts
 
     def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
-        """Nothing to do: they are the same."""
+        """Do nothing: the gathered shards are the full buffer."""
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield a copy of each full parameter."""
         return (view.clone() for view in self.views(gathered))
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
-        """Copy full values to the rows of the ranks that have a part of them, zeros elsewhere."""
+        """Copy full values to the rows of ranks that have parts, with zeros elsewhere."""
         for rank, start, stop in self._holes:
             rows[rank, start:stop].zero_()
         for index, (value, runs) in enumerate(zip(values, self._runs_by_param, strict=True)):
@@ -212,7 +218,7 @@ class FlatPacking(Packing):
 
     @cached_property
     def _runs_by_param(self) -> tuple[tuple[tuple[int, ShardRun], ...], ...]:
-        """For each parameter the ranks that have a part of it, each with that part."""
+        """For each parameter, the ranks that have a part of it, each with the run."""
         runs_by_param: list[list[tuple[int, ShardRun]]] = [[] for _ in self._layout.specs]
         for rank, runs in enumerate(self._runs):
             for run in runs:
@@ -221,7 +227,7 @@ class FlatPacking(Packing):
 
     @cached_property
     def _holes(self) -> tuple[tuple[int, int, int], ...]:
-        """Padding: `(rank, start, stop)` in its shard."""
+        """Ranges of padding: rank, and start and stop in its shard, in elements."""
         holes = []
         for rank, runs in enumerate(self._runs):
             at = 0
@@ -233,17 +239,18 @@ class FlatPacking(Packing):
 
 
 class DimPacking(Packing):
-    """Each parameter sharded along a dimension: the all-gather output has to be unpacked to full parameters.
+    """Layout of parameters that are each sharded along one dimension.
 
-    One that is sharded along dimension 0 is stored rank after rank in the full buffer, followed by its padding; so one
-    copy unpacks all of these. Others are copied rank by rank.
+    The all-gather output has to be unpacked. A parameter that is sharded along dimension 0 has its ranks' rows one
+    after the other in the full buffer, followed by padding, so that one copy unpacks all such parameters. Other
+    parameters are copied rank by rank.
 
     Args:
-        names: Clean names.
-        values: The full parameters, all of one dtype.
-        aliases: Other names of each.
-        world: Ranks.
-        dims: The dimension that each is sharded along.
+        names: FQNs of the parameters.
+        values: Full parameters, all of one dtype.
+        aliases: Other FQNs of each parameter.
+        world: Number of ranks.
+        dims: Sharded dimension of each parameter.
     """
 
     def __init__(
@@ -272,11 +279,11 @@ class DimPacking(Packing):
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of the buffer of full parameters, with the padding behind each."""
+        """Number of elements of the full buffer, including padding."""
         return self.all_gather_numel
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return each full parameter as a view of their buffer."""
+        """Return each full parameter as a view of the full buffer."""
         params = []
         for spec, place, order in zip(self._layout.specs, self._layout.places, self._orders, strict=True):
             at = place * self._layout.world
@@ -284,7 +291,7 @@ class DimPacking(Packing):
         return params
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return each parameter's part of a rank's shard, in its shape; with a size of 0 if it is empty."""
+        """Return each parameter's part of a rank's shard, in its shape."""
         parts = []
         for boxes, volumes, place in zip(self._boxes, self._volumes, self._layout.places, strict=True):
             parts.append(shard[place : place + volumes[rank]].view(boxes[rank].size))
@@ -296,7 +303,7 @@ class DimPacking(Packing):
         return [None if value is None else _inside(value, boxes[rank]) for value, boxes in pairs]
 
     def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
-        """Copy gathered shards to where the full parameters are; nothing to do if `is_direct`."""
+        """Copy gathered shards to the full buffer; do nothing if `is_direct`."""
         if self.is_direct:
             return
         world, rows = self._layout.world, gathered.view(self._layout.world, -1)
@@ -331,7 +338,7 @@ class DimPacking(Packing):
             yield value
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
-        """Copy full values to the rows of the ranks that have a part of them, zeros elsewhere."""
+        """Copy full values to the rows of ranks that have parts, with zeros elsewhere."""
         for index, (value, at, n) in enumerate(zip(values, self._layout.places, self._sizes, strict=True)):
             if value is None:
                 rows[:, at : at + n].zero_()

@@ -1,4 +1,4 @@
-"""Full values of tensors with the layout of a shard: gathered, sharded again, scattered from rank 0."""
+"""Full values of tensors in a shard's layout: gather, shard, scatter from rank 0."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from shardckpt.core.params.param_bucket import Bucket
 
 @dataclass
 class FullValues:
-    """Full values in separate memory, or views of the shard if nothing is sharded.
+    """Full values in their own memory, or views of the shard if nothing is sharded.
 
     Attributes:
-        values: For each parameter of a bucket its value, where the unit computes.
-        buffer: The memory, which is counted; None where it is not their own.
+        values: Full value of each parameter of a bucket, on the compute device.
+        buffer: Memory of the values, which is counted; None if they do not have their own.
     """
 
     values: list[torch.Tensor]
     buffer: ResizableStorage | None = None
 
     def free(self) -> None:
-        """Free the memory; the values cannot be read after that."""
+        """Free the memory; the values must not be read after that."""
         if self.buffer is not None:
             self.buffer.free()
 
 
 def gather_full(bucket: Bucket, shard: torch.Tensor) -> FullValues:
-    """Gather the full values of a tensor with the layout of a bucket's shard. Collective.
+    """Gather the full values of a tensor with a bucket's shard layout. Collective.
 
     Args:
-        bucket: The bucket.
-        shard: This rank's part, 1-D: the stored parameters, a gradient.
+        bucket: Bucket of the parameters.
+        shard: 1-D shard of this rank, such as the stored parameters or a gradient.
     """
     own = shard.to(bucket.compute_device)
     if bucket.keeps_full:
@@ -45,24 +45,24 @@ def gather_full(bucket: Bucket, shard: torch.Tensor) -> FullValues:
 
 
 class Staging:
-    """Memory that units use one after the other: allocated once for the largest, freed with this object."""
+    """Buffer that units use one after the other, as large as the largest request."""
 
     def __init__(self) -> None:
         self._held: ResizableStorage | None = None
 
     def place(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory, 1-D: that of the last call again where it is as large, any other with any content.
+        """Return an uninitialized 1-D tensor, in the last call's memory if possible.
 
         Args:
-            numel: Elements.
-            dtype: Their type.
-            device: Where it is.
+            numel: Number of elements.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
         """
         nbytes = numel * dtype.itemsize
         held = self._held
         if held is None or held.tensor.device != device or held.tensor.numel() < nbytes:
             if held is not None:
-                held.free()  # before there is more; a thread of the backend may hold the tensor for a moment yet
+                held.free()  # before the allocation; a thread of the backend may hold the tensor a little longer
             held = self._held = ResizableStorage(nbytes, torch.uint8, device)
         return held.tensor[:nbytes].view(dtype)
 
@@ -70,17 +70,17 @@ class Staging:
 def gather_copies(
     bucket: Bucket, shard: torch.Tensor, staging: Staging, *, first_only: bool = False
 ) -> Iterator[torch.Tensor] | None:
-    """Gather as `gather_full` does, into separate memory for each parameter. Collective.
+    """Gather full values into separate memory for each parameter. Collective.
 
     Args:
-        bucket: The bucket.
-        shard: This rank's part, 1-D.
-        staging: Memory of the all-gather output; it must stay unchanged until all values are read.
-        first_only: Gather to rank 0 of all that share the bucket or have replicas.
+        bucket: Bucket of the parameters.
+        shard: 1-D shard of this rank.
+        staging: Buffer for the all-gather output; it must not be used until all values are read.
+        first_only: Gather to rank 0 of the shard group and replicas only.
 
     Returns:
-        The full value of each parameter; with `first_only` None on other ranks than rank 0 of the bucket's group and
-        replicas. With tensor parallelism each TP rank has such a rank 0.
+        The full value of each parameter; with `first_only` None on all ranks except rank 0 of the shard group and
+        replicas. With tensor parallelism there is one such rank per TP rank.
     """
     own, group, what = shard.to(bucket.compute_device), bucket.group, f"gather {bucket.name}"
     wanted = group.is_first or not first_only
@@ -105,15 +105,15 @@ def _unpacked(bucket: Bucket, incoming: ResizableStorage) -> FullValues:
 
 
 def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Gather the full values of parameters' parts, of which some are missing. Collective.
+    """Gather full values of parameters from parts, some of them missing. Collective.
 
     Args:
-        bucket: The bucket.
-        parts: For each parameter this rank's part, None if missing.
-        dtype: Their type, the same on all ranks.
+        bucket: Bucket of the parameters.
+        parts: This rank's shard of each parameter; None if it is missing.
+        dtype: Dtype of the parts, equal on all ranks.
 
     Returns:
-        For each parameter the full value, missing parts as zeros; None where no rank has a part.
+        The full value of each parameter, with zeros for missing parts; None if no rank has a part.
     """
     chunk, world = bucket.packing.layout.chunk, bucket.packing.layout.world
     flags = torch.tensor([float(part is not None) for part in parts]).to(dtype)
@@ -133,14 +133,14 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
 def concat_shards(
     bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
 ) -> torch.Tensor:
-    """Concatenate parameters' shards in the layout of the bucket's shard, zeros for missing ones.
+    """Concatenate shards of parameters in the layout of the bucket's shard.
 
     Args:
-        bucket: The bucket.
-        parts: For each parameter this rank's part, None if missing.
-        dtype: Their type.
-        staging: Write to where `gather_copies` gathers through the same staging, with any content in the padding; None
-            for new memory with zeros there.
+        bucket: Bucket of the parameters.
+        parts: This rank's shard of each parameter; None for zeros.
+        dtype: Dtype of the parts.
+        staging: Buffer that the following `gather_copies` uses too, with undefined padding; None for new memory with
+            zeros as padding.
     """
     size, device = bucket.packing.layout.chunk, bucket.compute_device
     if staging is None:
@@ -156,12 +156,12 @@ def concat_shards(
 
 
 def write_shard(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Copy this rank's shard of full values to `out`; values may be views of `out` if nothing is sharded.
+    """Copy this rank's shard of full values to `out`.
 
     Args:
-        bucket: The bucket.
-        values: For each parameter its full value.
-        out: 1-D, as long as the shard.
+        bucket: Bucket of the parameters.
+        values: Full value of each parameter; may be views of `out` if nothing is sharded.
+        out: 1-D output, as long as the shard.
     """
     if not bucket.keeps_full:
         bucket.packing.write_shard(values, bucket.rank, out)
@@ -175,12 +175,12 @@ def scatter_full(bucket: Bucket, values: Sequence[torch.Tensor | None] | None, o
     """Scatter rank 0's full values to the shards of all ranks. Collective.
 
     Args:
-        bucket: The bucket.
-        values: For each parameter its full value on rank 0, None for one that is missing; None elsewhere.
-        out: 1-D, as long as the shard: what is filled, missing values with zeros.
+        bucket: Bucket of the parameters.
+        values: On rank 0, full value of each parameter, or None if it is missing; None on other ranks.
+        out: 1-D output, as long as the shard, with zeros for missing values.
 
     Returns:
-        For each parameter whether rank 0 had a value.
+        For each parameter, whether rank 0 has a value.
     """
     chunk, count = bucket.packing.layout.chunk, len(bucket.members)
     row = torch.zeros(chunk + count, dtype=out.dtype, device=bucket.compute_device)

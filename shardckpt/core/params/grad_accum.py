@@ -1,4 +1,4 @@
-"""Gradients of exposed parameters, which may be of another type, or shape, than the parameter is."""
+"""Gradients of exposed parameters, whose dtype or shape may differ from theirs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardckpt.torch_features import assign_gradient_of_another_type
 
 
 def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
-    """Set a gradient or add to it, also one of another type than the parameter's; call the hooks that wait for it."""
+    """Set or accumulate a gradient, of any dtype, and call its hooks."""
     if parameter.grad is None:
         assign_gradient(parameter, grad)
     else:
@@ -21,18 +21,21 @@ def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Return True if `add_gradient_to` calls hooks or optimizers, which may run collectives."""
+    """Return True if `add_gradient_to` calls hooks, which may run collectives."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return bool(hooks or getattr(parameter, "_in_backward_optimizers", ()))
 
 
 def is_read_at_once(parameter: nn.Parameter) -> bool:
-    """Return True if `add_gradient_to` reads the gradient, or calls what does."""
+    """Return True if `add_gradient_to` reads the gradient, or calls hooks that may."""
     return parameter.grad is not None or has_gradient_hooks(parameter)
 
 
 def _add(held: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add in place; of DTensors that are placed alike the local tensors, as torch does: it takes far less time."""
+    """Add in place; add the local tensors of DTensors with equal placements.
+
+    torch does the same, since it takes far less time.
+    """
     if isinstance(held, DTensor) and isinstance(grad, DTensor) and _is_placed_like(held, grad):
         with torch.no_grad():
             held.to_local().add_(grad.to_local())
@@ -46,14 +49,14 @@ def _is_placed_like(one: DTensor, other: DTensor) -> bool:
 
 
 def _step_in_backward(parameter: nn.Parameter) -> None:
-    """Step the optimizers of torch's `_apply_optimizer_in_backward`, whose hook never fires."""
+    """Step the optimizers of `_apply_optimizer_in_backward`; its hook never fires."""
     for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
         optimizer.step()
         parameter.grad = None
 
 
 def restore_gradient(parameter: nn.Parameter, grad: torch.Tensor) -> None:
-    """Set a gradient that has another shape than the parameter has at the moment."""
+    """Set a gradient whose shape differs from the parameter's current shape."""
     data = parameter.data
     parameter.data = grad
     assign_gradient(parameter, grad)
@@ -61,7 +64,7 @@ def restore_gradient(parameter: nn.Parameter, grad: torch.Tensor) -> None:
 
 
 def assign_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set a gradient, also one of another type than the parameter's."""
+    """Set a gradient of any dtype."""
     if grad is not None and grad.dtype != parameter.dtype:
         assign_gradient_of_another_type(parameter, grad)
     else:
@@ -69,7 +72,7 @@ def assign_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
 
 
 def copy_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Copy values to the gradient; its tensor stays, if it has one."""
+    """Copy values into the existing gradient tensor, or set a new one."""
     if grad is not None and parameter.grad is not None:
         parameter.grad.copy_(grad)
     else:

@@ -18,7 +18,7 @@ from shardckpt.core.params.unsharded_params import UnshardedParams
 from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_event, record_stream
 
 _ROW_ALIGNMENT = 128
-"""Bytes that the length of a row of a reduce-scatter is a multiple of on a device: kernels use full cache lines."""
+"""On a device, rows of a reduce-scatter have a multiple of this number of bytes: kernels use full cache lines."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class ReduceOptions:
     """Options of one reduction.
 
     Attributes:
-        dtype: Type to sum in.
-        device: Where.
-        factor: What the sum is divided by; the number of ranks where None.
-        split: Divide in two steps, before and after the sum, so that neither overflows.
-        all_reduce: Sum over replicas too; otherwise this rank's part of the sum waits for the next reduction.
+        dtype: Dtype of the sum.
+        device: Device of the reduction.
+        factor: Divisor of the sum; None for the number of ranks.
+        split: Whether to divide in two steps, before and after the sum, to avoid overflow.
+        all_reduce: Whether to sum over replicas too; if not, this rank's shard of the sum waits for the next reduction.
     """
 
     dtype: torch.dtype
@@ -40,10 +40,10 @@ class ReduceOptions:
     all_reduce: bool = True
 
     def divisors(self, world: int) -> tuple[float, float]:
-        """Return what gradients are divided by before and after they are summed.
+        """Return the divisors of gradients before and after the sum.
 
         Args:
-            world: Ranks whose gradients are summed.
+            world: Number of ranks whose gradients are summed.
         """
         if self.factor is not None:
             return 1.0, self.factor
@@ -57,11 +57,11 @@ class ReduceOptions:
 
 @dataclass(frozen=True)
 class PendingFlags:
-    """Flags of a reduction on their way to the host.
+    """Flags of a reduction that are being copied to the host.
 
     Attributes:
-        values: For each parameter a positive number if any rank had a gradient for it, on the CPU.
-        event: Behind their copy.
+        values: CPU tensor with a positive number for each parameter for which any rank had a gradient.
+        event: Event after the copy; None without streams.
     """
 
     values: torch.Tensor
@@ -76,13 +76,13 @@ class PendingFlags:
 
 @dataclass(frozen=True)
 class ReducedGrad:
-    """The result of a reduction on one rank.
+    """Result of a reduction on one rank.
 
     Attributes:
-        gradient: The mean over ranks of this rank's shard of the gradient, 1-D, padding included.
+        gradient: 1-D shard of the mean gradient, including padding.
         used: For each parameter, whether any rank had a gradient for it, as far as this rank knows.
-        event: What to wait for before the gradient is read: the end of its copy to the CPU; None if it can be read.
-        flags: The same for ranks that had one where this rank had none; None if `used` is final.
+        event: Event after the copy of the gradient to the CPU; None if the gradient can be read.
+        flags: Pending flags of all ranks, for parameters without a gradient on this rank; None if `used` is final.
     """
 
     gradient: torch.Tensor
@@ -95,30 +95,30 @@ class ReducedGrad:
 class _Reduction:
     how: ReduceOptions
     out: torch.Tensor
-    source: torch.Tensor | None  # kept while something that is queued may read it; threads keep their inputs themselves
+    source: torch.Tensor | None  # kept while queued work may read it; threads keep their inputs themselves
     has: tuple[bool, ...]  # for each parameter whether this rank had a gradient
     pending: Pending
-    hook_flags: torch.Tensor | None = None  # who had gradients, where a user's hook reduced
+    hook_flags: torch.Tensor | None = None  # which parameters have gradients, if a user's hook reduced
 
 
 @dataclass(frozen=True)
 class _QueuedResult:
-    """Result of a reduction on a device that runs it later; None if it waits for a later reduction."""
+    """Queued result of a reduction; None inside if a later reduction completes it."""
 
     reduced: ReducedGrad | None
-    event: Event | None  # behind all of the reduction
+    event: Event | None  # after the complete reduction
 
 
 class GradientReducer:
     """Reduce-scatter of the gradients of one bucket; one reduction at a time.
 
-    The sizes that travel depend on the layout and the number of ranks alone: parameters without a gradient count as
-    zeros, and a flag for each, behind every rank's part, marks the ranks that had one.
+    Message sizes depend only on the layout and the number of ranks: parameters without a gradient count as zeros. A
+    flag per parameter, after each rank's shard, marks whether a rank had a gradient.
 
     Args:
-        stored: The shard that the gradient is of.
-        unsharded: The full parameters, which have the gradients to reduce.
-        layout: The bucket's layout over ranks.
+        stored: Shard of the parameters.
+        unsharded: Full parameters with the gradients to reduce.
+        layout: Layout of the bucket over ranks.
     """
 
     def __init__(self, stored: StoredShard, unsharded: UnshardedParams, layout: BucketLayout) -> None:
@@ -129,12 +129,12 @@ class GradientReducer:
         self._hook: CommHook | None = None
         self._comms = CustomCollectives()
         self._reduction: _Reduction | None = None
-        self._queued: _QueuedResult | None = None  # of that reduction, where the device has streams
+        self._queued: _QueuedResult | None = None  # of that reduction, if the device has streams
         self._partial: torch.Tensor | None = None
         self._unsynced_grads: list[torch.Tensor | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
-        """Return one for a copy of the bucket, without the gradients of this one."""
+        """Return a reducer for a copy of the bucket, without gradients."""
         stored, unsharded, layout = copy.deepcopy((self._stored, self._unsharded, self._layout), memo)
         copied = GradientReducer(stored, unsharded, layout)
         memo[id(self)] = copied
@@ -142,18 +142,18 @@ class GradientReducer:
         return copied
 
     def __del__(self) -> None:
-        """Keep memory that a reduction still uses from being reused: nothing has waited for it."""
+        """Make later work wait for a pending reduction, which still uses its memory."""
         if getattr(self, "_reduction", None) is not None and not sys.is_finalizing():
             wait_for_reductions(self._unsharded.device)
 
     @property
     def hook(self) -> CommHook | None:
-        """What averages in the engine's place."""
+        """Communication hook that averages instead of the engine; None without one."""
         return self._hook
 
     @property
     def group(self) -> ShardGroup:
-        """The ranks, with the channels that gradients travel on."""
+        """Shard group, with the process groups for gradients."""
         return self._group
 
     @property
@@ -174,26 +174,26 @@ class GradientReducer:
         """Set the collectives and hooks that reduce.
 
         Args:
-            hook: Does all of it.
+            hook: Communication hook, which replaces the complete reduction.
             comms: Custom collectives.
-            group: The same ranks on other channels.
+            group: Shard group of the same ranks with other process groups.
         """
         self._hook = hook or self._hook
         self._comms = comms or self._comms
         self._group = group or self._group
 
     def stash_grads(self) -> None:
-        """Move the gradients of the full parameters here, to add them to the next reduction (no_sync)."""
+        """Keep the full parameters' gradients for the next reduction (no_sync)."""
         self._unsynced_grads = self._add_unsynced(self._unsharded.take_gradients(), self._stored.dtypes.reduce)
 
     def _add_unsynced(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Return gradients added to those that were kept, which are given up."""
+        """Return gradients plus the kept unreduced gradients, which are dropped."""
         kept, self._unsynced_grads = self._unsynced_grads or [None] * len(gradients), []
         return [_sum(before, new, dtype) for before, new in zip(kept, gradients, strict=True)]
 
     @property
     def is_done(self) -> bool:
-        """Return True if `wait_reduce_scatter` would neither wait nor start another collective."""
+        """Return True if `wait_reduce_scatter` neither waits nor starts a collective."""
         reduction = self._reduction
         if self._queued is not None:
             return self._queued.event is None or self._queued.event.query()
@@ -203,13 +203,15 @@ class GradientReducer:
     def start_reduce_scatter(
         self, *, factor: float | None = None, split: bool = False, all_reduce: bool = True, full_precision: bool = False
     ) -> None:
-        """Start the reduce-scatter of the gradients, and drop them at the full parameters. Collective.
+        """Start the reduce-scatter of the full parameters' gradients. Collective.
+
+        The gradients are removed from the full parameters.
 
         Args:
-            factor: What sums are divided by; the number of ranks where None.
+            factor: Divisor of the sum; None for the number of ranks.
             split: Divide in two steps, before and after the sum.
-            all_reduce: Sum over replicas as well.
-            full_precision: In the stored type, whatever the type to reduce in.
+            all_reduce: Sum over replicas too.
+            full_precision: Reduce in the stored dtype instead of the reduce dtype.
         """
         dtypes = self._stored.dtypes
         dtype = dtypes.stored if full_precision else dtypes.reduce
@@ -248,7 +250,7 @@ class GradientReducer:
         return _Reduction(how, out, source if is_kept else None, has, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
-        """Reduce by a user's hook; flags of who had a gradient are reduced separately."""
+        """Reduce by a user's hook; reduce the flags separately."""
         assert self._hook is not None
         chunk, size = self._layout.packing.layout.chunk, self._group.size
         source = torch.empty(size * chunk, dtype=how.dtype, device=how.device)
@@ -266,13 +268,19 @@ class GradientReducer:
         return _Reduction(how, out, source, has, Pending(None, ""), flags)
 
     def _queue_rest(self, reduction: _Reduction) -> _QueuedResult:
-        """Queue what follows the reduce-scatter beside the computation, which waits for it when it reads the result."""
+        """Queue the work after the reduce-scatter on the reduce stream.
+
+        Computation waits for it when it reads the result.
+        """
         device = reduction.how.device
         with use_reduce_stream(device):
             return _QueuedResult(self._finish(reduction), record_event(device))
 
     def wait_reduce_scatter(self) -> ReducedGrad | None:
-        """Wait for the reduction and return its gradient; None if there is none or it waits for a later one."""
+        """Wait for the reduction and return its result.
+
+        It is None without a reduction, or if a later reduction completes it.
+        """
         reduction, self._reduction = self._reduction, None
         queued, self._queued = self._queued, None
         if reduction is None or queued is None:
@@ -280,11 +288,11 @@ class GradientReducer:
         if queued.event is not None:
             get_current_stream(reduction.how.device).wait_event(queued.event)
         if queued.reduced is not None:
-            record_stream(queued.reduced.gradient)  # it may be memory of the stream that reduces
+            record_stream(queued.reduced.gradient)  # its memory may belong to the reduce stream
         return queued.reduced
 
     def _move_to_shard(self, reduced: ReducedGrad) -> ReducedGrad:
-        """Cast a gradient, and move it to the device of the shard; a copy to pinned memory may be under way."""
+        """Cast a gradient and move it to the shard's device; the copy may be asynchronous."""
         device, gradient = self._stored.data.device, reduced.gradient.to(self._stored.dtypes.gradient)
         if gradient.device == device or not self._stored.offload.pin:
             return replace(reduced, gradient=gradient.to(device))
@@ -292,7 +300,7 @@ class GradientReducer:
         return replace(reduced, gradient=copied, event=event)
 
     def _finish(self, reduction: _Reduction) -> ReducedGrad | None:
-        """Wait, sum over replicas, divide; None if the sum over this rank's group waits for a later reduction."""
+        """Wait, sum over replicas and divide; None if a later reduction completes the sum."""
         reduction.pending.wait()
         chunk = self._layout.packing.layout.chunk
         if reduction.hook_flags is not None:
@@ -318,7 +326,7 @@ class GradientReducer:
         partial, self._partial = self._partial, None
         if partial is None:
             return out
-        record_stream(partial)  # memory of the stream that computes
+        record_stream(partial)  # its memory belongs to the compute stream
         return out.add_(partial)
 
     def reset_after_error(self) -> None:
@@ -331,7 +339,7 @@ class GradientReducer:
 
 
 def _build_result(gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Tensor) -> ReducedGrad:
-    """Return a reduced gradient; flags that only other ranks know are read later where the host would have to wait."""
+    """Return a reduced gradient; read flags later if the host would have to wait."""
     if all(has):
         return ReducedGrad(gradient, has)
     if not has_streams(flags.device):
@@ -340,7 +348,7 @@ def _build_result(gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Te
 
 
 def _write_flags(flags: torch.Tensor, has: Sequence[bool]) -> None:
-    """Write for each column 1 or 0, without a copy from the host, which would wait for all that is queued."""
+    """Write 1 or 0 per parameter, without a synchronizing copy from the host."""
     flags.fill_(1)
     at = 0
     for is_there, columns in itertools.groupby(has):

@@ -1,7 +1,7 @@
-"""Placement of one parameter of `fully_shard` on its mesh: the ranks that shard it, and the sharded DTensor.
+"""Placement of one `fully_shard` parameter on its mesh, and the sharded DTensor.
 
-Buckets see plain local tensors. A parameter that is a DTensor already (tensor parallel, or on the mesh of everything)
-is sharded further: its local tensor is sharded, and the sharded DTensor joins the placements of both meshes.
+Buckets contain plain local tensors. A parameter that is a DTensor already (tensor parallel, or on the full mesh) is
+sharded further: its local tensor is sharded, and the sharded DTensor combines the placements of both meshes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from shardckpt.torch_features import concatenate_meshes
 
 
 class PlacementError(ShardckptError, AssertionError):
-    """A mesh or a dimension with which a parameter cannot be placed."""
+    """A parameter cannot be placed on the mesh or along the dimension."""
 
 
 class PlacementMissingError(ShardckptError, NotImplementedError):
-    """A combination of meshes that is not provided for."""
+    """A combination of meshes is not supported."""
 
 
 @dataclass
 class DataParallelMeshDims:
-    """Which dimensions of a mesh of everything are data parallel.
+    """Names of the data-parallel dimensions of a full mesh.
 
     Attributes:
-        shard: Name or names of those that parameters are sharded over; several are flattened into one.
-        replicate: And of those that hold copies.
+        shard: Name or names of dimensions to shard over; several dimensions are flattened into one.
+        replicate: Name or names of dimensions to replicate over.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -53,12 +53,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The names in `shard`."""
+        """Names in `shard`."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The names in `replicate`."""
+        """Names in `replicate`."""
         return _names(self.replicate)
 
 
@@ -73,14 +73,14 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class DataParallelMeshInfo:
-    """A mesh of which one dimension shards, one replicates, or both.
+    """Data-parallel mesh with a dimension to shard over, to replicate over, or both.
 
     Attributes:
-        mesh: The data-parallel mesh.
-        shard_mesh_dim: Its dimension that shards; None for none.
-        replicate_mesh_dim: Its dimension that replicates; None for none.
-        dp_mesh_dims: Where these dimensions are in the mesh of everything.
-        spmd_mesh: The mesh of everything, on which parameters are DTensors already.
+        mesh: Data-parallel mesh.
+        shard_mesh_dim: Index of the dimension to shard over; None without one.
+        replicate_mesh_dim: Index of the dimension to replicate over; None without one.
+        dp_mesh_dims: Names of these dimensions in the full mesh.
+        spmd_mesh: Full mesh, on which parameters are DTensors already.
     """
 
     mesh: DeviceMesh
@@ -95,19 +95,19 @@ class DataParallelMeshInfo:
 
     @cached_property
     def group(self) -> ShardGroup:
-        """The ranks that share a parameter, and its replicas."""
+        """Ranks that shard a parameter, and its replicas."""
         shard = None if self.shard_mesh_dim is None else self.mesh.get_group(self.shard_mesh_dim)
         replicate = None if self.replicate_mesh_dim is None else self.mesh.get_group(self.replicate_mesh_dim)
         return ShardGroup(shard, replicate)
 
     @property
     def is_spmd_mesh(self) -> bool:
-        """Return True if parameters are DTensors on the mesh of everything."""
+        """Return True if parameters are DTensors on the full mesh."""
         return self.dp_mesh_dims is not None
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Compute device of this rank."""
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device("cpu")
@@ -115,7 +115,7 @@ class DataParallelMeshInfo:
 
     @property
     def ring(self) -> DeviceMesh:
-        """The mesh of the ranks that share a parameter."""
+        """1-D mesh of the ranks that shard a parameter."""
         names = self.mesh.mesh_dim_names
         if self.mesh.ndim == 1 or self.shard_mesh_dim is None or names is None:
             return self.mesh
@@ -126,13 +126,13 @@ class DataParallelMeshInfo:
         return tuple(placement if dim == self.shard_mesh_dim else Replicate() for dim in range(self.mesh.ndim))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelMeshInfo:
-        """Ranks are shared, not copied."""
+        """Return itself: copies share meshes."""
         return self
 
 
 @dataclass(eq=False)
 class FSDPMeshInfo(DataParallelMeshInfo):
-    """A mesh that shards."""
+    """Mesh with a dimension to shard over."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,18 +141,18 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
     @property
     def shard_mesh_size(self) -> int:
-        """Ranks that share a parameter."""
+        """Number of ranks that shard a parameter."""
         return self.mesh.size(self.shard_mesh_dim)
 
     @property
     def shard_mesh_rank(self) -> int:
-        """This rank's place among them."""
+        """Index of this rank among them."""
         return self.mesh.get_local_rank(self.shard_mesh_dim)
 
 
 @dataclass(eq=False)
 class DDPMeshInfo(DataParallelMeshInfo):
-    """A mesh that replicates."""
+    """Mesh with a dimension to replicate over."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,11 +162,11 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
 @dataclass(eq=False)
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
-    """A mesh that does both."""
+    """Mesh with both dimensions."""
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks; make the process group if needed. Collective."""
+    """Return a mesh of all ranks; initialize the process group if needed. Collective."""
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -177,11 +177,11 @@ def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
     """Return the roles of the dimensions of a mesh.
 
     Args:
-        mesh: One dimension to shard over, or two, (replicate, shard); or any mesh, with `dims`.
-        dims: The names of its data-parallel dimensions.
+        mesh: 1-D mesh to shard over, or 2-D mesh (replicate, shard); or any mesh, with `dims`.
+        dims: Names of its data-parallel dimensions.
 
     Raises:
-        ArgumentError: The mesh is of another shape, or has no such names.
+        ArgumentError: The mesh has another number of dimensions, or does not have the names.
         PlacementError: The mesh has two dimensions without names.
     """
     if dims is not None:
@@ -213,11 +213,11 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
     return HSDPMeshInfo(_joined([_flat(mesh, dims.replicate_names), shard]), 1, 0, dims, mesh)
 
 
-# DeviceMesh has no public API for these; a mesh made otherwise would not be equal to any mesh of the user.
+# DeviceMesh does not have a public API for these; a mesh built otherwise would not equal any mesh of the user.
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Return the submesh of some dimensions as one dimension. Collective when it is asked for first."""
+    """Return a submesh flattened to one dimension. Collective on the first call."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
@@ -237,16 +237,16 @@ def _joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def join_placements(
     mesh: DeviceMesh, dim: int, inner: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Join the placements of tensor parallelism with those of its shards over data-parallel ranks.
+    """Join the placements of tensor parallelism with those of data parallelism.
 
     Args:
-        mesh: The data-parallel mesh, with shards along its last dimension and copies along the others.
-        dim: The dimension of the TP shard that is sharded.
-        inner: The mesh of the tensor parallelism.
-        placements: The placements on `inner`.
+        mesh: Data-parallel mesh, with shards along its last dimension and replicas along the others.
+        dim: Sharded dimension of the TP shard.
+        inner: Mesh of tensor parallelism.
+        placements: Placements on `inner`.
 
     Returns:
-        The mesh of both and the placements on it; None if the meshes are not parts of one mesh with names.
+        The joint mesh and the placements on it; None if the meshes are not parts of one mesh with names.
     """
     try:
         both = _joined([mesh, inner])
@@ -261,11 +261,11 @@ def join_placements(
 
 @dataclass
 class ShardPlacementResult:
-    """A result of `shard_placement_fn`: how a parameter is sharded, and over which mesh.
+    """Result of `shard_placement_fn`: sharded dimension and mesh of a parameter.
 
     Attributes:
-        placement: The dimension; the first where None.
-        mesh_info: The mesh.
+        placement: Placement with the dimension; None for dimension 0.
+        mesh_info: Mesh to shard over.
     """
 
     placement: Shard | None
@@ -277,7 +277,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 @dataclass(frozen=True)
 class _Inner:
-    """The DTensor that a parameter was before it was sharded, on a mesh of its own."""
+    """Mesh, placements and shape of a parameter that is already a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -289,7 +289,10 @@ class _Inner:
         return wrap_local(local, self.mesh, self.placements, self.shape, self.stride)
 
     def local(self, grad: DTensor) -> torch.Tensor:
-        """Return the local tensor of a gradient, redistributed like the parameter except over data-parallel ranks."""
+        """Return the local tensor of a gradient, redistributed like the parameter.
+
+        Data-parallel dimensions are not redistributed.
+        """
         wanted = [
             found if dim in self.data_parallel else own
             for dim, (own, found) in enumerate(zip(self.placements, grad.placements, strict=True))
@@ -301,15 +304,15 @@ class _Inner:
 
 @dataclass(frozen=True, eq=False)
 class MeshPlacement:
-    """One parameter over its mesh.
+    """Placement of one parameter on its mesh.
 
     Attributes:
-        info: The mesh of ranks that share it, and of its replicas.
-        dim: The sharded dimension of its local tensor; None if every rank has all of it.
-        mesh: The mesh of the sharded DTensor.
-        placements: Its placements on `mesh`.
-        shape: Its shape as the user knows it.
-        stride: And its strides.
+        info: Mesh of the ranks that shard the parameter, and of its replicas.
+        dim: Sharded dimension of the local tensor; None if every rank has all elements.
+        mesh: Mesh of the sharded DTensor.
+        placements: Placements on `mesh`.
+        shape: Full shape of the parameter.
+        stride: Full strides of the parameter.
     """
 
     info: DataParallelMeshInfo
@@ -327,7 +330,7 @@ class MeshPlacement:
 
     @property
     def ring(self) -> DeviceMesh:
-        """The mesh of the ranks that share it."""
+        """1-D mesh of the ranks that shard the parameter."""
         return self.info.ring
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -336,26 +339,26 @@ class MeshPlacement:
         return plain.detach()
 
     def sharded(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor of which `local`, this rank's box, is a part; it is aliased."""
+        """Return the sharded DTensor that aliases `local`, this rank's shard."""
         with torch.no_grad():
             return wrap_local(isolate_storage(local), self.mesh, self.placements, self.shape, self.stride)
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what the module computes with, around the full local tensor; it is aliased."""
+        """Return the parameter to compute with, which aliases the full local tensor."""
         if self._inner is None:
             return local
         with torch.no_grad():
             return self._inner.around(local)
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the plain gradient. Collective if a DTensor's gradient has other placements than it."""
+        """Return the plain gradient. Collective if its placements are not the parameter's."""
         if self._inner is None or not isinstance(grad, DTensor):
             return grad
         with torch.no_grad():
             return self._inner.local(grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshPlacement:
-        """Meshes are shared, not copied."""
+        """Return itself: copies share meshes."""
         return self
 
 
@@ -365,15 +368,15 @@ def place_param(
     """Decide the placement of a parameter.
 
     Args:
-        name: What messages call it.
-        parameter: The parameter, a plain tensor or a DTensor.
-        info: The mesh, unless `choose` names another.
-        choose: Asked for the dimension, and the mesh.
+        name: Name of the parameter in messages.
+        parameter: Plain parameter or DTensor.
+        info: Mesh to shard over, unless `choose` returns another one.
+        choose: Returns the dimension, and optionally the mesh; None for dimension 0.
 
     Raises:
-        ArgumentError: `choose` returned something else, or a DTensor does not go with the mesh.
+        ArgumentError: `choose` returned an invalid value, or a DTensor does not fit the mesh.
         PlacementError: The parameter does not have the dimension.
-        PlacementMissingError: A DTensor is on more than two dimensions of a mesh of its own.
+        PlacementMissingError: A DTensor has its own mesh with more than two dimensions.
     """
     wanted, info = _chosen(name, parameter, info, choose)
     local_dims = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).dim()
@@ -411,7 +414,7 @@ def _chosen(
 
 
 def _dimension(name: str, parameter: nn.Parameter, wanted: Shard | None, dims: int) -> int | None:
-    """Return the dimension to shard; None for a tensor without dimensions, which is replicated."""
+    """Return the dimension to shard; None to replicate a 0-dim tensor."""
     if not dims:
         return None
     if wanted is None:
@@ -432,7 +435,12 @@ def _steps(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _build_shard_placement(dim: int | None, inner: Sequence[tuple[Placement, int]]) -> Placement:
-    """Return a dimension's placement over data-parallel ranks, given `(placement, ranks)` of tensor parallelism."""
+    """Return a dimension's placement over data-parallel ranks.
+
+    Args:
+        dim: Dimension to shard; None to replicate.
+        inner: Placements of tensor parallelism, each with its number of ranks.
+    """
     if dim is None:
         return Replicate()
     pieces = prod(ranks for each, ranks in inner if isinstance(each, (Shard, _StridedShard)) and each.dim == dim)
@@ -490,7 +498,7 @@ def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshIn
 def _sharded_on_everything(
     parameter: DTensor, info: DataParallelMeshInfo, dim: int | None, shard: list[int], copies: list[int]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and placements of the sharded DTensor; several dimensions that shard appear as one."""
+    """Return mesh and placements of the sharded DTensor, with joined shard dimensions."""
     mesh, found = parameter.device_mesh, list(parameter.placements)
     assert mesh.mesh_dim_names is not None
     if not shard:

@@ -1,4 +1,4 @@
-"""One bucket: parameters that are gathered and reduced together (torch: FlatParamHandle, FSDPParamGroup)."""
+"""Bucket: parameters that are gathered together (torch: `FSDPParamGroup`)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from shardckpt.layout import ALIGNMENT, Layout
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a bucket's parameters are sharded over ranks.
+    """Specification of the sharding of a bucket's parameters.
 
     Attributes:
-        aligned: In a flat layout, whether each parameter begins at a multiple of 16 bytes of the type computed in.
-        keeps_full: Every rank keeps everything.
+        aligned: In a flat layout, whether each parameter begins at a multiple of 16 bytes in the compute dtype.
+        keeps_full: Whether every rank keeps all elements.
         placements: Placement of each parameter on a mesh, sharded along a dimension; empty for plain, flat parameters.
-        flat: Shard them as flat parameters, even if `placements` says how the module sees them.
-        post_forward_group: Ranks to reshard to after forward (`reshard_after_forward` as a number); None for none.
+        flat: Whether to use a flat layout even with `placements`, which then describe the module's parameters only.
+        post_forward_group: Ranks to reshard to after forward (`reshard_after_forward` as a number); None without it.
     """
 
     aligned: bool = False
@@ -46,18 +46,18 @@ class Bucket:
     """Parameters of one dtype that are gathered, freed and reduced together.
 
     Args:
-        members: The parameters, all of one dtype, with their full values.
-        group: The ranks that share them.
-        name: What messages call the bucket.
-        spec: How they are sharded.
-        precision: Dtypes to compute and to reduce in.
-        offload: Where the shard lives.
+        members: Parameters of one dtype, with their full values.
+        group: Ranks that shard the parameters, and their replicas.
+        name: Name of the bucket in messages.
+        spec: Specification of the sharding.
+        precision: Dtypes of computation and reduction.
+        offload: Settings for offloading the shard.
 
     Attributes:
         packing: Layout of the parameters in the shard and in the buffers of collectives.
-        stored: The shard.
-        unsharded: The full parameters: their all-gather, and the gradients that autograd gives them.
-        reducer: The reduction of these gradients.
+        stored: Shard of this rank.
+        unsharded: Full parameters, with their all-gather and gradients.
+        reducer: Reduction of these gradients.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Bucket:
         self.initial_checksums = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
-        """Return a bucket of the copied parameters, over the same ranks, without gradients."""
+        """Return a bucket of copied parameters, over the same ranks, without gradients."""
         self.unsharded.reshard()
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -111,7 +111,7 @@ class Bucket:
         return DimPacking(names, values, aliases, self.group.size, dims=[dim or 0 for dim in dims])
 
     def _build_unsharded(self, device: torch.device, spec: ShardSpec) -> UnshardedParams:
-        """Make the full parameters, without values unless they are the shard."""
+        """Create the full parameters, without values unless they alias the shard."""
         group = spec.post_forward_group
         return UnshardedParams(
             self.stored,
@@ -126,7 +126,7 @@ class Bucket:
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that share the bucket."""
+        """Index of this rank in the shard group."""
         return self.group.rank
 
     @property
@@ -136,40 +136,40 @@ class Bucket:
 
     @property
     def shard(self) -> torch.Tensor:
-        """What this rank stores, 1-D."""
+        """1-D shard of this rank."""
         return self.stored.data
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the shard."""
+        """Dtype of the shard."""
         return self.stored.dtypes.stored
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the unit computes."""
+        """Compute device of the unit."""
         return self.unsharded.device
 
     @property
     def local_shards(self) -> list[torch.Tensor]:
-        """This rank's shard of each parameter, as views; full parameters if nothing is sharded."""
+        """Views of the shard, one per parameter; full parameters if nothing is sharded."""
         return self.split_shard(self.stored.data.data)
 
     def split_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Split a tensor with the layout of the shard (a gradient, optimizer state) into views per parameter."""
+        """Split a tensor with the shard's layout into views, one per parameter."""
         return self.packing.views(shard) if self.keeps_full else self.packing.split_shard(shard, self.group.rank)
 
     def wrap_unsharded(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Wrap a full value as the module's parameter: a DTensor with tensor parallelism."""
+        """Return a full value as the module's parameter, which may be a DTensor."""
         return self.placements[index].full(value) if self.placements else value
 
     # ------------------------------------------------------------------------------------------------- the shard
 
     def replace_shard(self, shard: torch.Tensor) -> None:
-        """Take another tensor of the same length as the shard.
+        """Replace the shard by another tensor of the same length.
 
         Args:
-            shard: The new one; it is aliased, not copied, unless nothing is sharded, or it has to move to the CPU or to
-                pinned memory there.
+            shard: New shard; it is aliased, not copied, unless nothing is sharded or it has to move to the CPU or to
+                pinned memory.
         """
         stored = self.stored
         if shard.dtype == self.dtype and shard.device == stored.data.device:
@@ -185,27 +185,27 @@ class Bucket:
         self.mark_shard_written()
 
     def set_compute_device(self, device: torch.device) -> None:
-        """Set the device to compute on, if it is not the shard's."""
+        """Set the compute device, if it is not the shard's device."""
         if device != self.compute_device:
             self.unsharded.reshard()
             self.unsharded.rebuild(device)
 
     def write_back(self) -> None:
-        """Take this rank's part of the full parameters, changed by a user, as its shard."""
+        """Copy this rank's part of full parameters that a user changed to the shard."""
         if not self.unsharded.is_aliased:
             self.packing.write_shard(self.unsharded.tensors, self.rank, self.stored.data.data)
             self.mark_shard_written()
 
     def mark_shard_written(self) -> None:
-        """Make all-gathers wait for what was written to the shard, perhaps between forward and backward."""
+        """Make all-gathers wait for writes to the shard, at any time of an iteration."""
         make_gathers_wait(self.unsharded.device)
 
     def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
-        """Return a bucket of some of the members that has no values yet, and gathers and reduces as this one.
+        """Return a bucket of some members with the same collectives, without values.
 
         Args:
             kind: Class of the new bucket.
-            indices: The members.
+            indices: Indices of the members.
         """
         placements = tuple(self.placements[index] for index in indices)
         for index in indices:
@@ -231,15 +231,15 @@ class Bucket:
         """Set the collectives and hooks that gather and reduce.
 
         Args:
-            hook: Averages gradients.
+            hook: Communication hook that averages gradients.
             comms: Custom collectives.
-            group: The same ranks on other channels for gradients.
+            group: Shard group of the same ranks with other process groups for gradients.
         """
         self.reducer.set_collectives(hook=hook, comms=comms, group=group)
         self.unsharded.custom_all_gather = self.reducer.comms.all_gather
 
     def reset_after_error(self) -> None:
-        """Wait for collectives after an error, drop gradients and free the full parameters."""
+        """Wait for collectives after an error; drop gradients and free full parameters."""
         try:
             self.reducer.reset_after_error()
         finally:

@@ -1,4 +1,4 @@
-"""The shard of a bucket: its layout over ranks, what this rank stores, the types that follow from its type."""
+"""Shard of a bucket on this rank, with its layout over ranks and its dtypes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardckpt.devices import pinned
 
 @dataclass(frozen=True)
 class BucketDtypes:
-    """Types of one bucket.
+    """Dtypes of one bucket.
 
     Attributes:
-        stored: Type of the shard.
-        compute: Type of the full parameters.
-        reduce: Type that gradients are averaged in.
-        gradient: Type of the gradients that an optimizer sees.
+        stored: Dtype of the shard.
+        compute: Dtype of the full parameters.
+        reduce: Dtype in which gradients are averaged.
+        gradient: Dtype of the gradients that an optimizer gets.
     """
 
     stored: torch.dtype
@@ -33,10 +33,10 @@ class BucketDtypes:
 
     @classmethod
     def resolve(cls, stored: torch.dtype, precision: Precision) -> BucketDtypes:
-        """Return the types for a shard of a type.
+        """Return the dtypes for a shard of a dtype.
 
         Args:
-            stored: Type of the shard.
+            stored: Dtype of the shard.
             precision: Settings of the unit.
         """
         reduced = precision.reduced(stored)
@@ -46,13 +46,13 @@ class BucketDtypes:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """How the parameters of one bucket are placed in buffers, and on which ranks.
+    """Layout of a bucket's parameters in buffers and over ranks.
 
     Attributes:
-        name: What messages call the bucket.
+        name: Name of the bucket in messages.
         packing: Layout of the parameters in the shard and in the buffers of collectives.
-        group: The ranks that share them.
-        keeps_full: Every rank keeps everything.
+        group: Ranks that shard the parameters, and their replicas.
+        keeps_full: Whether every rank keeps all elements.
     """
 
     name: Name
@@ -62,16 +62,16 @@ class BucketLayout:
 
 
 class StoredShard:
-    """The shard of a bucket, 1-D, which the optimizer trains.
+    """1-D shard of a bucket, which the optimizer updates.
 
     Args:
-        data: The shard; moved to the CPU where `offload` says so, unless it is on meta.
-        precision: Dtypes to compute and to reduce in.
-        offload: Where the shard is stored.
+        data: Shard; moved to the CPU if `offload` is enabled, unless it is on the meta device.
+        precision: Dtypes of computation and reduction.
+        offload: Settings for offloading the shard.
 
     Attributes:
-        data: The shard.
-        dtypes: Its type, and those that follow from it.
+        data: Shard.
+        dtypes: Dtypes of the bucket, which depend on that of the shard.
     """
 
     def __init__(self, data: torch.Tensor, precision: Precision, offload: Offload) -> None:
@@ -81,24 +81,24 @@ class StoredShard:
         self.dtypes = BucketDtypes.resolve(data.dtype, precision)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredShard:
-        """Return a copy of the values, in memory of its own."""
+        """Return a copy with its own memory."""
         copied = memo[id(self)] = copy.copy(self)
         copied.data = self.pinned(self.data.detach().clone())
         return copied
 
     def replace(self, data: torch.Tensor) -> None:
-        """Take another tensor, which may be of another type or on another device.
+        """Replace the shard by a tensor, also of another dtype or on another device.
 
         Args:
-            data: The new shard; it is aliased unless it has to move to the CPU.
+            data: New shard; it is aliased unless it has to move to the CPU.
         """
         self.data = self.pinned(data.cpu()) if self.offload.enabled else data
         self.dtypes = BucketDtypes.resolve(data.dtype, self.precision)
 
     def pinned(self, data: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the CPU as it is stored: in pinned memory where shards are offloaded to that.
+        """Return a CPU tensor in pinned memory, if shards are offloaded to pinned memory.
 
         Args:
-            data: The tensor; copied only if its memory is to be pinned and is not.
+            data: CPU tensor; copied only if its memory has to be pinned and is not.
         """
         return pinned(data, self.offload.enabled and self.offload.pin and not data.is_meta)

@@ -1,4 +1,4 @@
-"""Parameters with all-gather extensions: subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""Parameters with the extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
 Such a parameter is sharded like any other and keeps its subclass. Before an all-gather its local tensor returns the
 tensors to gather, of any dtype; after it, the gathered tensors become the parameter that the module computes with.
@@ -36,17 +36,17 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 class ExtensionError(ShardckptError, AssertionError):
-    """A tensor subclass whose all-gather extensions cannot be used."""
+    """The all-gather extensions of a tensor subclass cannot be used."""
 
 
 def is_extended(local: torch.Tensor) -> bool:
     """Return True if a tensor has all-gather extensions.
 
     Args:
-        local: The tensor to shard.
+        local: Tensor to shard.
 
     Raises:
-        ExtensionError: It has one half of the pair, or one that takes other arguments.
+        ExtensionError: The tensor has only one of the two methods, or a method has other arguments.
     """
     has = [hasattr(local, name) for name in (_PRE, _POST)]
     if not any(has):
@@ -66,29 +66,31 @@ def is_extended(local: torch.Tensor) -> bool:
 
 
 def needs_extension(local: torch.Tensor) -> bool:
-    """Return True if a tensor can be gathered only by extensions, which may be set later.
+    """Return True if a tensor can be gathered only by extensions, maybe set later.
 
     Args:
-        local: The tensor to shard.
+        local: Tensor to shard.
     """
     return is_extended(local) or is_traceable_wrapper_subclass(local)
 
 
 def is_possibly_extended(local: torch.Tensor) -> bool:
-    """Return True if `is_extended` needs a call: a plain tensor without attributes cannot be extended.
+    """Return False for a plain tensor without attributes, which has no extensions.
 
     Args:
-        local: The local tensor of a sharded parameter.
+        local: Local tensor of a sharded parameter.
     """
     return type(local) is not torch.Tensor or bool(local.__dict__)
 
 
 def move_functions(before: torch.Tensor, after: torch.Tensor) -> None:
-    """Bind functions that a user put on one tensor to another one that takes its place; only bound methods can be.
+    """Bind methods that a user set on a tensor to its replacement.
+
+    Functions that are not bound methods cannot be moved.
 
     Args:
-        before: The tensor that has them.
-        after: The other one.
+        before: Tensor with the methods.
+        after: Replacement of the tensor.
     """
     for name in (_PRE, _POST):
         function = before.__dict__.get(name)
@@ -97,45 +99,48 @@ def move_functions(before: torch.Tensor, after: torch.Tensor) -> None:
 
 
 class _Outputs:
-    """What was gathered, and what was made of it: storages that are freed and filled again together."""
+    """Storages of gathered tensors and of results, which are freed together."""
 
     def __init__(self, buffers: Sequence[ResizableStorage]) -> None:
         self.gathered = tuple(buffers)
         self.buffers = list(buffers)
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Free these too, unless they are views of what is known."""
+        """Add storages of tensors, except views of known storages."""
         for tensor in tensors:
             known = {buffer.tensor.untyped_storage().data_ptr() for buffer in self.buffers}
             if tensor.untyped_storage().data_ptr() not in known:
                 self.buffers.append(ResizableStorage.from_tensor(tensor))
 
     def allocate(self) -> None:
-        """Give all of them memory."""
+        """Allocate all storages."""
         for buffer in self.buffers:
             buffer.allocate()
 
     def record_current_stream(self) -> None:
-        """Note that the current stream uses all of them, memory of the stream that gathers."""
+        """Record the use of all storages by the current stream.
+
+        Their memory belongs to the all-gather stream.
+        """
         for buffer in self.buffers:
             record_stream(buffer.tensor)
 
     def free(self) -> None:
-        """Take their memory."""
+        """Free all storages."""
         for buffer in self.buffers:
             buffer.free()
 
 
 class ExtensionBucket(Bucket):
-    """One parameter that is gathered by its all-gather extensions."""
+    """Bucket of one parameter that is gathered by its all-gather extensions."""
 
     unsharded: ExtendedParams
 
     def set_extended_tensor(self, local: torch.Tensor) -> None:
-        """Gather by the functions of a tensor around this rank's shard: its class's, or its own.
+        """Set the tensor around this rank's shard whose extensions gather.
 
         Args:
-            local: The tensor.
+            local: Tensor with extensions of its class or of its own.
         """
         self.unsharded.set_extended_tensor(local)
 
@@ -156,16 +161,16 @@ class ExtensionBucket(Bucket):
 
 
 class ExtendedParams(UnshardedParams):
-    """The full form of one parameter with all-gather extensions.
+    """Full form of one parameter with all-gather extensions.
 
-    It exists from the first gather on; until then something without memory stands for it.
+    It exists after the first all-gather; before that, a tensor without memory replaces it.
 
     Args:
-        stored: The shard.
-        layout: Its layout over ranks.
-        member: The parameter.
-        placement: Its placement on a mesh.
-        device: Where the unit computes.
+        stored: Shard of the parameter.
+        layout: Layout of the bucket over ranks.
+        member: Parameter of the unit.
+        placement: Placement of the parameter on a mesh.
+        device: Compute device of the unit.
     """
 
     def __init__(
@@ -189,7 +194,7 @@ class ExtendedParams(UnshardedParams):
         )
 
     def _forget(self) -> None:
-        """Be as before the first gather."""
+        """Reset to the state before the first all-gather."""
         self._outputs: _Outputs | None = None
         self._shown: nn.Parameter | None = None
         self._is_watched = False
@@ -206,10 +211,10 @@ class ExtendedParams(UnshardedParams):
         return copied
 
     def set_extended_tensor(self, local: torch.Tensor) -> None:
-        """Gather by the functions of a tensor around this rank's shard.
+        """Set the tensor around this rank's shard whose extensions gather.
 
         Args:
-            local: The tensor.
+            local: Tensor with extensions of its class or of its own.
         """
         self._local = local
 
@@ -230,22 +235,22 @@ class ExtendedParams(UnshardedParams):
 
     @property
     def is_full_precision(self) -> bool:
-        """There is one full form of the parameter."""
+        """Return True: the parameter has only one full form."""
         return True
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
-        """The full parameter; readable while the bucket is unsharded."""
+        """The only full parameter; readable while the bucket is unsharded."""
         return (self._shown,) if self._shown is not None else self._leaves.params
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The full parameter."""
+        """The only full parameter."""
         return [leaf.detach() for leaf in self.params]
 
     @property
     def has_storage(self) -> bool:
-        """Return True if there is memory for the full parameter."""
+        """Return True if the full parameter has memory."""
         return self._pending is not None or self.is_unsharded
 
     @property
@@ -278,13 +283,13 @@ class ExtendedParams(UnshardedParams):
             self._watch_shown()
 
     def _watch_shown(self) -> None:
-        """Watch the full parameter, once, from when it first requires gradients."""
+        """Watch the full parameter once it requires gradients."""
         if self._shown is not None and self._shown.requires_grad and not self._is_watched:
             self._is_watched = True
             self.watch.watch(self._shown)
 
     def start_all_gather(self, *, full_precision: bool = False) -> bool:
-        """Start the all-gather of what `fsdp_pre_all_gather` returns. Collective."""
+        """Start the all-gather of the tensors from `fsdp_pre_all_gather`. Collective."""
         del full_precision
         size = self._layout.group.size
         if self.is_unsharded or self._pending is not None:
@@ -311,7 +316,7 @@ class ExtendedParams(UnshardedParams):
         return True
 
     def _call_pre_all_gather(self) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Return the tensors to gather, padded to the most rows of a rank, and metadata."""
+        """Return the tensors to gather, padded to equal rows on all ranks, and metadata."""
         part = self._extended_tensor
         before = getattr(part, _PRE)
         if len(inspect.signature(before).parameters) == 1:
@@ -327,12 +332,12 @@ class ExtendedParams(UnshardedParams):
 
     @property
     def _rows(self) -> int:
-        """Rows that every rank sends: those of the first."""
+        """Number of rows that every rank sends, which is that of rank 0."""
         shape = self._layout.packing.layout.specs[0].shape
         return chunk_range(shape[0], self._layout.group.size, 0)[1]
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
-        """Wait for the all-gather and make the full parameter by `fsdp_post_all_gather`."""
+        """Wait for the all-gather, and call `fsdp_post_all_gather` for the full parameter."""
         del keep_partial_shard
         if self._pending is None:
             return
@@ -352,10 +357,10 @@ class ExtendedParams(UnshardedParams):
                 self._is_watched = False
                 self._watch_shown()
             else:
-                # by way of `data`, which does not count as a change of what autograd has saved
+                # through `data`, which does not change the version of tensors that autograd has saved
                 behind(gathered, self._metadata, self._stored.dtypes.compute, out=self._shown.data)
         for each in _plain_tensors((self._inputs, self._metadata)):
-            record_stream(each)  # memory of the stream that gathers
+            record_stream(each)  # its memory belongs to the all-gather stream
         self._inputs, self._metadata = (), None
         self.is_unsharded = True
 
@@ -364,7 +369,7 @@ class ExtendedParams(UnshardedParams):
         shape = self._layout.packing.layout.specs[0].shape
         full = torch.as_strided(made, shape, _steps(shape), storage_offset=0)
         leaf = nn.Parameter(self._placement.full(full), requires_grad=stood.requires_grad)
-        # a user's attributes, not what a subclass keeps its content in
+        # a user's attributes, without inner tensors of a subclass
         leaf.__dict__.update({name: value for name, value in stood.__dict__.items() if name not in leaf.__dict__})
         return leaf
 
@@ -374,7 +379,7 @@ class ExtendedParams(UnshardedParams):
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
-                with use_gather_stream(self.device):  # to which its memory goes back
+                with use_gather_stream(self.device):  # owner of the memory
                     pending.wait()
         finally:
             self._inputs, self._metadata = (), None
@@ -384,20 +389,20 @@ class ExtendedParams(UnshardedParams):
 
 
 class _All(Pending):
-    """Several collectives."""
+    """Several pending collectives."""
 
     def __init__(self, parts: Sequence[Pending], what: str) -> None:
         super().__init__(None, what)
         self._parts = parts
 
     def wait(self) -> None:
-        """Return when all results can be read."""
+        """Wait until all results can be read."""
         for each in self._parts:
             each.wait()
 
 
 def _padded(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:
-    """Pad a tensor that has as many rows as `part` with rows of zeros; return others as they are."""
+    """Pad a tensor with as many rows as `part` by zeros; return others unchanged."""
     if tensor.shape[:1] != part[:1] or tensor.shape[0] == rows:
         return tensor.contiguous()
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
@@ -406,7 +411,7 @@ def _padded(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:
 
 
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, of subclasses the tensors inside."""
+    """Yield the plain tensors in a value, also inner tensors of subclasses."""
     for tensor in tensors(value):
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Tensor-parallel parameters as the wrapper sees them: plain tensors of this rank's TP shard."""
+"""Tensor-parallel parameters of the wrapper, as plain tensors of their TP shards."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from shardckpt.core.params.param_bucket import Bucket
 
 
 class LocalParam:
-    """A parameter that is not sharded by tensor parallelism."""
+    """Parameter that tensor parallelism does not shard."""
 
     dim = None
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the parameter."""
+        """Return the parameter itself."""
         return parameter
 
     def sharded(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what it is given."""
+        """Return `local` itself."""
         return local
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what it is given."""
+        """Return `local` itself."""
         return local
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient."""
+        """Return the gradient itself."""
         return grad
 
     def count_replicas(self, mesh: DeviceMesh) -> int:
-        """Count the ranks of a mesh that hold the same values."""
+        """Return the number of ranks of a mesh that have the same values."""
         return mesh.size()
 
 
 @dataclass(frozen=True, eq=False)
 class TPShardedParam(LocalParam):
-    """A tensor-parallel parameter: a DTensor over other ranks than those of data parallelism.
+    """Tensor-parallel parameter: a DTensor over a mesh that is not data-parallel.
 
     Attributes:
-        mesh: Its mesh.
-        placements: Its placements there.
-        shape: Its shape as the user knows it.
-        stride: And its strides.
+        mesh: Tensor-parallel mesh.
+        placements: Placements on the mesh.
+        shape: Full shape of the parameter.
+        stride: Full strides of the parameter.
     """
 
     mesh: DeviceMesh
@@ -61,7 +61,7 @@ class TPShardedParam(LocalParam):
     stride: tuple[int, ...]
 
     def __deepcopy__(self, memo: dict[int, object]) -> TPShardedParam:
-        """Meshes are shared, not copied."""
+        """Return itself: copies share meshes."""
         return self
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -69,19 +69,19 @@ class TPShardedParam(LocalParam):
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the DTensor that the module computes with, around a part; it is aliased."""
+        """Return the DTensor to compute with, which aliases the TP shard."""
         with torch.no_grad():
             return wrap_local(local, self.mesh, self.placements, self.shape, self.stride)
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient. Collective if its placements differ from the parameter's."""
+        """Return the TP shard of a gradient. Collective if placements are not equal."""
         if not isinstance(grad, DTensor):
             return grad
         with torch.no_grad():
             return grad.redistribute(placements=self.placements).to_local()
 
     def count_replicas(self, mesh: DeviceMesh) -> int:
-        """Count the ranks of its mesh that hold the same TP shard."""
+        """Return the number of ranks of a mesh that have the same TP shard."""
         return math.prod(mesh.size(dim) for dim, each in enumerate(self.placements) if each.is_replicate())
 
 
@@ -89,10 +89,10 @@ def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
     """Return the tensor-parallel mesh of buckets, or None.
 
     Args:
-        buckets: The units' buckets.
+        buckets: Buckets of the units.
 
     Raises:
-        ArgumentError: There is more than one.
+        ArgumentError: The buckets have more than one such mesh.
     """
     meshes = [each.mesh for bucket in buckets for each in bucket.placements if isinstance(each, TPShardedParam)]
     if any(mesh != meshes[0] for mesh in meshes):
@@ -101,11 +101,11 @@ def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
 
 
 def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
-    """Count for each parameter of a flat bucket the ranks of a mesh that hold the same values.
+    """Return the number of ranks with the same values for each parameter of a bucket.
 
     Args:
-        bucket: The bucket.
-        mesh: The tensor-parallel mesh.
+        bucket: Bucket with a flat layout.
+        mesh: Tensor-parallel mesh.
     """
     plain: tuple[LocalParam, ...] = (LocalParam(),) * len(bucket.members)
     params = [param for param in bucket.placements if isinstance(param, LocalParam)] or plain
@@ -113,7 +113,7 @@ def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
 
 
 def build_tp_params(members: Sequence[ParamInfo]) -> tuple[LocalParam, ...]:
-    """Describe how tensor parallelism shards parameters; return nothing if it shards none."""
+    """Return the tensor-parallel sharding of parameters; empty if none is sharded."""
     parameters = [member.parameter for member in members]
     if not any(isinstance(each, DTensor) for each in parameters):
         return ()
@@ -127,10 +127,12 @@ def _build_tp_param(parameter: nn.Parameter) -> LocalParam:
 
 
 def register_local_tensors(members: Sequence[ParamInfo]) -> None:
-    """Replace DTensor parameters by plain ones of their local tensors, which are registered while sharded.
+    """Replace DTensor parameters by plain parameters of their local tensors.
+
+    The plain parameters are registered while the unit is sharded.
 
     Args:
-        members: The unit's parameters.
+        members: Parameters of the unit.
     """
     for member in members:
         parameter = member.parameter

@@ -1,4 +1,4 @@
-"""The full parameters of a bucket: gathered into a buffer to compute, freed after it."""
+"""Full parameters of a bucket, which are gathered for computation and then freed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from shardckpt.devices import Event, record_event, record_stream
 
 
 class ParamPlacement(Protocol):
-    """Placement of one parameter on a mesh; a bucket sees plain local tensors only."""
+    """Placement of one parameter on a mesh; buckets contain plain local tensors."""
 
     @property
     def dim(self) -> int | None:
-        """The sharded dimension; None if every rank has the full parameter."""
+        """Sharded dimension; None if every rank has the full parameter."""
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor to shard: the parameter, or this rank's TP shard of it."""
 
     def sharded(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor around this rank's part."""
+        """Return a DTensor around this rank's shard."""
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what the module computes with, around the full local tensor."""
+        """Return the parameter to compute with, around the full local tensor."""
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the plain gradient of the full local tensor."""
@@ -41,7 +41,7 @@ class ParamPlacement(Protocol):
 class _Leaves:
     """Full parameters of one dtype: leaves over one resizable buffer.
 
-    They are made once, so that what autograd saved of them is valid again after the next unshard.
+    They are created once, so that tensors that autograd saved are valid again after the next unshard.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class _Leaves:
             self._watch.watch(self.params[index])
 
     def swap_params(self, others: Sequence[nn.Parameter | None]) -> None:
-        """Replace leaves by given objects: copies that modules hold already."""
+        """Replace leaves by given objects, which modules of a copied model already have."""
         for other, leaf in zip(others, self.params, strict=True):
             if other is not None:
                 torch.utils.swap_tensors(other, leaf)  # type: ignore[no-untyped-call]
@@ -81,22 +81,22 @@ def _sum(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
 
 
 class UnshardedParams:
-    """The full parameters of a bucket and their gradients (torch: `unsharded_param` of FSDP2).
+    """Full parameters of a bucket with gradients (torch: `unsharded_param` of FSDP2).
 
-    They compute in `compute` of the shard's types, or in its own type where a forward asks for full precision.
+    They have the compute dtype, or the stored dtype for a forward in full precision.
 
     Args:
-        stored: The shard to gather.
-        layout: Its layout over ranks.
-        placements: Placement of each parameter on a mesh; empty if all are plain.
-        device: Where the unit computes.
+        stored: Shard to gather.
+        layout: Layout of the bucket over ranks.
+        placements: Placement of each parameter on a mesh; empty if all parameters are plain.
+        device: Compute device of the unit.
         trains: Whether each parameter requires gradients.
-        post_forward_group: Ranks to reshard to after forward; None for none.
+        post_forward_group: Ranks to reshard to after forward; None without it.
 
     Attributes:
-        watch: Reports the first gradient of a leaf.
-        device: Where the unit computes.
-        is_aliased: Whether the full parameters are the shard itself, which is never freed.
+        watch: Watch for the first gradient of a leaf.
+        device: Compute device of the unit.
+        is_aliased: Whether the full parameters alias the shard, which is never freed.
         is_unsharded: Whether the full parameters can be read.
         custom_all_gather: Custom all-gather of a user; None for torch's.
     """
@@ -119,13 +119,13 @@ class UnshardedParams:
         self.watch = GradientWatch()
         self._gather_output: torch.Tensor | None = None
         self._partial_shard: torch.Tensor | None = None
-        self._partial_shard_event: Event | None = None  # behind its copy
+        self._partial_shard_event: Event | None = None  # after its copy
         self._pending: Pending | None = None
-        self._gather_event: Event | None = None  # behind it
+        self._gather_event: Event | None = None  # after the all-gather
         self._build(device, trains)
 
     def _build(self, device: torch.device, trains: Sequence[bool]) -> None:
-        """Make the full parameters, without their values unless they are the shard."""
+        """Create the full parameters, without values unless they alias the shard."""
         data, dtypes = self._stored.data, self._stored.dtypes
         self.device = device
         self.is_aliased = self._layout.keeps_full and dtypes.compute == dtypes.stored and data.device == device
@@ -135,7 +135,7 @@ class UnshardedParams:
             self._leaves = _Leaves(self._layout.packing, self._placements, buffer, trains, self.watch)
         else:
             self._leaves = self._build_freed(dtypes.compute, trains)
-        self._stored_dtype_leaves: _Leaves | None = None  # kept: unsharded again, valid for what autograd saved
+        self._stored_dtype_leaves: _Leaves | None = None  # kept, as autograd may have saved them
         self._current = self._leaves
 
     def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Leaves:
@@ -145,10 +145,12 @@ class UnshardedParams:
         return leaves
 
     def rebuild(self, device: torch.device) -> None:
-        """Make the full parameters again, for a shard of another type or device; they must be resharded.
+        """Create the full parameters again, for a shard of another dtype or device.
+
+        They must be resharded before.
 
         Args:
-            device: Where the unit computes from now on.
+            device: New compute device.
         """
         self._build(device, self.trains)
 
@@ -169,27 +171,30 @@ class UnshardedParams:
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
-        """The full parameters; readable while they are unsharded."""
+        """Full parameters; readable while they are unsharded."""
         return self._current.params
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The full parameters as plain tensors; with tensor parallelism this rank's TP shard."""
+        """Full parameters as plain tensors; with tensor parallelism, TP shards."""
         return self._current.views
 
     def has_wrong_dtype(self, *, full_precision: bool) -> bool:
-        """Return True if the full parameters do not have the wanted dtype: the shard's or that of computation."""
+        """Return True if the full parameters have another dtype than the wanted one.
+
+        The wanted dtype is the stored one with `full_precision`, otherwise the compute dtype.
+        """
         same = self._stored.dtypes.compute == self._stored.dtypes.stored
         return self.is_full_precision != (full_precision or same)
 
     @property
     def is_full_precision(self) -> bool:
-        """Return True if the full parameters have the dtype of the shard."""
+        """Return True if the full parameters have the stored dtype."""
         return self._current is not self._leaves or self._stored.dtypes.compute == self._stored.dtypes.stored
 
     @property
     def has_storage(self) -> bool:
-        """Return True if the full buffer has its storage, unsharded or with an all-gather pending."""
+        """Return True if the full buffer has storage, also during an all-gather."""
         return self._current.buffer.alive or self._gather_output is not None
 
     @property
@@ -212,8 +217,8 @@ class UnshardedParams:
         """Set whether a full parameter requires gradients.
 
         Args:
-            index: Which of the members.
-            on: Whether it does.
+            index: Index of the parameter.
+            on: Whether it requires gradients.
         """
         self._current.set_requires_grad(index, on)
 
@@ -223,10 +228,10 @@ class UnshardedParams:
         """Start the all-gather of the full parameters. Collective.
 
         Args:
-            full_precision: In the stored type, whatever the type to compute in.
+            full_precision: Gather in the stored dtype instead of the compute dtype.
 
         Returns:
-            Whether there was something to start.
+            Whether an all-gather was started.
         """
         if self.is_unsharded or self._pending is not None:
             return False
@@ -242,7 +247,7 @@ class UnshardedParams:
         return True
 
     def _use_stored_dtype(self) -> None:
-        """Compute with leaves of the shard's type until the next reshard."""
+        """Use leaves of the stored dtype until the next reshard."""
         trains = self.trains
         self._stored_dtype_leaves = self._stored_dtype_leaves or self._build_freed(self._stored.dtypes.stored, trains)
         self._current = self._stored_dtype_leaves
@@ -262,16 +267,16 @@ class UnshardedParams:
             return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
         own = self._stored.data.detach()
         if own.dtype != dtype or own.device != incoming.device:
-            chunk = own.numel()  # cast to where it goes: a gather may read from its own place
+            chunk = own.numel()  # cast into the output: an all-gather may read its input there
             rank = self._layout.group.rank
             own = incoming[rank * chunk : (rank + 1) * chunk].copy_(own, non_blocking=True)
         return self._layout.group.all_gather(incoming, own, what, self.custom_all_gather)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
-        """Wait for the all-gather: then the full parameters can be read.
+        """Wait for the all-gather, so that the full parameters can be read.
 
         Args:
-            keep_partial_shard: Keep this rank's shard among `post_forward_group` for the unshard in backward.
+            keep_partial_shard: Keep this rank's shard over `post_forward_group` for the unshard in backward.
         """
         if self._pending is None:
             return
@@ -280,7 +285,7 @@ class UnshardedParams:
         wait_for_gather(self.device, self._gather_event)
         buffer = self._current.buffer
         gathered = buffer.tensor if self._gather_output is None else self._gather_output
-        record_stream(gathered)  # memory of the stream that gathers
+        record_stream(gathered)  # its memory belongs to the all-gather stream
         if keep_partial_shard:
             self._keep_partial_shard(gathered)
         if self._gather_output is not None:
@@ -291,7 +296,7 @@ class UnshardedParams:
         self.is_unsharded = True
 
     def _keep_partial_shard(self, gathered: torch.Tensor) -> None:
-        """Keep this rank's shard among `post_forward_group`, in the type that backward computes in."""
+        """Keep this rank's shard over `post_forward_group`, in the compute dtype."""
         group = self.post_forward_group
         if group is not None and self._partial_shard is None and self._current is self._leaves:
             numel = gathered.numel() // group.size
@@ -299,7 +304,7 @@ class UnshardedParams:
             self._partial_shard_event = record_event(self.device)
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Free the full parameters, unless they are the shard. Nothing is allocated, whatever was gathered.
+        """Free the full parameters, unless they alias the shard; allocates no memory.
 
         Args:
             keep_partial_shard: Keep the shard that `wait_all_gather` kept.
@@ -309,7 +314,7 @@ class UnshardedParams:
             self._partial_shard = None
         try:
             if pending is not None:
-                with use_gather_stream(self.device):  # to which its memory goes back
+                with use_gather_stream(self.device):  # owner of the memory
                     pending.wait()
         finally:
             self._gather_output = None
@@ -320,7 +325,7 @@ class UnshardedParams:
                 self.is_unsharded = False
 
     def discard(self) -> None:
-        """Drop the full parameters, their gradients and a pending all-gather, after an error."""
+        """Drop full parameters, gradients and a pending all-gather after an error."""
         self.drop_gradients()
         self.reshard()
 
@@ -328,7 +333,7 @@ class UnshardedParams:
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
-        """The leaves' gradients as plain tensors."""
+        """Gradients of the leaves as plain tensors."""
         grads = [leaf.grad for leaf in self._leaves.params]
         if self._stored_dtype_leaves is not None:
             others = [leaf.grad for leaf in self._stored_dtype_leaves.params]
@@ -339,20 +344,20 @@ class UnshardedParams:
         return [None if grad is None else placement.gradient(grad) for placement, grad in pairs]
 
     def own_gradients(self) -> list[torch.Tensor | None]:
-        """Return the leaves' gradients as plain tensors, which are what the leaves have from now on."""
+        """Return the leaves' gradients as plain tensors, and set these on the leaves."""
         grads = self.gradients
         for placement, leaf, grad in zip(self._placements, self._leaves.params, grads, strict=False):
             leaf.grad = None if grad is None else placement.full(grad)
         return grads
 
     def take_gradients(self) -> list[torch.Tensor | None]:
-        """Return the leaves' gradients as plain tensors, and drop them there."""
+        """Return the leaves' gradients as plain tensors, and drop them from the leaves."""
         grads = self.gradients
         self.drop_gradients()
         return grads
 
     def drop_gradients(self) -> None:
-        """Forget the leaves' gradients."""
+        """Drop the leaves' gradients."""
         for leaf in self._leaves.params:
             leaf.grad = None
         if self._stored_dtype_leaves is not None:
