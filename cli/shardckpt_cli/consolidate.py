@@ -94,7 +94,7 @@ def _words(report: Report) -> str:
     for file in report.files[:_MOST_FILES]:
         lines.append(f"  {file.name}  {output.count(file.tensors, 'tensor')}  {output.size(file.nbytes)}")
     if files > _MOST_FILES:
-        lines.append(f"  and {files - _MOST_FILES} more files: --json lists all")
+        lines.append(f"  and {output.count(files - _MOST_FILES, 'more file')}: --json lists all")
     if report.carried:
         lines.append(f"  and {', '.join(report.carried)}")
     lines += [f"tied: {name} is {kept}" for name, kept in report.ties.items()]

@@ -60,9 +60,12 @@ def show_table(
         header: Names of the columns.
         right: Indexes of right-aligned columns.
     """
+    lines = [header, *rows] if header else rows
+    if not lines:
+        return
     if _can_draw(sys.stdout) and not os.environ.get("NO_COLOR") and len(rows) <= _MOST_DRAWN:
         _draw_table(rows, header, right)
-    elif lines := [*([header] if header else []), *rows]:
+    else:
         widths = [min(max(map(len, column)), _WIDEST) for column in zip(*lines, strict=True)]
         form = "  ".join(f"{{:{'>' if i in right else '<'}{width}}}" for i, width in enumerate(widths))
         print("\n".join(form.format(*line).rstrip() for line in lines))

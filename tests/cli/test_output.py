@@ -76,6 +76,10 @@ class TestTerminal:
         assert LONG in "".join(line.split(" ")[0] for line in lines)
         assert all(len(line) <= 80 for line in lines if "xxx" in line)
 
+    def test_a_table_without_rows_is_nothing(self, src: Path) -> None:
+        code, shown = run_on_terminal("diff", src, src)
+        assert (code, shown) == (0, "3 tensors in both, 3 equal, 0 differences\r\n")
+
     @pytest.mark.parametrize("options", [(), ("--tree",)])
     def test_names_are_text_and_not_markup(self, options: tuple[str, ...], src: Path) -> None:
         code, shown = run_on_terminal("inspect", src, *options)
