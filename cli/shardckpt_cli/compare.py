@@ -26,7 +26,7 @@ def diff(
     base: options.Base = None,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Compare tensors and other values; exit 0 if all was compared and is equal, 1 if not."""
+    """Compare tensors and other values; exit 0 if all are compared and equal."""
     import shardckpt
 
     result = shardckpt.diff(

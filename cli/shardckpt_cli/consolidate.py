@@ -49,7 +49,7 @@ def consolidate(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Merge a sharded checkpoint into full tensors, in constant memory; the result loads in transformers as it is."""
+    """Merge a sharded checkpoint into full tensors that transformers can load."""
     given = locals()
     run(str(given.pop("context").command.name), given)
 

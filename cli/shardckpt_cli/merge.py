@@ -26,5 +26,5 @@ def merge_adapter(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Merge a LoRA adapter into its base, in constant memory; sums are made in float32 and rounded once."""
+    """Merge a LoRA adapter into its base; sums are rounded once from float32."""
     run("merge_adapter", locals())

@@ -33,7 +33,10 @@ def prune(
     dry_run: _Dry = False,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Remove steps that no rule keeps, and files of saves that died a day ago; the newest complete step stays."""
+    """Remove steps that no rule keeps, and files of saves that died a day ago.
+
+    The newest complete step stays.
+    """
     import shardckpt
     from shardckpt.errors import escape
 

@@ -38,7 +38,7 @@ def rekey(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Change the keys of an optimizer's state: names, numbers, flattened names, flat parameters. Values stay."""
+    """Change the keys of optimizer state: names, ids, flattened, flat parameters."""
     given = locals()
     flags = {
         "to_names": "names",

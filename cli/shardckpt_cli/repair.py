@@ -17,7 +17,7 @@ def repair(
     dry_run: options.ShortDryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Rebuild a step's manifest and COMMIT from its payload files, if those are complete."""
+    """Rebuild a step's manifest and COMMIT from its complete payload files."""
     import shardckpt
     from shardckpt.errors import escape
 

@@ -13,7 +13,7 @@ def verify(
     base: options.Base = None,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Check structure, coverage, sizes and stored checksums; exit 1 when something is wrong."""
+    """Check structure, coverage, sizes and checksums; exit 1 for any fault."""
     import shardckpt
     from shardckpt.errors import escape
 
