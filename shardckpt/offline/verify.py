@@ -75,7 +75,10 @@ def verify(
 
 
 def _find_dead_links(reader: Reader) -> dict[str, str]:
-    """Return what is wrong with files that are links to nowhere: a folder lists them as files without bytes."""
+    """Return the errors of files that are links without a target.
+
+    A folder lists such a link as a file without bytes.
+    """
     manifest = reader.manifest
     dead: dict[str, str] = {}
     for name, size in manifest.files.items():

@@ -35,13 +35,13 @@ class Publication(ABC):
         """
 
     def find_written(self, name: str) -> str:  # noqa: ARG002  (a disk has it)
-        """Return the path on this machine at which a closed file of the result can be read before the commit.
+        """Return the local path of a closed file of the result, before the commit.
 
         Args:
             name: As for `create`.
 
         Returns:
-            The path; empty on other stores.
+            The path; empty on a remote store.
         """
         return ""
 

@@ -52,10 +52,10 @@ class BoxRow(NamedTuple):
 
 
 class ArrayNames:
-    """The arrays that rows are about, without boxes. Ranks with the same arrays share one object.
+    """Arrays of rows, without boxes. Ranks with the same arrays share one object.
 
     Args:
-        head: The names as JSON.
+        head: Names as JSON.
         arrays: Path, shape and dtype of each row.
     """
 
@@ -78,12 +78,12 @@ _Name = tuple[Path, Shape, str]
 
 
 class PackedRows(NamedTuple):
-    """Rows as they are sent: millions of boxes are planned without an object for each.
+    """Encoded rows, from which millions of boxes are planned without objects.
 
     Attributes:
-        names: The arrays.
+        names: Arrays of the rows.
         counts: Number of boxes of each array.
-        numbers: Offset and size of every box, one box after another.
+        numbers: Concatenated offsets and sizes of all boxes.
     """
 
     names: ArrayNames
@@ -91,7 +91,7 @@ class PackedRows(NamedTuple):
     numbers: NDArray[np.int64]
 
     def encode(self) -> bytes:
-        """Return it as bytes."""
+        """Return the rows as bytes."""
         return _join_message(self.names.head, self.counts.tobytes() + self.numbers.tobytes())
 
     @classmethod
@@ -106,7 +106,7 @@ class PackedRows(NamedTuple):
         """Return rows with their boxes.
 
         Args:
-            rows: Positions of the rows; None for all.
+            rows: Indexes of the rows; None for all.
         """
         numbers, counts = self.numbers, self.counts.tolist()
         ends = (self.counts * 2 * self.names.dims).cumsum().tolist()
@@ -130,7 +130,7 @@ class PackedRows(NamedTuple):
         """Return the rows with more boxes.
 
         Args:
-            boxes: Position of a row that has no boxes yet to its boxes.
+            boxes: Index of a row without boxes to its boxes.
         """
         counts = self.counts.copy()
         ends = (counts * 2 * self.names.dims).cumsum()

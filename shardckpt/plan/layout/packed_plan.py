@@ -1,4 +1,7 @@
-"""Plan arrays of which every rank has one part, all at once: millions of boxes take a second. Pure."""
+"""Plan all arrays with disjoint parts on ranks at once.
+
+Millions of boxes take a second.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ _Integers = NDArray[np.int64]
 
 
 class Tilings(NamedTuple):
-    """Arrays that are planned: their boxes follow one another in row-major order and fill them.
+    """Planned arrays, whose boxes fill them consecutively in row-major order.
 
     Attributes:
-        tasks: The boxes that each rank writes: those that it has.
+        tasks: Boxes that each rank writes, which are those that it has.
         nbytes: Bytes of each rank's boxes.
-        others: Positions of the other arrays, of which no rank has a task yet.
+        others: Indexes of the other arrays, which are not assigned to ranks yet.
     """
 
     tasks: list[PackedRows]
@@ -35,11 +38,11 @@ class _Boxes(NamedTuple):
 
     Attributes:
         ranks: Rank of each box.
-        arrays: Position of its array.
-        widths: Number of its numbers.
-        starts: Position of its first element in the row-major array.
-        volumes: Number of its elements.
-        are_ranges: Whether it is inside its array, and its elements follow one another.
+        arrays: Index of the array of each box.
+        widths: Number of integers of each box.
+        starts: Index of the first element of each box in the row-major array.
+        volumes: Number of elements of each box.
+        are_ranges: Whether each box is inside its array and contiguous.
     """
 
     ranks: _Integers
@@ -51,11 +54,11 @@ class _Boxes(NamedTuple):
 
 
 def find_tilings(ranks: Sequence[PackedRows], excluded: Collection[int] = ()) -> Tilings:
-    """Plan the arrays whose boxes fill them without overlaps, which needs no decision.
+    """Plan the arrays whose boxes fill them without overlaps.
 
     Args:
-        ranks: The boxes of each rank, of the same arrays.
-        excluded: Positions of arrays that are not planned.
+        ranks: Boxes of each rank, for the same arrays.
+        excluded: Indexes of arrays that are not planned.
     """
     names = ranks[0].names
     numbers = np.concatenate([rows.numbers for rows in ranks])
@@ -75,12 +78,12 @@ def find_tilings(ranks: Sequence[PackedRows], excluded: Collection[int] = ()) ->
 
 
 def _locate_boxes(names: ArrayNames, counts: _Integers, numbers: _Integers) -> _Boxes:
-    """Return where the boxes of all ranks are.
+    """Return the locations of the boxes of all ranks.
 
     Args:
-        names: The arrays.
+        names: Arrays of the boxes.
         counts: Number of boxes by rank and array.
-        numbers: Offsets and sizes, rank by rank.
+        numbers: Offsets and sizes of the boxes, rank by rank.
     """
     world, many = counts.shape
     arrays = np.repeat(np.tile(np.arange(many), world), counts.ravel())
@@ -93,7 +96,7 @@ def _locate_boxes(names: ArrayNames, counts: _Integers, numbers: _Integers) -> _
         chosen = np.flatnonzero(dims == ndim)
         shapes = np.array([s if len(s) == ndim else (0,) * ndim for _, s, _ in names.arrays], np.int64)
         step = np.ones(len(chosen), np.int64)
-        is_inner_full = np.ones(len(chosen), np.bool_)  # of the dimensions behind
+        is_inner_full = np.ones(len(chosen), np.bool_)  # of the dimensions after
         for dim in reversed(range(ndim)):
             lengths = shapes[arrays[chosen], dim]
             offsets, sizes = numbers[firsts[chosen] + dim], numbers[firsts[chosen] + ndim + dim]
@@ -107,9 +110,9 @@ def _locate_boxes(names: ArrayNames, counts: _Integers, numbers: _Integers) -> _
 
 
 def _reject_gaps(names: ArrayNames, boxes: _Boxes, is_tiled: NDArray[np.bool_]) -> None:
-    """Clear the marks of arrays whose boxes leave gaps or overlap."""
+    """Clear `is_tiled` for arrays whose boxes leave gaps or overlap."""
     present = np.flatnonzero(is_tiled[boxes.arrays] & (boxes.volumes > 0))
-    # most ranks hold ascending ranges, for which sorting by array is enough; the other arrays are sorted in full
+    # most ranks have ascending ranges, for which sorting by array is enough; other arrays are fully sorted
     by_array = present[np.argsort(_narrow(boxes.arrays[present]), kind="stable")]
     doubted = np.flatnonzero(is_tiled & ~_are_filled(names, boxes, by_array))
     if not len(doubted):
@@ -121,12 +124,12 @@ def _reject_gaps(names: ArrayNames, boxes: _Boxes, is_tiled: NDArray[np.bool_]) 
 
 
 def _narrow(arrays: _Integers) -> NDArray[Any]:
-    """Return positions in a type of 16 bits if they fit, which numpy sorts ten times as fast."""
+    """Return indexes as 16-bit integers if possible; NumPy sorts them 10 times faster."""
     return arrays.astype(np.uint16) if not len(arrays) or arrays.max() < 1 << 16 else arrays
 
 
 def _are_filled(names: ArrayNames, boxes: _Boxes, order: _Integers) -> NDArray[np.bool_]:
-    """Return for each array whether its boxes, in this order, are its elements one after another."""
+    """Return for each array whether its boxes, in this order, are consecutive."""
     totals = np.array([prod(shape) for _, shape, _ in names.arrays], dtype=object)
     totals = np.where(totals < _MAX_ELEMENTS, totals, -1).astype(np.int64)
     arrays, starts = boxes.arrays[order], boxes.starts[order]
