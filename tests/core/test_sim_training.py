@@ -118,6 +118,15 @@ def test_offloaded_shards_stay_on_the_cpu_and_train_to_the_same_bits(front_end):
     assert found == expected
 
 
+def train_offloaded_without_pinning(rank: int, world: int, device: str) -> Any:
+    return train(rank, world, "in place", device, offload_policy=core.CPUOffloadPolicy(pin_memory=False))
+
+
+def test_shards_that_are_offloaded_to_other_memory_train_to_the_same_bits():
+    found, expected = on_both(2, train_offloaded_without_pinning)
+    assert found == expected
+
+
 def copies_of_a_step(rank: int, world: int, front_end: str, offloads: bool, device: str) -> sim.Copies:
     """Return the copies between host and device of a step that is like the ones before."""
     model = build(front_end, device, **(offload_of(front_end) if offloads else {}))

@@ -287,15 +287,17 @@ class GradientReducer:
             return None if reduction is None else self._finish(reduction)
         if queued.event is not None:
             get_current_stream(reduction.how.device).wait_event(queued.event)
-        if queued.reduced is not None:
-            record_stream(queued.reduced.gradient)  # its memory may belong to the reduce stream
-        return queued.reduced
+        if queued.reduced is None:
+            return None
+        gradient = queued.reduced.gradient
+        record_stream(gradient)  # its memory may belong to the reduce stream
+        return replace(queued.reduced, gradient=gradient.to(self._stored.data.device))
 
     def _move_to_shard(self, reduced: ReducedGrad) -> ReducedGrad:
-        """Cast a gradient and move it to the shard's device; the copy may be asynchronous."""
+        """Cast a gradient and start its copy to pinned memory; a copy to other memory would block the host."""
         device, gradient = self._stored.data.device, reduced.gradient.to(self._stored.dtypes.gradient)
         if gradient.device == device or not self._stored.offload.pin:
-            return replace(reduced, gradient=gradient.to(device))
+            return replace(reduced, gradient=gradient)
         copied, event = copy_to_pinned(gradient)
         return replace(reduced, gradient=copied, event=event)
 
