@@ -51,10 +51,12 @@ class Capabilities:
     Attributes:
         renames: Whether folders can be renamed atomically, so that a result appears at once.
         is_local: Whether files are on this machine, so that reads are cheap and small ones need not be merged.
+        block_bytes: Bytes of the blocks that are read and verified in full, counted from the start of a file; else 0.
     """
 
     renames: bool
     is_local: bool
+    block_bytes: int = 0
 
 
 class Writer(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import xxhash
 
 from shardckpt.errors import ChecksumError
 from shardckpt.format.native.payload import BLOCK_BYTES
-from shardckpt.storage.store import Read, Store, WrappedStore
+from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 
 _AT_ONCE = 4
 """Maximum partly wanted blocks in memory at a time."""
@@ -86,6 +86,11 @@ class VerifiedStore(WrappedStore):
         self._good: set[_Block] = set()
         self._recent = threading.local()
         self._most = max((min(file.nbytes, BLOCK_BYTES) for file in files.values()), default=0)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities of the underlying store, with the size of the verified blocks."""
+        return replace(self._store.capabilities, block_bytes=BLOCK_BYTES)
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fill every buffer after verifying the hashes of the blocks that it touches.

@@ -207,6 +207,8 @@ class TensorStream:
         self._reader, self._budget, self._meter, self._pool = reader, budget, meter, pool
         self._allow_overflow = allow_overflow
         self._scratch = _Scratch()
+        block = reader.store.capabilities.block_bytes
+        self._copy_bytes = block if 0 < block <= budget.wide_bytes else budget.batch_bytes
 
     def is_from_caller(self, error: BaseException) -> bool:
         """Return True if the caller's `on_progress` raised this error to stop the work."""
@@ -250,20 +252,24 @@ class TensorStream:
     def _plan_tasks(self, plan: Iterable[Copy | Batch], writer: CountingWriter, at: int) -> Iterator[PoolTask[int]]:
         """Yield tasks that write a plan from an offset; each returns its bytes."""
         assembler = _Assembler(self._reader.store, self._scratch, allow_overflow=self._allow_overflow)
-        for step in split_copies(plan, _BATCHES_OF_A_TASK * self._budget.batch_bytes):
+        for step in plan:
             if isinstance(step, Copy):
-                yield PoolTask(partial(self._copy_to, writer, at, step))
+                for part in split_copy(step, _BATCHES_OF_A_TASK * self._budget.batch_bytes):
+                    yield PoolTask(partial(self._copy_to, writer, at, part))
+                    at += part.nbytes
             else:
                 is_decoded = assembler.is_decoded(step)
                 yield PoolTask(partial(self._assemble_to, writer, at, step, assembler, is_decoded), is_decoded)
-            at += step.nbytes
+                at += step.nbytes
 
     def _copy_to(self, writer: CountingWriter, at: int, copy: Copy) -> int:
-        buffer = self._scratch.get("out", min(copy.nbytes, self._budget.batch_bytes))
-        for start in range(0, copy.nbytes, len(buffer)):
-            part = buffer[: copy.nbytes - start]
-            self._reader.store.read([Read(copy.file, copy.offset + start, part)])
-            writer.write_at(at + start, part)
+        """Copy by blocks of the source, so that each is read and verified once."""
+        size = self._copy_bytes
+        buffer = self._scratch.get("out", min(copy.nbytes, size))
+        for block in split_copy(copy, size):
+            part = buffer[: block.nbytes]
+            self._reader.store.read([Read(copy.file, block.offset, part)])
+            writer.write_at(at + block.offset - copy.offset, part)
         return copy.nbytes
 
     def _assemble_to(
@@ -318,14 +324,13 @@ def _return(value: _T) -> _T:
     return value
 
 
-def split_copies(plan: Iterable[Copy | Batch], most: int) -> Iterator[Copy | Batch]:
-    """Yield the steps of a plan, with copies split to at most `most` bytes."""
-    for step in plan:
-        if isinstance(step, Batch):
-            yield step
-            continue
-        for start in range(0, step.nbytes, most):
-            yield Copy(step.file, step.offset + start, min(most, step.nbytes - start))
+def split_copy(copy: Copy, most: int) -> Iterator[Copy]:
+    """Yield parts of a copy, split at the offsets of the source that are multiples of `most`."""
+    start, end = copy.offset, copy.offset + copy.nbytes
+    while start < end:
+        stop = min(start - start % most + most, end)
+        yield Copy(copy.file, start, stop - start)
+        start = stop
 
 
 class _Scratch:
