@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from shardckpt.errors import UsageError, escape
+from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.reader import NamedBases
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
@@ -38,10 +39,14 @@ def inspect(
     Example:
         >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
     """
-    src = os.fspath(src)
+    with gc_paused():
+        return _inspect(os.fspath(src), os.fspath(shapes_from), base)
+
+
+def _inspect(src: str, shapes_from: str, base: NamedBases) -> Inspection:
     reader = open_checkpoint(src, base)
     if shapes_from:
-        reader = load_param_shapes(reader, os.fspath(shapes_from))
+        reader = load_param_shapes(reader, shapes_from)
     manifest = split_flat_names(reader.manifest)
     return Inspection(
         source=src,

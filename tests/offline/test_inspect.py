@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -122,6 +123,27 @@ def test_looking_at_local_safetensors_imports_neither_numpy_nor_fsspec(fixtures:
         "print([m for m in ('numpy', 'torch', 'fsspec') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_looking_at_many_tensors_runs_no_garbage_collection(tmp_path: Path) -> None:
+    save_file({f"w{number}": torch.zeros(1) for number in range(2000)}, tmp_path / "model.safetensors")
+    runs: list[str] = []
+    threshold = gc.get_threshold()
+
+    def count(phase: str, _info: dict[str, int]) -> None:
+        runs.append(phase)
+
+    gc.set_threshold(100, 10, 10)
+    gc.collect()
+    gc.callbacks.append(count)
+    try:
+        found = shardckpt.inspect(str(tmp_path))
+        ran = len(runs)
+    finally:
+        gc.callbacks.remove(count)
+        gc.set_threshold(*threshold)
+    assert len(found.tensors) == 2000
+    assert ran < 10, "of more than 100 without a pause"
 
 
 def test_flat_parameters_are_shown_as_their_members(fixtures: Path, tmp_path: Path) -> None:

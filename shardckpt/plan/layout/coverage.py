@@ -66,6 +66,8 @@ def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 1
     """
     found: list[Fault] = []
     for entry in entries:
+        if _is_single_span(manifest, entry):
+            continue
         found += _check_entry(manifest, entry, limit)
         if len(found) >= limit:
             break
@@ -140,7 +142,7 @@ def locate(reader: PieceResolver, manifest: Manifest, entries: Sequence[TensorEn
 
 
 def _check_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]:
-    if _is_single_span(manifest, entry) or _is_plain_tiling(manifest, entry):
+    if _is_plain_tiling(manifest, entry):
         return []
     name = dotted(entry.path)
     region = full_box(entry.shape)

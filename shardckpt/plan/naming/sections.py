@@ -155,6 +155,8 @@ def _optimizers(manifest: Manifest) -> list[Path]:
     """
     seen: dict[Path, set[str]] = {}
     for path in _paths(manifest):
+        if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith((_STATE, _GROUPS)):
+            continue  # as most names of a flat state dict
         for n, key in enumerate(path[: _DEEPEST + 1]):
             if isinstance(key, str):
                 kind = key.partition(".")[0]
@@ -165,11 +167,12 @@ def _optimizers(manifest: Manifest) -> list[Path]:
 
 
 def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
-    variants = [path for path, _ in manifest.variants.values()]
-    tensors = [path for path in manifest.tensors if not _below_any(path, (*optimizers, *variants))]
+    known = [*optimizers, *(path for path, _ in manifest.variants.values())]
+    tensors = [path for path in manifest.tensors if not _below_any(path, known)] if known else [*manifest.tensors]
     for depth in range(1, _DEEPEST):
+        deeper = [path for path in tensors if len(path) > depth]
         for key in MODEL_KEYS:
-            found = {path[:depth] for path in tensors if len(path) > depth and _stem(path[depth - 1]) == key}
+            found = {path[:depth] for path in deeper if _stem(path[depth - 1]) == key}
             if len(found) > 1:
                 raise AmbiguousError(
                     "several subtrees could be the model",

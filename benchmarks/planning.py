@@ -1,0 +1,169 @@
+"""Measure the work of Python before and after bytes are moved: start-up, planning, opening. Each row has a goal.
+
+    python benchmarks/planning.py [--cases start,load,plan,open,inspect] [--rounds 11] [--record]
+
+Figures are seconds of processor time, so that other work on the machine matters less. The start of a command is the
+time of its process without that of an empty interpreter, and without that of the same call in a warm process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from inputs import LISTED_TENSORS, make_listed
+from results import RESULTS, Lines, machine, record
+from save_load import time_planning
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardckpt
+from shardckpt.format.registry import open_checkpoint
+
+RANKS, TENSORS = 64, 1200
+
+
+class Row(NamedTuple):
+    """One figure: its name, its processor seconds, and the most that they may be."""
+
+    name: str
+    seconds: float
+    goal: float
+
+
+def measure(work: Callable[[], object]) -> float:
+    """Return the processor seconds of a call."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def measure_process(*words: str) -> float:
+    """Return the processor seconds of a process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def start(folder: Path, rounds: int) -> Iterator[Row]:
+    """Measure the start of `consolidate`."""
+    source = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "dcp_fsdp2_llama_w2" / "ckpt"
+    empty, command, call = [], [], []
+    for number in range(rounds + 1):
+        empty.append(measure_process("-c", "pass"))
+        command.append(measure_process("-m", "shardckpt_cli", "consolidate", str(source), str(folder / f"a{number}")))
+        call.append(measure(partial(shardckpt.consolidate, str(source), str(folder / f"b{number}"))))
+    yield Row("start of `shardckpt consolidate`", median(command[1:]) - median(empty[1:]) - median(call[1:]), 0.15)
+
+
+def load(folder: Path, rounds: int) -> Iterator[Row]:
+    """Measure the first `load` of a process that has imported torch's DTensor and shardckpt."""
+    state = {"model": {f"w{number}": torch.zeros(64, 64) for number in range(100)}}
+    shardckpt.save(state, str(folder / "step"))
+    program = (
+        "import time, torch, torch.distributed.tensor, shardckpt\n"
+        "state = {'model': {f'w{number}': torch.zeros(64, 64) for number in range(100)}}\n"
+        "shardckpt.load\n"
+        "times = []\n"
+        "for _ in range(3):\n"
+        "    start = time.process_time()\n"
+        f"    shardckpt.load(state, {str(folder / 'step')!r})\n"
+        "    times.append(time.process_time() - start)\n"
+        "print(times[0] - times[1])\n"
+    )
+    found = [
+        float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+        for _ in range(rounds)
+    ]
+    yield Row("first `load` of a process, without the second", median(found), 0.05)
+
+
+def plan(folder: Path, rounds: int) -> Iterator[Row]:  # noqa: ARG001
+    """Measure the plan of a first save on rank 0."""
+    for world, arrays, flat in ((1024, 1000, True), (4096, 1000, False)):
+        seconds, boxes = time_planning(world, arrays, flat=flat)
+        kind = "flat ranges" if flat else "rows"
+        yield Row(f"plan of {world:,} ranks x {arrays:,} tensors, {kind} ({boxes:,} boxes)", seconds, 5)
+
+
+def write_rank_files(folder: Path) -> None:
+    """Write the files that ranks with DTensors write with `torch.save`, one rank after another."""
+    folder.mkdir()
+    for rank in range(RANKS):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        mesh = DeviceMesh("cpu", list(range(RANKS)))
+        state = {
+            f"layers.{number // 12}.p{number % 12}.weight": DTensor.from_local(
+                torch.full((1, 4), float(rank)), mesh, [Shard(0)], run_check=False
+            )
+            for number in range(TENSORS)
+        }
+        torch.save({"model": state, "step": 3}, folder / f"rank{rank}.pt")
+        dist.destroy_process_group()
+
+
+def open_(folder: Path, rounds: int) -> Iterator[Row]:
+    """Measure the opening of rank files of DTensors."""
+    write_rank_files(folder / "ranks")
+    work = partial(open_checkpoint, str(folder / "ranks"))
+    seconds = median(measure(work) for _ in range(min(rounds, 3)))
+    yield Row(f"opening {RANKS} rank files x {TENSORS:,} DTensors", seconds, 3)
+
+
+def inspect(folder: Path, rounds: int) -> Iterator[Row]:
+    """Measure `inspect` of many tensors."""
+    make_listed(folder / "listed")
+    seconds = median(measure(partial(shardckpt.inspect, str(folder / "listed"))) for _ in range(rounds))
+    yield Row(f"`inspect` of {LISTED_TENSORS:,} tensors", seconds, 1)
+    command = median(measure_process("-m", "shardckpt_cli", "inspect", str(folder / "listed")) for _ in range(rounds))
+    yield Row(f"`shardckpt inspect` of {LISTED_TENSORS:,} tensors, the process", command, 1)
+
+
+CASES: dict[str, Callable[[Path, int], Any]] = {
+    "start": start,
+    "load": load,
+    "plan": plan,
+    "open": open_,
+    "inspect": inspect,
+}
+
+
+def main() -> None:
+    """Run the selected cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    parser.add_argument("--rounds", type=int, default=11, help="measured runs")
+    parser.add_argument("--record", action="store_true", help=f"write the table into {RESULTS.name}")
+    options = parser.parse_args()
+    names = options.cases.split(",")
+    if unknown := set(names) - set(CASES):
+        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    report = Lines()
+    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    report.say(f"{today}, {machine()}, torch {torch.__version__}; medians of {options.rounds} rounds.")
+    report.say("\n| | CPU s | goal | |\n|---|---|---|---|")
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="shardckpt-bench-") as folder:
+            for row in CASES[name](Path(folder), options.rounds):
+                verdict = "met" if row.seconds <= row.goal else "MISSED"
+                report.say(f"| {row.name} | {row.seconds:.3f} | {row.goal:g} | {verdict} |")
+    if options.record:
+        record("Start-up, planning and opening", report.lines)
+
+
+if __name__ == "__main__":
+    main()
