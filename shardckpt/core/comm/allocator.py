@@ -50,8 +50,8 @@ class _Allocating:
         backend = allocator(self._group, device)
         if backend is None:
             return torch.empty(*size, dtype=dtype, device=device)
-        made: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
-        return made.view(*size)
+        buffer: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+        return buffer.view(*size)
 
 
 class PooledAllGather(_Allocating, AllGather):

@@ -257,7 +257,7 @@ class _Sum:
 
 
 def _sum_buckets(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
-    found = {}
+    sums = {}
     for prefix, bucket in buckets:
         initial = bucket.initial_checksums
         if initial is None:
@@ -265,8 +265,8 @@ def _sum_buckets(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
         for index, (name, part) in enumerate(zip(initial.names, bucket.local_shards, strict=True)):
             now = checksum(part)
             full = None if initial.full is None else initial.full[index]
-            found[f"{prefix}.{name}" if prefix else name] = _Sum(full, now != initial.parts[index], now)
-    return found
+            sums[f"{prefix}.{name}" if prefix else name] = _Sum(full, now != initial.parts[index], now)
+    return sums
 
 
 def _find_differing_params(messages: Sequence[Mapping[str, _Sum]], group: ShardGroup) -> list[str]:
@@ -277,9 +277,9 @@ def _find_differing_params(messages: Sequence[Mapping[str, _Sum]], group: ShardG
     wrong = []
     for name in messages[0]:
         sums = [message[name] for message in messages]
-        made = {each.full for each in sums}
+        full = {each.full for each in sums}
         parts = [{each.part for each in sums[rank :: group.size]} for rank in range(group.size)]
-        if (len(made) > 1 and not any(each.changed for each in sums)) or any(len(each) > 1 for each in parts):
+        if (len(full) > 1 and not any(each.changed for each in sums)) or any(len(each) > 1 for each in parts):
             wrong.append(name)
     return wrong
 

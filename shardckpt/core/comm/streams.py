@@ -65,11 +65,11 @@ class ResizableStorage:
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> ResizableStorage:
         """Wrap an existing tensor without a copy."""
-        made = cls(0, tensor.dtype, tensor.device)
-        made.tensor = tensor
-        made._nbytes = tensor.nbytes
-        made._counter.add(made._nbytes)
-        return made
+        storage = cls(0, tensor.dtype, tensor.device)
+        storage.tensor = tensor
+        storage._nbytes = tensor.nbytes
+        storage._counter.add(storage._nbytes)
+        return storage
 
     def __del__(self) -> None:
         if getattr(self, "alive", False):

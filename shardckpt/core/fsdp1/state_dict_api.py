@@ -117,10 +117,10 @@ class StateStatics(nn.Module):
         Raises:
             SettingsDifferError: The instances have different settings.
         """
-        found = [each._state_dict_settings for each in _instances(module)]
-        if any(each != found[0] for each in found):
-            raise SettingsDifferError("All FSDP modules must have the same state dict settings", found=found)
-        return found[0] if found else None
+        settings = [instance._state_dict_settings for instance in _instances(module)]
+        if any(instance != settings[0] for instance in settings):
+            raise SettingsDifferError("All FSDP modules must have the same state dict settings", found=settings)
+        return settings[0] if settings else None
 
     @staticmethod
     def set_state_dict_type(
@@ -150,10 +150,10 @@ class StateStatics(nn.Module):
             FutureWarning,
             stacklevel=2,
         )
-        made = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StateStatics.get_state_dict_type(module)
-        for each in _instances(module):
-            each._set_settings(made)
+        for instance in _instances(module):
+            instance._set_settings(settings)
         return before
 
     def _set_settings(self, settings: StateDictSettings) -> None:
@@ -175,9 +175,9 @@ class StateStatics(nn.Module):
         try:
             yield
         finally:
-            for each in _instances(module):
+            for instance in _instances(module):
                 if before is not None:
-                    each._set_settings(before)
+                    instance._set_settings(before)
 
     @staticmethod
     def full_optim_state_dict(
@@ -266,7 +266,7 @@ class StateStatics(nn.Module):
 
 
 def _instances(module: nn.Module) -> list[StateStatics]:
-    return [each for each in module.modules() if isinstance(each, StateStatics)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, StateStatics)]
 
 
 _CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {

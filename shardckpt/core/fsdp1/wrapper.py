@@ -140,12 +140,12 @@ class FullyShardedDataParallel(StateStatics):
         """Return a wrapper of the copied module, over the same ranks, without a root."""
         if self._unit.root is not None:
             self._unit.reshard()
-        made = object.__new__(type(self))
-        memo[id(self)] = made
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
         for name, value in self.__dict__.items():
             shared = isinstance(value, (dist.ProcessGroup, DeviceMesh))
-            made.__dict__[name] = value if shared else copy.deepcopy(value, memo) if name != "_root_state" else None
-        return made
+            copied.__dict__[name] = value if shared else copy.deepcopy(value, memo) if name != "_root_state" else None
+        return copied
 
     # ----------------------------------------------------------------------------------------- construction
 
@@ -174,7 +174,7 @@ class FullyShardedDataParallel(StateStatics):
 
     def _excluded_params(self, module: nn.Module) -> set[nn.Parameter]:
         """Return the parameters below a module that are ignored or belong to nested units."""
-        nested = (each._ignored_params for each in _instances(module))
+        nested = (instance._ignored_params for instance in _instances(module))
         return self._ignored_params.union(_params_of_instances(module), *nested)
 
     def _build_scope(self, module: nn.Module, ignored: Ignored) -> materialize.ModuleScope:
@@ -183,8 +183,12 @@ class FullyShardedDataParallel(StateStatics):
         Ignored and already sharded modules, and the modules below these, are excluded.
         """
 
-        def left_alone(each: nn.Module) -> bool:
-            return each in ignored.modules or isinstance(each, FullyShardedDataParallel) or is_incompatible(each)
+        def left_alone(submodule: nn.Module) -> bool:
+            return (
+                submodule in ignored.modules
+                or isinstance(submodule, FullyShardedDataParallel)
+                or is_incompatible(submodule)
+            )
 
         return materialize.ModuleScope.collect(module, left_alone, self._excluded_params(module))
 
@@ -251,8 +255,8 @@ class FullyShardedDataParallel(StateStatics):
         )
         name = Name(type(module).__name__)
         sets: dict[tuple[torch.dtype, bool], list[ParamInfo]] = {}
-        for each in managed:
-            sets.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
+        for member in managed:
+            sets.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
         registrations = [
             self._build_registration(module, name, members, i, config) for i, members in enumerate(sets.values())
         ]
@@ -276,7 +280,7 @@ class FullyShardedDataParallel(StateStatics):
         """Return the state of the root; become the root if there is none."""
         if self._root_state is None:
             named = [(n, m) for n, m in self.named_modules() if isinstance(m, FullyShardedDataParallel)]
-            roots = [clean(name) for name, each in named if each.is_sharding_root]
+            roots = [clean(name) for name, instance in named if instance.is_sharding_root]
             if roots:
                 raise StateError(
                     "a unit below this one ran before it and took itself for the root",
@@ -284,23 +288,23 @@ class FullyShardedDataParallel(StateStatics):
                     fix="Run the outermost FullyShardedDataParallel first.",
                 )
             _check_same_settings(named)
-            self._forget_roots([each for _, each in named])
-            units = [(clean(name) or type(self.module).__name__, each._unit) for name, each in named]
+            self._forget_roots([instance for _, instance in named])
+            units = [(clean(name) or type(self.module).__name__, instance._unit) for name, instance in named]
             root_state = RootState(self._unit, units)
-            for _, each in named:
-                each._set_root_state(root_state)
-                if each.mixed_precision.buffer_dtype is not None:
-                    each._buffer_types.cast(each.mixed_precision.buffer_dtype)
+            for _, instance in named:
+                instance._set_root_state(root_state)
+                if instance.mixed_precision.buffer_dtype is not None:
+                    instance._buffer_types.cast(instance.mixed_precision.buffer_dtype)
         assert self._root_state is not None
         return self._root_state
 
     def _forget_roots(self, instances: list[FullyShardedDataParallel]) -> None:
         """Forget earlier roots of instances whose module was wrapped again."""
-        if any(each._root_state is not None for each in instances):
-            for each in instances:
-                if each._root_state is not None:
-                    each._root_state.recover()
-                each._unit.reshard()
+        if any(instance._root_state is not None for instance in instances):
+            for instance in instances:
+                if instance._root_state is not None:
+                    instance._root_state.recover()
+                instance._unit.reshard()
             self._reset_lazy_init()
 
     def _set_root_state(self, root_state: RootState) -> None:
@@ -397,10 +401,12 @@ class FullyShardedDataParallel(StateStatics):
             ArgumentError: The hook is not callable.
         """
         root = self.check_is_root()
-        found = _instances(self)
-        comm_hooks.check(hook, root, [(each._unit, each.sharding_strategy, each._comm_hook) for each in found])
-        for each in found:
-            each._take_hook(state, hook)
+        instances = _instances(self)
+        comm_hooks.check(
+            hook, root, [(instance._unit, instance.sharding_strategy, instance._comm_hook) for instance in instances]
+        )
+        for instance in instances:
+            instance._take_hook(state, hook)
 
     def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._hook = CommHook(state, hook)
@@ -481,8 +487,8 @@ class FullyShardedDataParallel(StateStatics):
     def module(self) -> nn.Module:
         """The wrapped module, without an activation checkpointing wrapper around it."""
         inner = self._fsdp_wrapped_module
-        found = inner._modules.get("_checkpoint_wrapped_module")
-        return found if found is not None else inner
+        wrapped = inner._modules.get("_checkpoint_wrapped_module")
+        return wrapped if wrapped is not None else inner
 
     @property
     def _has_params(self) -> bool:
@@ -490,8 +496,8 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        found = self._unit.registrations[0] if self._unit.registrations else None
-        return found.flat if isinstance(found, FlatParamRegistration) else None
+        registration = self._unit.registrations[0] if self._unit.registrations else None
+        return registration.flat if isinstance(registration, FlatParamRegistration) else None
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -565,8 +571,8 @@ class FullyShardedDataParallel(StateStatics):
             module: An instance, or a module that contains instances.
             root_only: Exclude instances that belong to a root above them.
         """
-        found = _instances(module)
-        return [each for each in found if each.check_is_root()] if root_only else found
+        instances = _instances(module)
+        return [instance for instance in instances if instance.check_is_root()] if root_only else instances
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
         self._unit.reshard()
@@ -586,17 +592,17 @@ class FullyShardedDataParallel(StateStatics):
             SettingsDifferError: An instance does not use original parameters.
             BusyError: A unit is in a forward or a backward, or in `summon_full_params`.
         """
-        found = _instances(self)
-        for each in found:
-            if not each._use_orig_params:
+        instances = _instances(self)
+        for instance in instances:
+            if not instance._use_orig_params:
                 raise SettingsDifferError(
                     "`_deregister_orig_params_ctx()` should only be called when `_use_orig_params=True`",
-                    where=each._unit.name,
+                    where=instance._unit.name,
                 )
-            each._assert_state(TrainingState.IDLE)
+            instance._assert_state(TrainingState.IDLE)
         self._ensure_root_state()
         with flat_param_view.register_flat_params(
-            [(each._fsdp_wrapped_module, each._unit) for each in found], FLAT_PARAM
+            [(instance._fsdp_wrapped_module, instance._unit) for instance in instances], FLAT_PARAM
         ):
             yield
 
@@ -615,9 +621,9 @@ class FullyShardedDataParallel(StateStatics):
 
     def _reset_lazy_init(self) -> None:
         """Forget the root; the next call that needs a root determines it again."""
-        for each in _instances(self):
-            each._root_state = None
-            each._unit.attach(None)
+        for instance in _instances(self):
+            instance._root_state = None
+            instance._unit.attach(None)
 
     @property
     def training_state(self) -> TrainingState:
@@ -645,12 +651,12 @@ ShardedModule.register(FullyShardedDataParallel)
 
 
 def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
-    return [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, FullyShardedDataParallel)]
 
 
 def _params_of_instances(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of the instances in a module."""
-    return {parameter for each in _instances(module) for parameter in each.params}
+    return {parameter for instance in _instances(module) for parameter in instance.params}
 
 
 def _check_same_settings(named: Iterable[tuple[str, FullyShardedDataParallel]]) -> None:
@@ -658,8 +664,8 @@ def _check_same_settings(named: Iterable[tuple[str, FullyShardedDataParallel]]) 
     named = list(named)
     for setting in ("_use_orig_params", "limit_all_gathers"):
         values: dict[object, list[str]] = {}
-        for name, each in named:
-            values.setdefault(getattr(each, setting), []).append(clean(name) or "the root")
+        for name, instance in named:
+            values.setdefault(getattr(instance, setting), []).append(clean(name) or "the root")
         if len(values) > 1:
             raise ArgumentError(
                 f"Expects one homogeneous value for {setting} among all units of one tree",

@@ -118,22 +118,22 @@ class UnitParams:
     @property
     def members(self) -> list[ParamInfo]:
         """Parameters of all buckets."""
-        return [member for each in self.registrations for member in each.bucket.members]
+        return [member for registration in self.registrations for member in registration.bucket.members]
 
     @property
     def is_unsharded(self) -> bool:
         """Return True if all full parameters can be read."""
-        return all(each.bucket.unsharded.is_unsharded for each in self.active)
+        return all(registration.bucket.unsharded.is_unsharded for registration in self.active)
 
     @property
     def has_unsharded_storage(self) -> bool:
         """Return True if any full buffer has storage, also during an all-gather."""
-        return any(each.bucket.unsharded.has_storage for each in self.active)
+        return any(registration.bucket.unsharded.has_storage for registration in self.active)
 
     @property
     def requires_grad(self) -> bool:
         """Return True if any parameter requires gradients."""
-        return any(each.bucket.unsharded.requires_grad for each in self.active)
+        return any(registration.bucket.unsharded.requires_grad for registration in self.active)
 
     @contextmanager
     def check_out(self) -> Iterator[tuple[ParamRegistration, ...]]:
@@ -146,14 +146,14 @@ class UnitParams:
 
     def set_callbacks(self, on_gradient: Callable[[], None], unshard: Callable[[], None]) -> None:
         """Set the methods to call for a leaf's gradient and for a module's recomputation."""
-        for each in self.registrations:
-            each.bucket.unsharded.watch.set_callback(on_gradient)
-            each.set_backward_unshard(unshard)
+        for registration in self.registrations:
+            registration.bucket.unsharded.watch.set_callback(on_gradient)
+            registration.set_backward_unshard(unshard)
 
     def rearm_watches(self) -> None:
         """Report the next gradient of each bucket again."""
-        for each in self.registrations:
-            each.bucket.unsharded.watch.rearm()
+        for registration in self.registrations:
+            registration.bucket.unsharded.watch.rearm()
 
     def bind_extensions(self, unit: str, *, has_pending_grads: bool) -> bool:
         """Use the all-gather extensions that a user has set on local tensors.
@@ -168,32 +168,34 @@ class UnitParams:
         Raises:
             ExtensionError: The extensions cannot be used, or the earlier parameters have pending gradients.
         """
-        late = [each for each in self.active if each.has_unbound_extensions]
+        late = [registration for registration in self.active if registration.has_unbound_extensions]
         if not late:
             return False
-        if has_pending_grads or any(each.bucket.reducer.has_unreduced_grads for each in late):
+        if has_pending_grads or any(registration.bucket.reducer.has_unreduced_grads for registration in late):
             raise ExtensionError(
                 "all-gather extensions were put on local tensors while gradients are still to come",
                 where=unit,
-                found=[member.fqn for each in late for member in each.bucket.members],
+                found=[member.fqn for registration in late for member in registration.bucket.members],
                 fix="Put them there before the first forward, or after a backward that reduces gradients.",
             )
-        self.registrations = self.active = tuple(made for each in self.registrations for made in each.bind_extensions())
+        self.registrations = self.active = tuple(
+            bound for registration in self.registrations for bound in registration.bind_extensions()
+        )
         return True
 
     def has_user_changes(self) -> bool:
         """Return True if a user may have changed parameters since the last unshard."""
         is_changed = False
-        for each in self.active:
-            is_changed |= each.has_user_changes()
+        for registration in self.active:
+            is_changed |= registration.has_user_changes()
         return is_changed
 
     def find_sharded_buckets(self) -> list[Bucket]:
         """Return the buckets that have to be gathered."""
         sharded = []
-        for each in self.active:
-            if not each.bucket.unsharded.has_storage:
-                sharded.append(each.bucket)
+        for registration in self.active:
+            if not registration.bucket.unsharded.has_storage:
+                sharded.append(registration.bucket)
         return sharded
 
     def pull_user_changes(self, *, all_buckets: bool = False) -> None:
@@ -202,24 +204,24 @@ class UnitParams:
         Args:
             all_buckets: Include unsharded buckets.
         """
-        for each in self.active:
-            if all_buckets or each.has_user_changes():
-                each.pull_user_changes()
+        for registration in self.active:
+            if all_buckets or registration.has_user_changes():
+                registration.pull_user_changes()
 
     def wait_all_gather(self, *, keep_partial_shard: bool) -> None:
         """Wait for the all-gathers, and register the full parameters on the modules."""
-        for each in self.active:
-            if not each.bucket.unsharded.is_unsharded:
-                each.bucket.unsharded.wait_all_gather(keep_partial_shard=keep_partial_shard)
-                if each.bucket.unsharded.address:
-                    self.addresses.append(each.bucket.unsharded.address)
-            each.register_unsharded()
+        for registration in self.active:
+            if not registration.bucket.unsharded.is_unsharded:
+                registration.bucket.unsharded.wait_all_gather(keep_partial_shard=keep_partial_shard)
+                if registration.bucket.unsharded.address:
+                    self.addresses.append(registration.bucket.unsharded.address)
+            registration.register_unsharded()
         self.is_registered = True
 
     def register_post_forward(self) -> None:
         """Register parameters that stay unsharded after forward or after backward."""
-        for each in self.active:
-            each.register_post_forward()
+        for registration in self.active:
+            registration.register_post_forward()
         self.is_registered = False
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
@@ -229,15 +231,15 @@ class UnitParams:
             keep_partial_shard: Keep the larger shard over `post_forward_group` for the unshard in backward.
         """
         self.addresses.clear()
-        for each in self.active:
-            each.register_sharded()
-            each.bucket.unsharded.reshard(keep_partial_shard=keep_partial_shard)
+        for registration in self.active:
+            registration.register_sharded()
+            registration.bucket.unsharded.reshard(keep_partial_shard=keep_partial_shard)
         self.is_registered = False
 
     def drop_partial_shards(self) -> None:
         """Free the larger shards that were kept for the unshard in backward."""
-        for each in self.active:
-            each.bucket.unsharded.reshard()
+        for registration in self.active:
+            registration.bucket.unsharded.reshard()
 
     def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
         """Start the reduce-scatters of the gradients. Collective.
@@ -245,9 +247,9 @@ class UnitParams:
         An earlier reduction of the unit is finished first.
         """
         self.finish_reduction(config)
-        for each in self.active:
-            if each.bucket.unsharded.requires_grad:
-                each.bucket.reducer.start_reduce_scatter(
+        for registration in self.active:
+            if registration.bucket.unsharded.requires_grad:
+                registration.bucket.reducer.start_reduce_scatter(
                     factor=config.gradient_divide_factor,
                     split=config.force_sum_reduction,
                     all_reduce=config.all_reduce,
@@ -258,25 +260,25 @@ class UnitParams:
     def is_reduced(self) -> bool:
         """Return True if `finish_reduction` neither waits nor runs collectives."""
         return all(
-            each.bucket.reducer.is_done and not any(map(has_gradient_hooks, each.parameters))
-            for each in self.registrations
+            registration.bucket.reducer.is_done and not any(map(has_gradient_hooks, registration.parameters))
+            for registration in self.registrations
         )
 
     def finish_reduction(self, config: UnitConfig) -> None:
         """Wait for the averaged gradients and accumulate them."""
-        for each in self.active:
-            reduced = each.bucket.reducer.wait_reduce_scatter()
+        for registration in self.active:
+            reduced = registration.bucket.reducer.wait_reduce_scatter()
             if reduced is not None:
                 self._copied_event = reduced.event or self._copied_event
-                if self._copied_event is not None and any(map(is_read_at_once, each.parameters)):
+                if self._copied_event is not None and any(map(is_read_at_once, registration.parameters)):
                     self._wait_for_copies()
                 if config.reduce_scatter_unused_params:
                     reduced = replace(reduced, used=(True,) * len(reduced.used), flags=None)
-                if reduced.flags is not None and any(map(has_gradient_hooks, each.parameters)):
+                if reduced.flags is not None and any(map(has_gradient_hooks, registration.parameters)):
                     reduced = replace(reduced, used=reduced.flags.wait(), flags=None)  # in one order on all ranks
-                each.add_gradient(reduced)
+                registration.add_gradient(reduced)
                 if reduced.flags is not None:
-                    self._partly_added.append((each, reduced, reduced.flags))
+                    self._partly_added.append((registration, reduced, reduced.flags))
 
     def finish_gradients(self) -> None:
         """Wait for copies of gradients to the CPU; add gradients of other ranks only."""
@@ -376,15 +378,15 @@ class FSDPUnit:
         """Return a unit of the copied modules, sharded, idle and without a root."""
         if self.root is not None:
             self.reshard()
-        made = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config, device=self._device)
-        for each in self.registrations:
-            each.copy_parameters(memo)
-        made.params = UnitParams(copy.deepcopy(self.registrations, memo))
-        made.params.set_callbacks(made.on_gradient, made.unshard_for_backward)
-        made.modules = copy.deepcopy(self.modules, memo)
-        made.buffers = copy.deepcopy(self.buffers, memo)
-        made.units_to_prefetch = copy.deepcopy(self.units_to_prefetch, memo)
-        return made
+        copied = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config, device=self._device)
+        for registration in self.registrations:
+            registration.copy_parameters(memo)
+        copied.params = UnitParams(copy.deepcopy(self.registrations, memo))
+        copied.params.set_callbacks(copied.on_gradient, copied.unshard_for_backward)
+        copied.modules = copy.deepcopy(self.modules, memo)
+        copied.buffers = copy.deepcopy(self.buffers, memo)
+        copied.units_to_prefetch = copy.deepcopy(self.units_to_prefetch, memo)
+        return copied
 
     # ---------------------------------------------------------------------------------------------------- facts
 
@@ -401,7 +403,7 @@ class FSDPUnit:
     @property
     def buckets(self) -> list[Bucket]:
         """Buckets of the unit, in their fixed order."""
-        return [each.bucket for each in self.params.registrations]
+        return [registration.bucket for registration in self.params.registrations]
 
     def profile_range(self, label: str) -> AbstractContextManager[object]:
         """Return a profiler range for this unit; an empty context without parameters."""
@@ -527,8 +529,8 @@ class FSDPUnit:
         if forward_id != RECOMPUTED:
             self.full_precision = self.runs_in_full_precision
             self.phase = Phase.FORWARD
-        for each in self.params.active:
-            if each.bucket.unsharded.has_storage and each.bucket.unsharded.has_wrong_dtype(
+        for registration in self.params.active:
+            if registration.bucket.unsharded.has_storage and registration.bucket.unsharded.has_wrong_dtype(
                 full_precision=self.full_precision
             ):
                 self.reshard()  # gathered by or for a forward in the other precision
@@ -626,8 +628,8 @@ class FSDPUnit:
         if not stays:
             self.reshard()
         if is_unsynced:
-            for each in self.params.active:
-                each.stash_unsharded_grads()
+            for registration in self.params.active:
+                registration.stash_unsharded_grads()
         if stays:
             self.params.register_post_forward()
         self.phase = Phase.IDLE
@@ -640,7 +642,7 @@ class FSDPUnit:
         self._running_calls = self._modules_run = 0
         self._has_unsynced_grads = False
         self.phase = Phase.IDLE
-        resets = [each.reset_after_error for each in self.params.active]
+        resets = [registration.reset_after_error for registration in self.params.active]
         run_all([self.params.forget_gradients, *resets, partial(self.reshard, unconditionally=True)])
 
 

@@ -213,8 +213,8 @@ class RootState:
             with profile_range("cast_forward_outputs"):
                 output = mixed_precision.cast_tensors(output, unit.config.precision.output_dtype)
         outputs = find_grad_tensors(output) if has_backward else []
-        for each in outputs:
-            each.register_hook(lambda _: self.pre_backward(call))  # type: ignore[no-untyped-call]
+        for tensor in outputs:
+            tensor.register_hook(lambda _: self.pre_backward(call))  # type: ignore[no-untyped-call]
         is_recorded = bool(outputs) and not recomputes and bool(unit.params.active)
         if is_recorded:
             self._calls.append(call)
@@ -265,9 +265,9 @@ class RootState:
         autograd_hooks.queue_backward_callback(self._finalize_backward)
         is_async = False
         for unit in self.units:
-            for each in unit.params.active:
-                is_async = is_async or has_streams(each.bucket.unsharded.device)
-                each.restore_unsharded_grads()
+            for registration in unit.params.active:
+                is_async = is_async or has_streams(registration.bucket.unsharded.device)
+                registration.restore_unsharded_grads()
         if is_async:  # a user may have written to shards since forward: torch's own load_state_dict, for one
             self.shard_writes.make_gathers_wait()
 
@@ -319,7 +319,7 @@ class RootState:
             self._rank_checks.order.reduces(self.units.index(unit))
         with unit.profile_range("post_backward_reduce"):
             unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
-        self._reducing_units = [*(each for each in self._reducing_units if each is not unit), unit]
+        self._reducing_units = [*(other for other in self._reducing_units if other is not unit), unit]
         self._finish_reductions(unit.config.reduce_scatter_max_input_buffers)
 
     def _finish_reductions(self, left: int) -> None:

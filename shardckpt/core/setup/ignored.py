@@ -51,9 +51,9 @@ class Ignored:
         if ignored_states is None:
             return cls._from_modules(root, ignored_modules, sharded)
         states: list[Any] = list(ignored_states)
-        if states and all(isinstance(each, nn.Parameter) for each in states):
+        if states and all(isinstance(state, nn.Parameter) for state in states):
             return cls(set(), set(states))
-        if not all(isinstance(each, nn.Module) for each in states):
+        if not all(isinstance(state, nn.Module) for state in states):
             raise ArgumentError(
                 f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
             )
@@ -67,20 +67,20 @@ class Ignored:
             raise ArgumentTypeError(
                 f"ignored_modules should be an iterable of modules but got {type(given)}"
             ) from error
-        if not all(isinstance(each, nn.Module) for each in modules):
+        if not all(isinstance(module, nn.Module) for module in modules):
             raise ArgumentTypeError(f"ignored_modules expects nn.Module list elements but got types {_types(modules)}")
-        for each in modules:
-            if isinstance(each, sharded):
+        for module in modules:
+            if isinstance(module, sharded):
                 raise ArgumentError("`ignored_modules` should not include FSDP modules")
-            if each is root:
+            if module is root:
                 warnings.warn(
                     "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
-                    f"parameters being ignored: {type(each).__name__}",
+                    f"parameters being ignored: {type(module).__name__}",
                     stacklevel=4,
                 )
-        below = {inner for each in modules for inner in each.modules()}
+        below = {inner for module in modules for inner in module.modules()}
         return cls(below, parameters_below(modules))
 
 
-def _types(found: Iterable[object]) -> list[type]:
-    return sorted({type(each) for each in found}, key=repr)
+def _types(values: Iterable[object]) -> list[type]:
+    return sorted({type(value) for value in values}, key=repr)

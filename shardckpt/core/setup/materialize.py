@@ -53,14 +53,14 @@ class ModuleScope:
             stop: Returns True for modules to exclude, with all their submodules.
             exempt: Parameters that do not belong to the unit.
         """
-        found, waiting = {module: ""}, deque([module])
+        names, waiting = {module: ""}, deque([module])
         while waiting:
-            each = waiting.popleft()
-            for name, child in each.named_children():
-                if child not in found and not stop(child):
-                    found[child] = f"{found[each]}.{name}" if found[each] else name
+            current = waiting.popleft()
+            for name, child in current.named_children():
+                if child not in names and not stop(child):
+                    names[child] = f"{names[current]}.{name}" if names[current] else name
                     waiting.append(child)
-        return cls({each: clean(name) for each, name in found.items()}, exempt)
+        return cls({current: clean(name) for current, name in names.items()}, exempt)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters, each parameter once."""
@@ -181,7 +181,7 @@ class Initializer:
 
 def _has_meta(module: nn.Module) -> bool:
     states = (*module._parameters.values(), *module._buffers.values())
-    return any(each is not None and each.is_meta for each in states)
+    return any(tensor is not None and tensor.is_meta for tensor in states)
 
 
 def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
@@ -191,7 +191,7 @@ def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 places.setdefault(parameter, []).append((module, name))
-    return [each for each in places.values() if len(each) > 1]
+    return [locations for locations in places.values() if len(locations) > 1]
 
 
 def _deferred(scope: ModuleScope) -> bool:
@@ -379,9 +379,9 @@ def sync_module_states(module: nn.Module, process_group: dist.ProcessGroup | Non
 def _refuse_flat(module: nn.Module) -> None:
     for unit in traversal.units(module):
         if any(
-            not isinstance(each.data, DTensor)
+            not isinstance(parameter.data, DTensor)
             for registration in unit.registrations
-            for each in registration.parameters
+            for parameter in registration.parameters
         ):
             raise ArgumentError(
                 "ranks that hold different parts of a flat parameter cannot be made equal",
@@ -422,15 +422,15 @@ def broadcast(states: Iterable[torch.Tensor], group: ShardGroup) -> None:
         group: Shard group, with its replicas.
     """
     with torch.no_grad():
-        for bucket in _buckets(_plain(each.detach()) for each in states if not each.is_meta):
-            flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([each.reshape(-1) for each in bucket])
+        for bucket in _buckets(_plain(tensor.detach()) for tensor in states if not tensor.is_meta):
+            flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
             group.broadcast(flat)
             at = 0
-            for each in bucket:
-                part = flat[at : at + each.numel()]
-                if part.data_ptr() != each.data_ptr():
-                    each.copy_(part.view(each.shape))
-                at += each.numel()
+            for tensor in bucket:
+                part = flat[at : at + tensor.numel()]
+                if part.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(part.view(tensor.shape))
+                at += tensor.numel()
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -438,7 +438,7 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     names: list[str] = tensor.__tensor_flatten__()[0]
     inner: list[Any] = [getattr(tensor, name) for name in names]
-    return [plain for each in inner if isinstance(each, torch.Tensor) for plain in _plain(each)]
+    return [plain for part in inner if isinstance(part, torch.Tensor) for plain in _plain(part)]
 
 
 def _buckets(states: Iterable[list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:

@@ -70,7 +70,7 @@ def _unify(member: ParamInfo, first: dict[Identity, nn.Parameter]) -> None:
 
 
 def _unify_registered(module: nn.Module, first: Mapping[Identity, nn.Parameter]) -> None:
-    for _, each in walk(module, is_incompatible):
-        for name, parameter in list(each._parameters.items()):
+    for _, submodule in walk(module, is_incompatible):
+        for name, parameter in list(submodule._parameters.items()):
             if parameter is not None and identity(parameter) in first:
-                setattr(each, name, first[identity(parameter)])
+                setattr(submodule, name, first[identity(parameter)])

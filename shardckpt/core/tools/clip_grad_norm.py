@@ -91,7 +91,7 @@ def clip_units(
     order = float(norm_type)
     if not order > 0:
         raise ArgumentError("the order of a norm is positive", where="clip_grad_norm_", found=norm_type)
-    ranked = [each for unit in units for registration in unit.registrations for each in _optimizer_params(registration)]
+    ranked = [pair for unit in units for registration in unit.registrations for pair in _optimizer_params(registration)]
     _refuse_unsynced([parameter for parameter, _ in ranked])
     widest = max([_Ranks.from_group(around), *(ranks for _, ranks in ranked)], key=lambda ranks: ranks.count)
     mesh = get_tp_mesh(bucket for unit in units for bucket in unit.buckets)
@@ -176,17 +176,17 @@ class _Part:
         if self.grad.numel() == 0:
             return torch.zeros((), device=self.grad.device)
         dtype = None if self.grad.is_complex() else torch.promote_types(self.grad.dtype, torch.float32)
-        found: torch.Tensor = torch.linalg.vector_norm(self.grad, order, dtype=dtype)
-        return found
+        norm: torch.Tensor = torch.linalg.vector_norm(self.grad, order, dtype=dtype)
+        return norm
 
 
 def _optimizer_params(registration: ParamRegistration) -> list[tuple[nn.Parameter, _Ranks]]:
     """Return the parameters that an optimizer updates, with their ranks."""
     parameters = registration.parameters
     if parameters and isinstance(parameters[0].data, DTensor):
-        return [(each, _Ranks.from_dtensor(cast("DTensor", each.data))) for each in parameters]
+        return [(parameter, _Ranks.from_dtensor(cast("DTensor", parameter.data))) for parameter in parameters]
     ranks = _Ranks.from_group(registration.bucket.group)
-    return [(each, ranks) for each in parameters]
+    return [(parameter, ranks) for parameter in parameters]
 
 
 def _parts_over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[_Part]:
@@ -206,8 +206,8 @@ def _reduce_locally(parts: Sequence[_Part], order: float, device: torch.device) 
         norm = part.norm(order)
         norms.setdefault((part.copies, norm.device, norm.dtype), []).append(norm)
     shares = []
-    for (copies, _, _), found in norms.items():
-        together = torch.stack(found).double()
+    for (copies, _, _), same_kind in norms.items():
+        together = torch.stack(same_kind).double()
         share = together.max() if math.isinf(order) else together.pow(order).sum() / copies
         shares.append(share.view(1).to(device))
     return _combine_parts(shares, order, device)
@@ -246,8 +246,8 @@ def _combine_parts(parts: Sequence[torch.Tensor], order: float, device: torch.de
 
 def _reduce_over_ranks(local: torch.Tensor, ranks: _Ranks, order: float) -> torch.Tensor:
     """Return the combined contributions of all ranks, a scalar."""
-    for each in ranks.groups:
-        group = ShardGroup(each)
+    for process_group in ranks.groups:
+        group = ShardGroup(process_group)
         everyone = local.new_empty(group.size)
         group.all_gather(everyone, local, "clip gradients").wait()
         local = _combine_parts([everyone], order, local.device)

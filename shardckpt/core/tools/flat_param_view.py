@@ -30,18 +30,18 @@ def register_flat_params(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str)
         place.module._parameters.pop(place.attribute, None)
     flats = []
     for home, registrations in homes.items():
-        for index, each in enumerate(registrations):
-            bucket = each.bucket
+        for index, registration in enumerate(registrations):
+            bucket = registration.bucket
             flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
             home._parameters[f"{name}_{index}" if index else name] = flat
-            flats.append((flat, each))
+            flats.append((flat, registration))
     try:
         yield
     finally:
         for module, registered in before.items():
             module._parameters.clear()
             module._parameters.update(registered)
-        for flat, each in flats:
-            if flat.data_ptr() != each.bucket.shard.data_ptr():
-                each.bucket.shard.data.copy_(flat.data)
-            each.register_sharded()
+        for flat, registration in flats:
+            if flat.data_ptr() != registration.bucket.shard.data_ptr():
+                registration.bucket.shard.data.copy_(flat.data)
+            registration.register_sharded()

@@ -100,7 +100,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, tor
 
     The tensors alias the gradients; changes are made in place.
     """
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
@@ -112,5 +112,5 @@ def _gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, tor
                 grad = grad._values()
             elif isinstance(grad, DTensor):
                 grad = grad.to_local()
-            found.setdefault((grad.device, grad.dtype), []).append(grad.detach())
-    return found
+            gradients.setdefault((grad.device, grad.dtype), []).append(grad.detach())
+    return gradients

@@ -116,7 +116,7 @@ def _summon_unit(unit: FSDPUnit, options: SummonOptions) -> Iterator[None]:
 def _restore_param_order(unit: FSDPUnit) -> None:
     """Restore the order of parameters in their modules from before bucketing."""
     places = [(member.order, place) for member in unit.params.members for place in member.places]
-    for _, place in sorted(places, key=lambda each: each[0]):
+    for _, place in sorted(places, key=lambda entry: entry[0]):
         registered = place.module._parameters
         if place.attribute in registered:
             registered[place.attribute] = registered.pop(place.attribute)
@@ -154,7 +154,7 @@ class _SummonedBucket:
         shown = None if gradients is None else [None if grad is None else self._own(grad) for grad in gradients]
         self._parameters = self._registration.register_summoned(self._given, shown)
         for parameter in self._parameters:
-            if parameter.requires_grad and not any(parameter is each for each in self._registration.parameters):
+            if parameter.requires_grad and not any(parameter is sharded for sharded in self._registration.parameters):
                 parameter.register_hook(self._refuse_late_backward)  # type: ignore[no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,11 @@ class _SummonedBucket:
         """
         options, bucket, shown = self._options, self._bucket, bool(self._parameters)
         values, wrong = self._values() if shown else ([], None)
-        gradients = [None if each.grad is None else _local(each.grad) for each in self._registered()] if shown else []
+        gradients = (
+            [None if parameter.grad is None else _local(parameter.grad) for parameter in self._registered()]
+            if shown
+            else []
+        )
         if shown:
             self._registration.unregister_summoned()
         self._parameters, self._given, self._full = [], [], None
