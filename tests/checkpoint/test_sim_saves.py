@@ -14,6 +14,7 @@ from test_sim_training import build, kept, local, loss_of, offload_of, optimizer
 
 import shardckpt
 from shardckpt.boxes import full_box
+from shardckpt.checkpoint.save import replica_digests
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.format.native.payload import PayloadChunk, arrange_files
@@ -71,7 +72,9 @@ def test_a_step_saved_at_once_or_in_the_background_is_loaded(tmp_path, front_end
 
 def save_behind_a_gate(rank: int, world: int, front_end: str, folder: str) -> Any:
     """Save in the background with a writer that waits; return whether it waited for copies, and what was right."""
-    model, optimizer = trained(front_end, False, 0, "sim")
+    model = build(front_end, "sim")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)  # with replicated steps on the device
+    go_on(model, optimizer, 0, "sim")
     state = {"model": model, "optim": optimizer}
     shardckpt.async_save(state, f"{folder}/first").result()
     before = told(model, optimizer)
@@ -137,3 +140,22 @@ def give_a_copy_up(rank: int, world: int) -> Any:
 
 def test_buffers_of_a_save_that_was_given_up_are_used_again_when_its_copies_are_done():
     assert sim.ranks(1, give_a_copy_up) == [(1, 0)]
+
+
+def save_unequal_replicas(rank: int, world: int, folder: str) -> list[Any]:
+    """Save replicas that differ in copies, in what does not fit there, and not at all; return what was found."""
+    replica_digests.PINNED_BYTES = 1 << 10
+    found = []
+    for unequal in ("small", "large", "turned", ""):
+        state = {"small": torch.ones(9), "large": torch.ones(900), "turned": torch.ones(4, 5).t()}
+        state = {name: (value + rank if name == unequal else value).to("sim") for name, value in state.items()}
+        try:
+            shardckpt.async_save(state, f"{folder}/{unequal}").result()
+            found.append("saved")
+        except shardckpt.errors.UsageError as error:
+            found.append(f"`{unequal}` (tensor) differs between rank 0 and rank 1" in str(error))
+    return found
+
+
+def test_replicas_that_differ_are_found_whenever_they_are_hashed(tmp_path):
+    assert sim.ranks(2, save_unequal_replicas, str(tmp_path)) == [[True, True, True, "saved"]] * 2

@@ -10,11 +10,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import xxhash
-
-from shardckpt.boxes import Box
 from shardckpt.checkpoint.coordinator import Channels, Coordinator
 from shardckpt.checkpoint.incremental.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.incremental.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
@@ -37,9 +34,9 @@ from shardckpt.checkpoint.planning.save_plan import (
 )
 from shardckpt.checkpoint.planning.value_mismatch import build_mismatch_error, value_digests
 from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, write_payloads
+from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
-from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
@@ -63,9 +60,8 @@ from shardckpt.format.native.payload import (
 )
 from shardckpt.format.native.records import FileRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
-from shardckpt.manifest import Path, dotted
+from shardckpt.manifest import Path
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
-from shardckpt.state.local.local_shards import TensorShards
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 
@@ -187,25 +183,6 @@ class Saver:
         self.rank_plan_cache = self.plan_cache = self.cached_save = None
 
 
-class Replica(NamedTuple):
-    """Digest of a box of an array that several ranks have.
-
-    Attributes:
-        path: Path of the array.
-        box: Box of the elements; None for all elements.
-        digest: Digest of their bytes.
-    """
-
-    path: Path
-    box: Box | None
-    digest: bytes
-
-    @property
-    def name(self) -> str:
-        """Name of the box in messages."""
-        return dotted(self.path) + ("" if self.box is None else str(self.box))
-
-
 def _digest(parts: Iterable[bytes]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
@@ -243,21 +220,22 @@ class StagedSave:
 
     Attributes:
         files: Layouts of the files, without headers.
-        replicas: Digests of boxes in each replica group, by number of the group.
+        replicas: Digests of boxes in each replica group.
         unchanged: Positions in the plan of chunks that are equal in the base.
     """
 
     files: tuple[FileLayout, ...]
-    replicas: Mapping[int, Sequence[Replica]]
+    replicas: ReplicaDigests
     unchanged: tuple[int, ...]
 
     def replica_group_digests(self) -> dict[str, str]:
         """Return one digest per replica group, by number of the group."""
-        return {str(number): _digest(replica.digest for replica in boxes) for number, boxes in self.replicas.items()}
+        groups = self.replicas.by_group()
+        return {str(number): _digest(replica.digest for replica in boxes) for number, boxes in groups.items()}
 
     def replica_digests(self) -> dict[str, str]:
         """Return one digest per replicated box, by name."""
-        return {replica.name: replica.digest.hex() for boxes in self.replicas.values() for replica in boxes}
+        return {replica.name: replica.digest.hex() for boxes in self.replicas.by_group().values() for replica in boxes}
 
 
 @dataclass(frozen=True)
@@ -379,7 +357,7 @@ class SaveSession:
             kept = set(unchanged)
             chunks = tuple(chunk for at, chunk in enumerate(rank_plan.chunks) if at not in kept)
             files = arrange_files(chunks, model=planned.model)
-        replicas = _hash_replicas(rank_plan, flattened) if self._options.checksums else {}
+        replicas = ReplicaDigests(_find_replicas(rank_plan, flattened) if self._options.checksums else {})
         return StagedSave(files, replicas, unchanged)
 
     def write(self, planned: PlannedSave, staged: StagedSave, source: Source) -> WrittenSave:
@@ -403,6 +381,7 @@ class SaveSession:
             index = hf_index(planned_files, planned.model)
             self._write_file(HF_INDEX, index)
             files = (make_record(HF_INDEX, index, checksums=options.checksums),)
+        staged.replicas.finish()
         hints = planned.response.hints
         hashes = [] if hints is None else hints.hash_blocks(self._coordinator.rank, self._coordinator.size)
         return WrittenSave(staged, payloads, files, hashes)
@@ -624,13 +603,14 @@ class SaveSession:
             writer.write(data)
 
 
-def _hash_replicas(rank_plan: RankSavePlan, flattened: PlannedState) -> dict[int, tuple[Replica, ...]]:
-    """Hash this rank's boxes in each replica group, by number of the group."""
+def _find_replicas(rank_plan: RankSavePlan, flattened: PlannedState) -> dict[int, list[ReplicatedBox]]:
+    """Return this rank's boxes in each replica group, by number of the group."""
     items = list(flattened.arrays.items()) if rank_plan.replica_groups else []
-    return {
-        number: tuple(_hash_replica(*items[at], which) for at, which in positions)
-        for number, positions in rank_plan.replica_groups.items()
-    }
+    found: dict[int, list[ReplicatedBox]] = {}
+    for number, positions in rank_plan.replica_groups.items():
+        named = [(*items[at], which) for at, which in positions]
+        found[number] = [ReplicatedBox(path, array.shape, array.shards[which]) for path, array, which in named]
+    return found
 
 
 def _open_base(options: SaveOptions, plan: GlobalSavePlan) -> BaseDedup | None:
@@ -649,14 +629,6 @@ def _open_base(options: SaveOptions, plan: GlobalSavePlan) -> BaseDedup | None:
 
 def _sizes(files: Iterable[FileRecord]) -> dict[str, int]:
     return {file.name: file.nbytes for file in files}
-
-
-def _hash_replica(path: Path, array: TensorShards, which: int) -> Replica:
-    box, tensor = array.shards[which]
-    digest = xxhash.xxh3_128()
-    for part in tensor_bytes(tensor):
-        digest.update(part)
-    return Replica(path, None if box.size == array.shape else box, digest.digest())
 
 
 def _raise(refusal: Exception | None) -> None:
