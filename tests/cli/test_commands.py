@@ -304,9 +304,10 @@ class TestSignals:
         assert [(p.name, p.read_bytes()) for p in (tmp_path / "out").iterdir()] == [("model.safetensors", before)]
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "src"]
 
-    def test_a_single_file_is_not_left_half_written(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("jobs", [1, 2])
+    def test_a_single_file_is_not_left_half_written(self, jobs: int, tmp_path: Path) -> None:
         folder = many(tmp_path / "src")
-        process = start_slow("consolidate", folder, tmp_path / "one.safetensors")
+        process = start_slow("consolidate", folder, tmp_path / "one.safetensors", "--jobs", jobs)
         wait_for(lambda: any(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file() and "src" not in f.parts))
         process.send_signal(signal.SIGTERM)
         assert finish(process).code == 143

@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_stops_all_threads_and_leaves_nothing(
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(NoSpaceError, match=r"\.safetensors"):
         shardckpt.consolidate(source, tmp_path / target, jobs=3, max_shard_size=30_000)
-    assert next(count) < 60
+    assert next(count) < 150, "of 290 writes"
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
