@@ -1,4 +1,4 @@
-"""Make a manifest again from the last one, for a state that differs from the last one in tensors and values alone."""
+"""Reuse of the last plan and manifest for a state with other tensors and values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from shardckpt.state.local.local_shards import LocalShard, TensorShards
 
 @dataclass(frozen=True)
 class ValuePlace:
-    """Where the tagged JSON of a state has a plain value.
+    """Location of a plain value in the tagged JSON of a state.
 
     Attributes:
-        container: The list or object that holds it.
-        key: Its position or key there.
+        container: List or object that contains the value.
+        key: Position or key of the value in the container.
     """
 
     container: Any
@@ -37,15 +37,15 @@ class ValuePlace:
 
 @dataclass(frozen=True)
 class CachedSave:
-    """A save of a world of one, without its tensors and values. It holds no tensor.
+    """Save of a single rank without its tensors, to repeat for similar states.
 
     Attributes:
-        description: Of the states that it fits.
-        cache: The plan.
-        contents: The manifest without files; the values in it are replaced by each save.
-        model: Where the first model is; None without a model.
-        places: Of the values, in the order of the trace.
-        positions: Of the arrays among the traced tensors.
+        description: Description of the states that it fits.
+        cache: Cached plan.
+        contents: Manifest without files; each save replaces the values in it.
+        model: Path of the first model; None without a model.
+        places: Locations of the values, in the order of the trace.
+        positions: Positions of the arrays in the traced tensors.
     """
 
     description: tuple[object, ...]
@@ -63,12 +63,12 @@ class CachedSave:
         """Return the manifest of a state, without its files and pieces.
 
         Args:
-            save: The save's id.
-            trace: The state, which fits.
+            save: Id of the save.
+            trace: Trace of a state that fits.
             custom_metadata: Free text by name.
 
         Raises:
-            UnsupportedError: A value that cannot be saved.
+            UnsupportedError: A value cannot be saved.
         """
         values = [_encode(value, path) for path, value in trace.values]
         for place, value in zip(self.places, values, strict=True):
@@ -77,11 +77,11 @@ class CachedSave:
 
 
 class TracedState:
-    """A state that fits a cached save, as it is on this rank. Nothing is copied: it is valid until the state changes.
+    """State that fits a cached save, without copies: valid until the state changes.
 
     Args:
-        cached_save: The cached save.
-        trace: The state.
+        cached_save: Cached save that the state fits.
+        trace: Trace of the state.
     """
 
     def __init__(self, cached_save: CachedSave, trace: StateTrace) -> None:
@@ -90,18 +90,18 @@ class TracedState:
         self.ties = cached_save.cache.plan.ties
 
     def views(self, chunks: Sequence[PayloadChunk]) -> Iterable[torch.Tensor]:
-        """Return the elements of chunks: each is all of an array."""
+        """Return the elements of chunks, each of which is a complete array."""
         tensors, positions = self._tensors, self._cached_save.positions
         return [tensors[positions[chunk.path]] for chunk in chunks]
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where the tensors are."""
+        """Devices of the tensors."""
         return {tensor.device for tensor in self._tensors}
 
     @cached_property
     def arrays(self) -> dict[Path, TensorShards]:
-        """The arrays by path, in the order of the state."""
+        """Arrays by path, in the order of the state."""
         arrays = {}
         for path, at in self._cached_save.positions.items():
             tensor = self._tensors[at].detach()
@@ -113,13 +113,13 @@ class TracedState:
 def cache_save(
     trace: StateTrace, flattened: FlattenedState, cache: PlanCache, contents: ManifestContents
 ) -> CachedSave | None:
-    """Return a save without its tensors and values; None if it takes more than its trace to save the state again.
+    """Return a cached save; None if a trace is not sufficient to save the state again.
 
     Args:
-        trace: The state.
-        flattened: The same state.
-        cache: Its plan.
-        contents: Its manifest without files.
+        trace: Trace of the state.
+        flattened: Flattened state.
+        cache: Plan of the save.
+        contents: Manifest of the save, without files.
     """
     if flattened.per_rank_values or flattened.optional_values or cache.plan.frozen:
         return None
@@ -131,7 +131,7 @@ def cache_save(
 
 
 def _find_positions(trace: StateTrace, arrays: Mapping[Path, TensorShards]) -> dict[Path, int] | None:
-    """Return which traced tensor each array is; None if one is another view, or a copy."""
+    """Return the position of each array's tensor; None if one is a view or a copy."""
     known = {find_memory(tensor): at for at, tensor in enumerate(trace.tensors)}
     positions = {}
     for path, array in arrays.items():
@@ -145,7 +145,7 @@ def _find_positions(trace: StateTrace, arrays: Mapping[Path, TensorShards]) -> d
 
 
 def _find_places(trace: StateTrace, tree: object) -> tuple[ValuePlace, ...] | None:
-    """Return where the values are in tagged JSON; None if one is not found."""
+    """Return the locations of the values in tagged JSON; None if one is not found."""
     places = []
     for path, value in trace.values:
         place = _find_place(tree, path)

@@ -26,10 +26,12 @@ _Item = TypeVar("_Item")
 
 
 class _PackedSequence(Sequence[_Item]):
-    """Items that are made of packed rows when one of them is asked for; rank 0 asks for few of those of other ranks.
+    """Sequence that unpacks its items from packed rows at the first access.
+
+    Rank 0 needs only a few items of other ranks.
 
     Args:
-        rows: The rows.
+        rows: Packed rows of the items.
     """
 
     def __init__(self, rows: PackedRows) -> None:
@@ -238,7 +240,10 @@ def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
 
 
 def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRows]) -> GlobalSavePlan:
-    """Return the plan of ranks with the same arrays: most need no decision, and only the others are unpacked."""
+    """Return the plan of ranks with the same arrays.
+
+    Most arrays need no decision; only the others are unpacked.
+    """
     paths = [path for path, _, _ in packed[0].names.arrays]
     special = frozenset[Path]().union(*(plan.buffers | plan.frozen for plan in local_plans))
     tilings = find_tilings(packed, [at for at, path in enumerate(paths) if path in special])
@@ -264,11 +269,11 @@ def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRo
 
 
 def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mapping[Path, int]) -> PackedRows:
-    """Return the rows of a rank with chunks of arrays of which they have none.
+    """Return the rows of a rank with chunks of arrays that the rows do not have.
 
     Args:
-        rows: The rows.
-        chunks: The chunks.
+        rows: Packed rows of the rank.
+        chunks: Chunks to add.
         known: Position of each array.
     """
     if not chunks:
@@ -280,11 +285,11 @@ def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mappi
 
 
 def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -> GlobalSavePlan:
-    """Return the plan of arrays, one by one.
+    """Return the plan of unpacked arrays.
 
     Args:
-        local_plans: One for each rank.
-        loads: Bytes that each rank writes besides.
+        local_plans: Local plans of all ranks, in rank order.
+        loads: Number of other bytes that each rank writes.
     """
     plan = plan_save(_counted(local_plans), loads)
     order = tuple(spec.path for spec in plan.arrays)

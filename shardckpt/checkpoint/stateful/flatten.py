@@ -42,7 +42,7 @@ from shardckpt.state.local.optim_shards import local_optimizer
 from shardckpt.state.optim.optim_state_dict import ForeignParameterError, map_optimizer_params
 
 OpenedStates = Mapping[int, Any]
-"""What `state_dict` of objects in a state returned, by their identity."""
+"""Results of the `state_dict` of objects in a state, by the id of the object."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class FlattenedState:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where the tensors are."""
+        """Devices of the tensors."""
         return {shard.tensor.device for array in self.arrays.values() for shard in array.shards}
 
 

@@ -1,7 +1,7 @@
-"""Trace a state: list its tensors and values, and describe all else that its plan depends on.
+"""Trace of a state: its tensors and values, and a description of its structure.
 
-A state with the same description as an earlier one has the same plan, names and layout, whatever its tensors and values
-are. To trace a state takes a fraction of the time of flattening it: tensors are described in columns, not one by one.
+States with the same description have the same plan, names and layout, whatever their tensors and values are. A trace
+takes a fraction of the time of flattening, because it describes tensors in columns, not one by one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shardckpt.state.adapters.model_index import is_plain_module
 
 @dataclass(frozen=True)
 class StateTrace:
-    """A state, as far as its plan depends on it, and what is saved by that plan.
+    """Trace of a state.
 
     Attributes:
-        description: Equal for states that have one plan.
-        tensors: In the order in which they were found.
+        description: Description of the structure, equal for states with the same plan.
+        tensors: Tensors, in the order in which they were found.
         values: Plain values, with their paths.
     """
 
@@ -42,11 +42,11 @@ class StateTrace:
 
 
 def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
-    """Trace a state; None if it holds something whose plan depends on more than a trace describes.
+    """Return the trace of a state; None if its plan depends on more than a trace.
 
     Args:
-        state: As `save` takes it, in a world of one.
-        opened: What `state_dict` of objects returned, by their identity; what is called here is added.
+        state: State as for `save`, of a single rank.
+        opened: Results of the `state_dict` of objects, by the id of the object; new results are added.
 
     Raises:
         StateDictError: The `state_dict` of an object raised an exception.
@@ -63,7 +63,7 @@ def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
 
 
 class _UntraceableError(Exception):
-    """A trace does not describe all that a plan depends on."""
+    """The plan of a state depends on more than a trace."""
 
 
 _DICTS = (dict, OrderedDict)
@@ -72,19 +72,19 @@ _VALUE = "value"
 _VALUES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), set, frozenset, torch.dtype, torch.Size, torch.device}
 )
-_KEYS = frozenset({str, int})  # of other types, unlike ones may be equal
+_KEYS = frozenset({str, int})  # different keys of other types may be equal
 _PARAMETERS: frozenset[type] = frozenset({nn.Parameter, type(None)})
 _BUFFERS: frozenset[type] = PLAIN_TENSORS | {type(None)}
 
 
 class _Tracer:
-    """Visits a state in the order of the flattened one.
+    """Visitor of a state in the order of the flattened state.
 
     Args:
-        opened: What `state_dict` of objects returned, by their identity.
+        opened: Results of the `state_dict` of objects, by the id of the object.
 
     Attributes:
-        tensors: The tensors.
+        tensors: Tensors, in the order of the visit.
         values: Plain values, with their paths.
     """
 
@@ -96,7 +96,7 @@ class _Tracer:
         self._groups: list[list[nn.Parameter]] = []
 
     def finish(self) -> list[object]:
-        """Return the structure, with the places of the parameters of optimizers."""
+        """Return the structure, with the positions of the optimizers' parameters."""
         places = {id(tensor): at for at, tensor in enumerate(self.tensors)} if self._groups else {}
         for group in self._groups:
             found = [places.get(id(parameter), -1) for parameter in group]
@@ -107,7 +107,7 @@ class _Tracer:
         return self._structure
 
     def visit(self, value: Any, path: Path) -> None:
-        """Visit a value and all in it."""
+        """Visit a value and everything in it."""
         kind = type(value)
         if kind in PLAIN_TENSORS:
             self._add_tensors((value,), PLAIN_TENSORS)
@@ -148,7 +148,7 @@ class _Tracer:
             self.visit(item, (*path, path_key(key)))
 
     def _visit_module(self, module: nn.Module) -> None:
-        kind: Any = type(module)  # mypy takes a class for one of its instances here
+        kind: Any = type(module)  # mypy confuses the class with its instances here
         _require(is_plain_module(kind))
         parameters, buffers, children = module._parameters, module._buffers, module._modules
         names = (kind, list(parameters), list(buffers), list(children))
@@ -196,10 +196,10 @@ def _require(condition: bool) -> None:
 
 
 def _describe(tensors: list[torch.Tensor]) -> tuple[object, ...]:
-    """Return what a plan depends on of some tensors: all but their elements."""
+    """Return the description of tensors: everything except their elements."""
     try:
         shapes = [tensor.shape for tensor in tensors]
-    except RuntimeError as error:  # nested ones have no shape
+    except RuntimeError as error:  # nested tensors do not have a shape
         raise _UntraceableError from error
     dtypes = [tensor.dtype for tensor in tensors]
     devices = [tensor.device for tensor in tensors]
@@ -209,7 +209,7 @@ def _describe(tensors: list[torch.Tensor]) -> tuple[object, ...]:
 
 
 def _describe_sharing(tensors: list[torch.Tensor]) -> object:
-    """Return which tensors are the same object, or have the same memory; None if all differ in both."""
+    """Return which tensors are one object or share memory; None if no tensors do."""
     objects = list(map(id, tensors))
     starts = [tensor.data_ptr() for tensor in tensors]
     _require(0 not in starts or all(start or not tensor.numel() for start, tensor in zip(starts, tensors, strict=True)))
@@ -219,6 +219,6 @@ def _describe_sharing(tensors: list[torch.Tensor]) -> object:
 
 
 def _find_firsts(keys: Iterable[Hashable]) -> list[int]:
-    """Return for each key the position of the first one that equals it."""
+    """Return for each key the position of the first equal key."""
     firsts: dict[Hashable, int] = {}
     return [firsts.setdefault(key, at) for at, key in enumerate(keys)]

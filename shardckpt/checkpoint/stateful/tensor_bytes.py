@@ -28,11 +28,11 @@ SMALL_BYTES = 64 << 10
 
 
 class TensorSource(Protocol):
-    """The tensors of a state on this rank."""
+    """Tensors of a state on this rank."""
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where they are."""
+        """Devices of the tensors."""
 
     def views(self, chunks: Sequence[PayloadChunk], /) -> Iterable[torch.Tensor]:
         """Return the elements of chunks."""
@@ -140,7 +140,7 @@ def _join(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def find_memory(tensor: torch.Tensor) -> Hashable:
-    """Return what is equal for two tensors of the same elements in the same memory."""
+    """Return a key, equal for tensors with the same elements in the same memory."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     return (tensor.device, tensor.data_ptr(), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 

@@ -112,7 +112,7 @@ class UnitParams:
         self.is_registered = False
         self.is_checked_out = False
         self.addresses: list[int] = []
-        self._copied_event: Event | None = None  # behind the last copy of a gradient to the CPU
+        self._copied_event: Event | None = None  # after the last copy of a gradient to the CPU
         self._partly_added: list[tuple[ParamRegistration, ReducedGrad, PendingFlags]] = []
 
     @property
@@ -372,7 +372,7 @@ class FSDPUnit:
         self.pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
         self._has_unsynced_grads = False
         self.full_precision = False  # whether the last forward used the stored dtypes
-        self._inputs_event: Event | None = None  # behind copies of inputs from pinned memory
+        self._inputs_event: Event | None = None  # after copies of inputs from pinned memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
         """Return a unit of the copied modules, sharded, idle and without a root."""
