@@ -15,10 +15,11 @@ from test_sim_training import build, kept, local, loss_of, offload_of, optimizer
 import shardckpt
 from shardckpt.boxes import full_box
 from shardckpt.checkpoint.save import replica_digests
+from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.format.native.payload import PayloadChunk, arrange_files
-from shardckpt.state.local.local_shards import get_tensor_shards
+from shardckpt.state.local.local_shards import LocalShard, get_tensor_shards
 
 
 def trained(front_end: str, offloads: bool, step: int, device: str) -> tuple[Any, Any]:
@@ -159,3 +160,22 @@ def save_unequal_replicas(rank: int, world: int, folder: str) -> list[Any]:
 
 def test_replicas_that_differ_are_found_whenever_they_are_hashed(tmp_path):
     assert sim.ranks(2, save_unequal_replicas, str(tmp_path)) == [[True, True, True, "saved"]] * 2
+
+
+def hash_replicas(rank: int, world: int) -> Any:
+    """Return how many copies are under way before and after the digests are finished, and whether those are right."""
+    tensors = [torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4).t(), torch.empty(0)]
+
+    def digests(device: str) -> ReplicaDigests:
+        boxes = [LocalShard(full_box(tuple(each.shape)), each.to(device)) for each in tensors]
+        return ReplicaDigests({7: [ReplicatedBox(("t",), box.box.size, box) for box in boxes]})
+
+    on_device, on_host = digests("sim"), digests("cpu")
+    unfinished = sim.unfinished()
+    for each in (on_device, on_host):
+        each.finish()
+    return unfinished, sim.unfinished(), on_device.by_group() == on_host.by_group(), len(on_host.by_group()[7])
+
+
+def test_digests_of_replicas_on_a_device_are_those_on_the_host_once_they_are_finished():
+    assert sim.ranks(1, hash_replicas) == [(2, 0, True, 3)]
