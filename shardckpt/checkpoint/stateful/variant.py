@@ -39,12 +39,12 @@ class Variant:
 
     def __init__(self, weights: nn.Module | MutableMapping[str, torch.Tensor], of: nn.Module) -> None:
         if not isinstance(of, nn.Module):
-            raise UsageError("a variant is of a model", found=type(of).__name__, expected="of=model")
+            raise UsageError("`of` must be the model of the variant", found=type(of).__name__, expected="of=model")
         if not isinstance(weights, nn.Module) and not (
             isinstance(weights, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
         ):
             shown = type(weights).__name__
-            raise UsageError("a variant's weights are none", found=shown, expected="a module, or a dict of tensors")
+            raise UsageError("`weights` must be a module or a dict of tensors", found=shown)
         self.weights = weights
         self.of = of
 
