@@ -42,7 +42,7 @@ PYTHON = sys.executable
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 NO_FSYNC = "import os; os.fsync = os.fdatasync = lambda fd: None; "
-COMMAND = "from shardckpt_cli.app import main; main()"
+COMMAND = "from shardckpt_cli.start import main; main()"
 TORCH_HF = """
 import json, os, sys
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files

@@ -50,7 +50,7 @@ def find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...]) -> tuple[Pl
 
 @cache
 def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    if not any(_has_entry_points(group, path) for group in groups):
+    if not _has_entry_points(groups, path):
         return ()
     from importlib.metadata import entry_points  # noqa: PLC0415  (0.03 s, which most commands can do without)
 
@@ -73,12 +73,12 @@ def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tupl
     )
 
 
-def _has_entry_points(group: str, path: tuple[str, ...]) -> bool:
+def _has_entry_points(groups: tuple[str, ...], path: tuple[str, ...]) -> bool:
     """Return True if a distribution on a path may have entry points of a group.
 
-    Takes 2 ms.
+    Takes 1 ms.
     """
-    section = f"[{group}]".encode()
+    sections = [f"[{group}]".encode() for group in groups]
     for folder in path:
         try:
             names = os.listdir(folder or ".")
@@ -90,7 +90,8 @@ def _has_entry_points(group: str, path: tuple[str, ...]) -> bool:
             if name.endswith((".dist-info", ".egg-info")):
                 try:
                     with open(f"{folder or '.'}/{name}/entry_points.txt", "rb") as file:
-                        if section in file.read():
+                        text = file.read()
+                        if any(section in text for section in sections):
                             return True
                 except OSError:
                     continue

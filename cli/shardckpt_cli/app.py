@@ -5,7 +5,6 @@ Imports neither torch nor shardckpt until that command runs.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
@@ -90,7 +89,5 @@ def main() -> None:
 
     Exit codes: 0 success, 1 checkpoint, 2 usage, 3 storage, 130 and 143 signals.
     """
-    # a manifest has about 100,000 small objects that live until exit, so that frequent collection is wasted
-    gc.set_threshold(200_000, 50, 100)
     words = sys.argv[1:] or ["--help"]
     run_main(lambda: build_command(words[0])(words, standalone_mode=False))
