@@ -74,6 +74,8 @@ PHRASES: dict[str, int] = {
     r"\bthe first rank\b": 0,
     r"\bwhat several\b": 0,
     r"\bdef \w+_of\(": 0,
+    r"(?m)^\s+[a-z_]+: (?:What|Which|Who|They|It|One|Those|That)\b": 0,
+    r'"""(?:What|Which|Who|Where|How|Say)\b': 0,
 }
 """Patterns of phrases that plain English replaces, with how often sources have them."""
 
