@@ -46,7 +46,8 @@ def consolidate(
     Args:
         src: Checkpoint in any readable format: path or URL of a folder or file.
         dst: Folder to write, or a file if it ends in `.safetensors`, `.pt`, `.pth` or `.bin`.
-        on_progress: Called while bytes are written; an exception that it raises stops the work and removes the result.
+        on_progress: Called while bytes are written, by one thread at a time; an exception that it raises stops the work
+            and removes the result.
         **options: Fields of `Options`.
 
     Returns:

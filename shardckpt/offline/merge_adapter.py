@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -129,6 +130,7 @@ class _AdapterReader:
 
     def __init__(self, reader: Reader, entries: Mapping[str, TensorEntry]) -> None:
         self._pieces, self._entries = PieceReader(reader.store), entries
+        self._lock = threading.Lock()
         self._kept: tuple[str, str, NDArray[Any]] | None = None
         for name, entry in entries.items():
             if entry.stored not in FLOATS:
@@ -142,7 +144,8 @@ class _AdapterReader:
         """Return the bytes of a box of a tensor, and their dtype."""
         entry = self._entries[name]
         data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
-        self._pieces.fill([ReadItem(entry.pieces, box, entry.stored, data)])
+        with self._lock:  # threads share the decoders of encoded factors
+            self._pieces.fill([ReadItem(entry.pieces, box, entry.stored, data)])
         return data, entry.stored
 
     def rows(self, name: str, dim: int, start: int, size: int, kind: str) -> NDArray[Any]:

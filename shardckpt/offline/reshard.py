@@ -56,7 +56,8 @@ def reshard(
         allow_loss: Omit values that the format cannot store; otherwise they are an error that lists them.
         overwrite: Replace one existing checkpoint of the same format.
         dry_run: Plan and check, and write nothing.
-        on_progress: Called while bytes are written; an exception that it raises stops the work and removes the result.
+        on_progress: Called while bytes are written, by one thread at a time; an exception that it raises stops the work
+            and removes the result.
 
     Returns:
         Report of the written files.

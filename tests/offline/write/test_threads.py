@@ -64,14 +64,18 @@ def deflated(folder: Path) -> Path:
     """Streams that are decoded forward only, beside one that is not encoded."""
     folder.mkdir()
     torch.save({f"w{n}": torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS) + n for n in range(4)}, folder / "a.pt")
-    plain = (folder / "a.pt").rename(folder / "plain")
-    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(folder / "a.pt", "w") as target:
-        for number, info in enumerate(source.infolist()):
-            target.writestr(
-                info.filename, source.read(info), zipfile.ZIP_DEFLATED if number % 3 else zipfile.ZIP_STORED
-            )
-    plain.unlink()
+    deflate(folder / "a.pt")
     return folder
+
+
+def deflate(path: Path) -> None:
+    """Compress two of three records of a file of torch."""
+    plain = path.rename(path.with_name("plain"))
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w") as target:
+        for number, info in enumerate(source.infolist()):
+            kind = zipfile.ZIP_DEFLATED if number % 3 else zipfile.ZIP_STORED
+            target.writestr(info.filename, source.read(info), kind)
+    plain.unlink()
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -198,3 +202,23 @@ def test_an_interrupt_stops_all_threads_and_leaves_nothing(target: str, tmp_path
         shardckpt.consolidate(source, tmp_path / target, jobs=3, max_shard_size=30_000, on_progress=stop)
     assert threading.active_count() == before
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_threads_share_the_decoders_of_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    weights = {f"w{n}.weight": np.ones((ROWS, COLUMNS), np.float32) for n in range(4)}
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    factors = {}
+    for n in range(4):
+        factors[f"base_model.model.w{n}.lora_A.weight"] = torch.randn(8, COLUMNS)
+        factors[f"base_model.model.w{n}.lora_B.weight"] = torch.randn(ROWS, 8)
+    torch.save(factors, tmp_path / "adapter" / "adapter_model.bin")
+    deflate(tmp_path / "adapter" / "adapter_model.bin")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 8}')
+    written = []
+    for jobs in (1, 4, 4, 4):
+        out = tmp_path / f"out{len(written)}"
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", out, jobs=jobs)
+        written.append(content(out))
+    assert all(each == written[0] for each in written[1:])
