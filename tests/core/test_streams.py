@@ -28,11 +28,12 @@ if not TORCH:
     from shardckpt import devices, state
     from shardckpt.boxes import full_box
     from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
+    from shardckpt.checkpoint.stateful.flatten import FlattenedState
     from shardckpt.core import comm_hooks
     from shardckpt.core.comm.collectives import ShardGroup
     from shardckpt.core.comm.streams import RateLimiter
     from shardckpt.core.params.gradient_reduction import GradientReducer
-    from shardckpt.format.native.payload import PayloadChunk, plan_payloads
+    from shardckpt.format.native.payload import PayloadChunk, arrange_files
     from shardckpt.state.local.local_shards import get_tensor_shards
 
 CPU = torch.device("cpu")
@@ -526,11 +527,11 @@ def copies_for_a_background_save(style: Style) -> None:
     tensors = {"flat": torch.zeros(50_000), "turned": torch.zeros(300, 200).t()}
     arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
     chunks = [PayloadChunk(path, each.shape, "float32", full_box(each.shape)) for path, each in arrays.items()]
-    payloads, pool = plan_payloads("s", 0, chunks), BufferPool(make_buffer)
+    files, pool = arrange_files(tuple(chunks)), BufferPool(make_buffer)
     for _ in range(2):
         for tensor in tensors.values():
             tensor.add_(1)
-        StagingArea(pool, None).fill(payloads, arrays)
+        StagingArea(pool, None).fill(files, FlattenedState(arrays=arrays))
         for tensor in tensors.values():
             tensor.add_(1)
 
