@@ -22,6 +22,12 @@ half from the page cache and receives the other half from the other rank.
 **async.** The time that an asynchronous save blocks training, with staging buffers from the previous save. The baseline
 is a copy of each tensor into preallocated memory.
 
+**small-stalls.** The same for many small tensors, and for a model of 4,000 small parameters with Adam, in one process.
+The baseline clones the tensors.
+
+**beside.** An asynchronous save of at most 1 GiB, from its call to its end, while the training loop only waits (the
+baseline) and while it runs Python code.
+
 **many, very-many.** Very many small DTensors on 2 ranks. The first save has its own column, because plans are
 cached. Slow methods have one turn and no warm-up.
 
@@ -61,6 +67,7 @@ from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, r
 from results import RESULTS, Lines, machine, record
 from safetensors.torch import save_file
 from state_dict import number
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -438,6 +445,68 @@ def stalls(sizes: Sizes, folder: Path) -> list[Method]:
     ]
 
 
+def small_model(count: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of small parameters, and Adam after a step."""
+    model = nn.ParameterDict({f"part_{at}": torch.rand(SMALL) for at in range(count)})
+    optim = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    optim.zero_grad()
+    return model, optim
+
+
+def small_stalls(sizes: Sizes, folder: Path) -> list[Method]:
+    """Return asynchronous saves of small tensors; the time is the one that they block training."""
+    model, optim = small_model(4000)
+    slots = [value for kept in optim.state.values() for value in kept.values()]
+    methods = stalls_of(
+        "4,000 parameters with Adam", {"model": model, "optim": optim}, [*model.parameters(), *slots], folder
+    )
+    for count in (sizes.many, sizes.very_many):
+        tensors = {name: torch.rand(shape) for name, shape in small_shapes(count).items()}
+        methods += stalls_of(f"{count:,} tensors", {"model": tensors}, list(tensors.values()), folder)
+    return methods
+
+
+def stalls_of(operation: str, state: Any, tensors: Sequence[torch.Tensor], folder: Path) -> list[Method]:
+    @torch.no_grad()
+    def clone() -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in tensors]
+
+    def begin() -> Any:
+        return shardckpt.async_save(state, str(folder / "out"))
+
+    return [
+        Method(operation, "clone", "bare", clone),
+        Method(operation, "shardckpt", "shardckpt", begin, settle, partial(finish, folder), limits={"clone": 3.0}),
+    ]
+
+
+def beside(sizes: Sizes, folder: Path) -> list[Method]:
+    """Return asynchronous saves beside a loop that waits, and beside one that runs Python code."""
+    state = sharded(inputs.shapes("large", min(sizes.nbytes, 1 << 30)))
+
+    def begin() -> Any:
+        return shardckpt.async_save({"model": state}, str(folder / "out"))
+
+    def wait() -> Any:
+        handle = begin()
+        handle.result()
+        return handle
+
+    def run_python() -> Any:
+        handle = begin()
+        while not handle.done():
+            sum(range(1000))
+        return handle
+
+    return [
+        Method("background save", "waiting", "bare", wait, settle, partial(finish, folder)),
+        Method("background save", "beside Python code", "shardckpt", run_python, settle, partial(finish, folder)),
+    ]
+
+
 def stalls_of_dcp(sizes: Sizes, folder: Path) -> list[Method]:
     """Return the asynchronous save of DCP; it runs separately, because all buffers together do not fit."""
     methods = stalls(sizes, folder)[:1]
@@ -715,6 +784,14 @@ def run_async(report: Report, sizes: Sizes, folder: Path) -> None:
     report.table(f"Stall of DCP's async_save of {gb(sizes)}, {RANKS} ranks", measurements)
 
 
+def run_small_stalls(report: Report, sizes: Sizes, folder: Path) -> None:
+    report.table("Stall of an asynchronous save of small tensors, one process", measure(small_stalls, sizes, folder, 1))
+
+
+def run_beside(report: Report, sizes: Sizes, folder: Path) -> None:
+    report.table("An asynchronous save beside the training loop, one process", measure(beside, sizes, folder, 1))
+
+
 def run_many(report: Report, sizes: Sizes, folder: Path) -> None:
     report.table(f"{sizes.many:,} tensors of {SMALL[0]} x {SMALL[1]}, {RANKS} ranks", measure(many, sizes, folder))
 
@@ -773,6 +850,8 @@ CASES: dict[str, Callable[[Report, Sizes, Path], None]] = {
     "reshard": run_reshard,
     "replicas": run_replicas,
     "async": run_async,
+    "small-stalls": run_small_stalls,
+    "beside": run_beside,
     "many": run_many,
     "very-many": run_very_many,
     "memory": run_memory,

@@ -67,6 +67,9 @@ from shardckpt.storage.publish import JoinedPublication, begin, require_files
 
 T = TypeVar("T")
 
+_MOST_CACHED_SAVES = 4
+"""Saves that are cached: a run saves one state again and again, or a few in turn."""
+
 PlannedState = FlattenedState | TracedState
 """A state whose save is planned."""
 
@@ -141,7 +144,7 @@ class Saver:
         channels: Channels for messages of the ranks.
         rank_plan_cache: Last committed plan of this rank; None without one.
         plan_cache: Last committed plan of all ranks, on rank 0; None on other ranks.
-        cached_save: Last committed save without its tensors, if this process is alone; None without one.
+        cached_saves: Last committed saves without their tensors, latest first, if this process is alone.
         frozen_params: Cache of digests of frozen parameters in the bases of committed saves.
     """
 
@@ -149,7 +152,7 @@ class Saver:
         self.channels = channels
         self.rank_plan_cache: RankPlanCache | None = None
         self.plan_cache: PlanCache | None = None
-        self.cached_save: CachedSave | None = None
+        self.cached_saves: tuple[CachedSave, ...] = ()
         self.frozen_params = FrozenParamCache()
 
     def save(self, state: Any, options: SaveOptions, refusal: Exception | None = None) -> None:
@@ -180,7 +183,8 @@ class Saver:
 
     def forget(self) -> None:
         """Drop the cached plan."""
-        self.rank_plan_cache = self.plan_cache = self.cached_save = None
+        self.rank_plan_cache = self.plan_cache = None
+        self.cached_saves = ()
 
 
 def _digest(parts: Iterable[bytes]) -> str:
@@ -432,8 +436,9 @@ class SaveSession:
         _raise(refusal)
         opened: dict[int, Any] = {}
         trace = None if self._options.trainable_only else trace_state(state, opened)
-        cached_save = self._saver.cached_save
-        if trace is None or cached_save is None or not cached_save.fits(trace):
+        fitting = (each for each in self._saver.cached_saves if trace is not None and each.fits(trace))
+        cached_save = next(fitting, None)
+        if trace is None or cached_save is None:
             return self._flatten_alone(state, opened, trace)
         self._cached_save = cached_save
         about = self._options.custom_metadata
@@ -595,7 +600,10 @@ class SaveSession:
             return  # the plan is cached already
         self._saver.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
         if self._begun is not None:
-            self._saver.plan_cache, self._saver.cached_save = self._begun.cache, self._cached_save
+            self._saver.plan_cache = self._begun.cache
+            if self._cached_save is not None:
+                others = [each for each in self._saver.cached_saves if each is not self._cached_save]
+                self._saver.cached_saves = (self._cached_save, *others[: _MOST_CACHED_SAVES - 1])
 
     def _write_file(self, name: str, data: bytes) -> None:
         assert self._publication is not None

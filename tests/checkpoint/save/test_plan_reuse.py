@@ -401,6 +401,18 @@ def test_a_state_of_the_same_layout_is_not_flattened_again(
         save(saver, state, tmp_path)
 
 
+def test_states_that_are_saved_in_turn_are_not_flattened_again(tmp_path: Path) -> None:
+    saver, states = Saver(ALONE), [build_state(), {"tensor": torch.rand(3)}, {"tensor": torch.rand(4), "step": 1}]
+    for state in states:
+        save(saver, state, tmp_path)
+    expected = [save(Saver(ALONE), state, tmp_path) for state in states]
+    with patch.object(session, "flatten_state", side_effect=AssertionError("flattened again")):
+        assert [save(saver, state, tmp_path) for state in states] == expected
+    for count in range(5, 12):
+        save(saver, {"tensor": torch.rand(count)}, tmp_path)
+    assert len(saver.cached_saves) == 4
+
+
 def test_a_save_in_the_background_does_not_flatten_the_same_layout_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +458,7 @@ def test_tensors_are_not_kept_between_saves(tmp_path: Path) -> None:
     kept = [weakref.ref(tensor) for tensor in tensors.values()]
     for _ in range(2):
         save(saver, {"tensors": tensors}, tmp_path)
-    assert saver.cached_save is not None
+    assert saver.cached_saves
     del tensors
     assert [each() for each in kept] == [None] * 4
 
