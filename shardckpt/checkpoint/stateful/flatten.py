@@ -289,7 +289,7 @@ class _StateFlattener:
             raise UnsupportedError(error.what, where=dotted(path), found=error.found, fix=error.fix) from error
         self._kept.append(value)
         is_full = (is_plain or not isinstance(value, DTensor)) and 0 not in array.shape
-        self._add(path, array, _memory(array, path) if is_full else ("object", id(value)))
+        self._add(path, array, _memory(array) if is_full else ("object", id(value)))
         return TensorRef(path, kind)
 
     def _sharded_tensor(self, value: torch.Tensor, path: Path) -> TensorRef:
@@ -338,7 +338,7 @@ class _StateFlattener:
                 if array.shards and array.shards[0].tensor.is_meta:
                     check_tensor(array.shards[0].tensor, place)
                 is_full = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
-                self._add(place, array, _memory(array, place) if is_full else ("model", id(weights), name))
+                self._add(place, array, _memory(array) if is_full else ("model", id(weights), name))
                 tree[name] = TensorRef(place)
                 if name in weights.buffers:
                     self._made.buffers.add(place)
@@ -382,16 +382,8 @@ class _StateFlattener:
         return [None] * self._world
 
 
-def _memory(array: TensorShards, path: Path) -> Hashable:
-    own = array.shards[0].tensor
-    if own.is_cpu and not own.data_ptr() and own.numel():
-        raise UnsupportedError(
-            "a tensor whose memory was freed cannot be saved",
-            where=dotted(path),
-            found="a storage of 0 bytes",
-            fix="Leave it out, or give it its elements back first.",
-        )
-    return find_memory(own)
+def _memory(array: TensorShards) -> Hashable:
+    return find_memory(array.shards[0].tensor)
 
 
 def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> object:

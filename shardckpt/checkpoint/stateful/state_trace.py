@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardckpt.checkpoint.stateful.stateful import PLAIN_TENSORS, PerRank, get_state_dict, is_stateful
+from shardckpt.checkpoint.stateful.stateful import PLAIN_TENSORS, PerRank, get_state_dict, has_memory, is_stateful
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory
 from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
@@ -212,7 +212,7 @@ def _describe_sharing(tensors: list[torch.Tensor]) -> object:
     """Return which tensors are one object or share memory; None if no tensors do."""
     objects = list(map(id, tensors))
     starts = [tensor.data_ptr() for tensor in tensors]
-    _require(0 not in starts or all(start or not tensor.numel() for start, tensor in zip(starts, tensors, strict=True)))
+    _require(all(map(has_memory, tensors)))
     if len(tensors) == len(set(objects)) == len(set(starts)):
         return None
     return _find_firsts(objects), _find_firsts(map(find_memory, tensors))

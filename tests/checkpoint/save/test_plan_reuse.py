@@ -479,11 +479,12 @@ def test_a_tensor_and_its_conjugate_are_saved_as_two(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name][...], state[name]) for name in state)
 
 
+@pytest.mark.parametrize("nbytes", [0, 20])
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_tensor_whose_memory_was_freed_is_refused(count: int, tmp_path: Path) -> None:
+def test_a_tensor_whose_memory_was_freed_is_refused(count: int, nbytes: int, tmp_path: Path) -> None:
     saver, tensor = Saver(ALONE), torch.rand(8)
     for _ in range(count):
         save(saver, {"a": [tensor]}, tmp_path)
-    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(nbytes)
     with pytest.raises(UnsupportedError, match=r"a\.0.*freed|freed.*a\.0"):
         save(saver, {"a": [tensor]}, tmp_path)
