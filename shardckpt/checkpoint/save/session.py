@@ -37,6 +37,7 @@ from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, writ
 from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
+from shardckpt.checkpoint.stateful.stateful import as_root
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
@@ -434,7 +435,7 @@ class SaveSession:
 
     def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
         _raise(refusal)
-        opened: dict[int, Any] = {}
+        state, opened = as_root(state), dict[int, Any]()
         trace = None if self._options.trainable_only else trace_state(state, opened)
         fitting = (each for each in self._saver.cached_saves if trace is not None and each.fits(trace))
         cached_save = next(fitting, None)

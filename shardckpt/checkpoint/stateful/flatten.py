@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.checkpoint.stateful.stateful import (
     PLAIN_TENSORS,
     PerRank,
+    as_root,
     check_tensor,
     get_state_dict,
     is_optimizer,
@@ -210,7 +211,8 @@ def flatten_state(state: Any, rank: int, world: int, opened: OpenedStates | None
     Raises:
         UnsupportedError: A value cannot be saved; the message contains its dotted path.
     """
-    return _StateFlattener(LocalModels(state), rank, world, opened or {}).run(state)
+    root = as_root(state)
+    return _StateFlattener(LocalModels(root), rank, world, opened or {}).run(root)
 
 
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})
@@ -228,8 +230,7 @@ class _StateFlattener:
         self._is_per_rank = False
 
     def run(self, state: Any) -> FlattenedState:
-        root = dict(state) if isinstance(state, Mapping) and not isinstance(state, dict) else state
-        self._made.tree = self._visit(root, ())
+        self._made.tree = self._visit(state, ())
         self._made.variants = {path: self._places.get(id(model)) for path, model in self._variants}
         return self._made
 

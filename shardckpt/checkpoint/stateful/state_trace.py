@@ -45,7 +45,7 @@ def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
     """Return the trace of a state; None if its plan depends on more than a trace.
 
     Args:
-        state: State as for `save`, of a single rank.
+        state: State as for `save`, of a single rank; a mapping as `as_root` returns it.
         opened: Results of the `state_dict` of objects, by the id of the object; new results are added.
 
     Raises:
@@ -55,7 +55,7 @@ def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
         return None
     tracer = _Tracer(opened)
     try:
-        tracer.visit(dict(state) if isinstance(state, Mapping) and type(state) not in _DICTS else state, ())
+        tracer.visit(state, ())
         structure = tracer.finish()
         return StateTrace((structure, *_describe(tracer.tensors)), tracer.tensors, tracer.values)
     except _UntraceableError:
@@ -93,15 +93,16 @@ class _Tracer:
         self.values: list[tuple[Path, Any]] = []
         self._opened = opened
         self._structure: list[object] = []
-        self._groups: list[list[nn.Parameter]] = []
+        self._models: list[set[int]] = []
+        self._optimizers: list[list[list[int]]] = []
 
     def finish(self) -> list[object]:
         """Return the structure, with the positions of the optimizers' parameters."""
-        places = {id(tensor): at for at, tensor in enumerate(self.tensors)} if self._groups else {}
-        for group in self._groups:
-            found = [places.get(id(parameter), -1) for parameter in group]
-            _require(-1 not in found)
-            self._structure.append(found)
+        places = {id(tensor): at for at, tensor in enumerate(self.tensors)} if self._optimizers else {}
+        for groups in self._optimizers:
+            # Only then the state is saved by FQN. Otherwise it is the result of `state_dict`, which may have more.
+            _require(any(all(map(model.issuperset, groups)) for model in self._models))
+            self._structure.extend([places[parameter] for parameter in group] for group in groups)
         if any(map(attrgetter("__dict__"), self.tensors)):
             _require(not any(map(FlatShards().has_parameter, self.tensors)))
         return self._structure
@@ -123,6 +124,7 @@ class _Tracer:
             for at, item in enumerate(value):
                 self.visit(item, (*path, at))
         elif isinstance(value, nn.Module):
+            self._models.append(set())
             self._visit_module(value)
         elif isinstance(value, torch.optim.Optimizer):
             self._visit_optimizer(value, path)
@@ -154,6 +156,7 @@ class _Tracer:
         names = (kind, list(parameters), list(buffers), list(children))
         self._structure.append((names, frozenset(module._non_persistent_buffers_set)))
         if parameters:
+            self._models[-1].update(map(id, parameters.values()))
             self._add_tensors(parameters.values(), _PARAMETERS)
             self._structure.append([None if each is None else each.requires_grad for each in parameters.values()])
         if buffers:
@@ -167,9 +170,9 @@ class _Tracer:
     def _visit_optimizer(self, optim: torch.optim.Optimizer, path: Path) -> None:
         _require(type(optim).state_dict is torch.optim.Optimizer.state_dict)
         self._structure.append((type(optim), len(optim.param_groups)))
+        self._optimizers.append([list(map(id, group["params"])) for group in optim.param_groups])
         for at, group in enumerate(optim.param_groups):
             _require(type(group) is dict)
-            self._groups.append(list(group["params"]))
             self._visit_dict(
                 {key: value for key, value in group.items() if key not in NAMES}, (*path, "param_groups", at)
             )
@@ -181,13 +184,9 @@ class _Tracer:
             self._structure.append(None)
             return
         _require(type(slots) is dict)
-        kinds = [*map(type, slots), *map(type, slots.values())]
-        _require(_SLOTS.issuperset(kinds))
-        self._structure.append((list(slots), kinds))
-        self.tensors.extend(slots.values())
-
-
-_SLOTS = PLAIN_TENSORS | {str}
+        _require({str}.issuperset(map(type, slots)))
+        self._structure.append(list(slots))
+        self._add_tensors(slots.values(), PLAIN_TENSORS)
 
 
 def _require(condition: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -97,6 +98,11 @@ def _fill_in_place(held: Any, saved: Any) -> Any:
     else:
         return saved
     return held
+
+
+def as_root(state: Any) -> Any:
+    """Return a state whose mapping of another class than `dict` is read once, as a dict."""
+    return dict(state) if isinstance(state, Mapping) and not isinstance(state, dict) else state
 
 
 def is_optimizer(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -298,6 +298,10 @@ def share_module(state: dict[str, Any]) -> None:
     state["again"] = state["model"]
 
 
+def keep_a_text(state: dict[str, Any]) -> None:
+    state["optim"].state[state["model"].left]["kind"] = "text"
+
+
 def give_extra_state(state: dict[str, Any]) -> None:
     class WithExtra(Model):
         def get_extra_state(self) -> Any:
@@ -488,3 +492,79 @@ def test_a_tensor_whose_memory_was_freed_is_refused(count: int, nbytes: int, tmp
     tensor.untyped_storage().resize_(nbytes)
     with pytest.raises(UnsupportedError, match=r"a\.0.*freed|freed.*a\.0"):
         save(saver, {"a": [tensor]}, tmp_path)
+
+
+@pytest.mark.parametrize("tensor", [torch.rand(8), torch.rand(6, 8)[4:], torch.rand(8, 4).t()])
+def test_a_tensor_whose_storage_became_smaller_is_refused_by_a_later_save(tensor: torch.Tensor, tmp_path: Path) -> None:
+    saver = Saver(ALONE)
+    save(saver, {"a": tensor}, tmp_path)
+    storage = tensor.untyped_storage()
+    storage.resize_(storage.nbytes() - 4)
+    with pytest.raises(UnsupportedError, match=r"a.*made smaller|made smaller.*a"):
+        save(saver, {"a": tensor}, tmp_path)
+
+
+def test_a_dict_with_a_state_of_its_own_is_saved_by_that_state(tmp_path: Path) -> None:
+    class Counter(dict[str, int]):
+        count = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    saver, counter = Saver(ALONE), Counter(other=1)
+    for _ in range(3):
+        counter.count += 1
+        assert_saves_as_new(saver, counter, tmp_path)
+    del counter["other"]
+    for _ in range(3):
+        counter.count += 1
+        assert_saves_as_new(saver, counter, tmp_path)
+
+
+def test_a_mapping_is_read_once_a_save(tmp_path: Path) -> None:
+    class Counts(Mapping[str, Any]):
+        reads = 0
+
+        def __getitem__(self, key: str) -> Any:
+            self.reads += 1
+            return torch.full((2,), float(self.reads))
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(["count"])
+
+        def __len__(self) -> int:
+            return 1
+
+    saver, counts = Saver(ALONE), Counts()
+    for reads in (1, 2, 3):
+        save(saver, counts, tmp_path)
+        assert counts.reads == reads
+
+
+def test_an_optimizer_without_its_model_is_saved_by_its_state_dict(tmp_path: Path) -> None:
+    first, second = (nn.Parameter(torch.rand(3)) for _ in range(2))
+    optim = torch.optim.SGD([first, second], momentum=0.9)
+    for parameter in (first, second):
+        optim.state[parameter]["momentum_buffer"] = torch.rand(3)
+    saver, state = Saver(ALONE), {"first": first, "second": second, "optim": optim}
+    assert_saves_as_new(saver, state, tmp_path)
+    optim.state["calls"] = 1  # type: ignore[index]
+    for calls in (1, 2):
+        optim.state["calls"] = calls  # type: ignore[index]
+        assert_saves_as_new(saver, state, tmp_path)
+    optim.state[first] = optim.state.pop(first)
+    assert_saves_as_new(saver, state, tmp_path)
+    optim.register_state_dict_post_hook(lambda _, saved: saved | {"hook": 1})
+    assert_saves_as_new(saver, state, tmp_path)
+
+
+def test_an_optimizer_of_two_models_is_saved_by_its_state_dict(tmp_path: Path) -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optim = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], momentum=0.9)
+    saver, state = Saver(ALONE), {"models": models, "optim": optim}
+    for calls in (1, 2):
+        optim.state["calls"] = calls  # type: ignore[index]
+        assert_saves_as_new(saver, state, tmp_path)
