@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.devices import is_device_error, is_out_of_memory
-from shardckpt.errors import RankError, ShardckptError
+from shardckpt.errors import RankError, ShardckptError, UsageError
 
 _MESSAGE_BYTES = 512
 """Bytes of an error message in the all-gather that ends a collective: without an error, one small all-gather."""
@@ -272,6 +272,7 @@ def init_gloo_group(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
 
     Raises:
         RankError: The ranks cannot connect.
+        UsageError: The environment does not describe the ranks.
     """
     if dist.is_initialized():
         yield current_group()
@@ -280,6 +281,11 @@ def init_gloo_group(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
         dist.init_process_group("gloo", timeout=timeout)
     except RuntimeError as error:
         raise RankError(f"the ranks could not join: {error}", fix="Start them together, as torchrun does.") from error
+    except ValueError as error:
+        raise UsageError(
+            f"the environment does not describe the ranks: {error}",
+            fix="Start them with torchrun, or unset WORLD_SIZE where one process is to do all of the work.",
+        ) from error
     try:
         yield current_group()
     finally:

@@ -64,7 +64,7 @@ def run(verb: str, given: dict[str, Any]) -> None:
     import shardckpt
 
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
-    if "jobs" in given and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # under torchrun
+    if "jobs" in given and _is_one_of_several_ranks():
         given["parallel"] = True
         quiet = quiet or os.environ.get("RANK", "0") != "0"
         as_json = as_json and os.environ.get("RANK", "0") == "0"
@@ -78,6 +78,12 @@ def run(verb: str, given: dict[str, Any]) -> None:
         output.warn(report.warnings)
         print(_words(report), flush=True)
         output.left_out(report.left_out)
+
+
+def _is_one_of_several_ranks() -> bool:
+    """Return True under torchrun with several ranks."""
+    setting = os.environ.get("WORLD_SIZE", "")
+    return setting.isdecimal() and int(setting) > 1
 
 
 def _words(report: Report) -> str:

@@ -35,8 +35,8 @@ def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
     """
     if not is_local:
         return 1
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(min(_count_cores() // processes, _MOST_THREADS, nbytes // _LEAST_BYTES, max_memory // _MEMORY_BYTES), 1)
+    cores = _count_cores() // _count_processes()
+    return max(min(cores, _MOST_THREADS, nbytes // _LEAST_BYTES, max_memory // _MEMORY_BYTES), 1)
 
 
 def limit_threads(jobs: int, max_memory: int) -> int:
@@ -54,6 +54,12 @@ def _count_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _count_processes() -> int:
+    """Return the number of ranks on this machine according to torchrun; 1 if that is not a positive number."""
+    setting = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(setting), 1) if setting.isdecimal() else 1
 
 
 @dataclass(frozen=True, slots=True)

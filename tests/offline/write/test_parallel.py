@@ -140,3 +140,23 @@ def test_the_command_works_under_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.count("wrote 9 tensors") == 1, "the first rank alone tells"
     assert content(tmp_path / "many") == content(tmp_path / "one")
+
+
+def _run_command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardckpt_cli", *map(str, arguments)]
+    named = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**named, **environment})
+
+
+def test_a_number_of_ranks_without_a_rank_is_an_error_that_says_so(tmp_path: Path) -> None:
+    done = _run_command("consolidate", write(tmp_path), tmp_path / "out", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "environment variable RANK expected, but not set" in done.stderr
+    assert "unset WORLD_SIZE" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("world", ["", "1", "many"])
+def test_a_process_without_a_number_of_ranks_is_alone(world: str, tmp_path: Path) -> None:
+    done = _run_command("consolidate", write(tmp_path), tmp_path / "out.pt", "--quiet", WORLD_SIZE=world)
+    assert (done.returncode, done.stderr) == (0, "")
