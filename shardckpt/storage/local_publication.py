@@ -61,6 +61,9 @@ class LocalPublication(Publication):
         self._made: list[str] = []
         self._old = ""
         self._is_doubtful = False
+        self._partial = ""
+        self._lock = self._parent = -1
+        self._owner = os.getpid()
         with convert_os_errors("cannot prepare the target", self._target, is_target=True):
             _restore(self._target)
             self._require_replaceable()
@@ -70,14 +73,14 @@ class LocalPublication(Publication):
             try:
                 self._make_parents()
                 self._partial, self._lock = make_partial(self._target)
-            except BaseException:
+                self._result = self._lock
+                self.staging_url = self._partial
+                self._store = LocalStore(self._partial)
+            except BaseException:  # a signal may come before the caller has the publication
+                remove(self._partial)
+                release(self._lock)
                 self._remove_parents()
                 raise
-        self._owner = os.getpid()
-        self._result = self._lock
-        self._parent = -1
-        self.staging_url = self._partial
-        self._store = LocalStore(self._partial)
 
     def create(self, name: str) -> LocalWriter:
         """Start a file of the result. Raises StorageError."""

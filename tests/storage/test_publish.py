@@ -376,6 +376,20 @@ class TestLeftovers:
         assert list(tmp_path.iterdir()) == []
         assert len(os.listdir("/proc/self/fd")) == before
 
+    def test_a_signal_once_the_partial_is_made_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(root: str) -> None:
+            assert os.path.isdir(root)
+            raise SystemExit(143)
+
+        before = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(local_publication, "LocalStore", interrupted)
+        with pytest.raises(SystemExit), publish(str(tmp_path / "new" / "out"), FOLDER, overwrite=False, needed_bytes=0):
+            pass
+        assert list(tmp_path.iterdir()) == []
+        assert len(os.listdir("/proc/self/fd")) == before
+
     def test_a_partial_that_another_run_sweeps_away_before_it_is_held_is_made_anew(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
