@@ -70,7 +70,7 @@ def cast_into(
     if lost:
         where = np.flatnonzero(np.isfinite(source) & ~np.isfinite(target))
         raise PrecisionError(
-            f"{lost} finite values of {name!r} are beyond the range of {dtype}",
+            f"finite values of {name!r} are beyond the range of {dtype}",
             found=f"{source[where[0]]} in {stored}",
             fix="Keep the tensor with --keep-fp32, or allow it with --allow-overflow.",
         )

@@ -64,7 +64,7 @@ def test_a_complex_number_is_not_cast_to_a_real_one() -> None:
 
 def test_a_finite_value_that_becomes_infinite_is_an_error_that_says_which() -> None:
     source = torch.tensor([1.0, 70000.0, float("inf")])
-    with pytest.raises(PrecisionError, match=r"1 finite values of 'w' .* float16; found 70000"):
+    with pytest.raises(PrecisionError, match=r"^finite values of 'w' .* float16; found 70000"):
         cast(source, "float16")
     assert cast(source, "float16", allow_overflow=True).isinf().tolist() == [False, True, True]
     assert cast(source, "bfloat16").isinf().tolist() == [False, False, True]
@@ -106,7 +106,7 @@ def test_the_range_of_a_type_is_the_same_for_a_conversion_and_a_load(dtype: str)
     values = torch.tensor([1.0, 1e30])
     entry = TensorEntry(("w",), (2,), "float32", ())
     with pytest.raises(
-        PrecisionError, match=rf"1 finite values of 'w' are beyond the range of {dtype}; found 1.* in float32"
+        PrecisionError, match=rf"^finite values of 'w' are beyond the range of {dtype}; found 1.* in float32"
     ):
         cast(values, dtype)
     with pytest.raises(PrecisionError, match="does not fit the type"):

@@ -184,7 +184,7 @@ def test_a_value_that_is_lost_in_a_thread_is_named(tmp_path: Path) -> None:
     values[50, 3] = 1e38
     (tmp_path / "src").mkdir()
     save_file({"a": np.ones((ROWS, COLUMNS), np.float32), "w": values}, tmp_path / "src" / "model.safetensors")
-    with pytest.raises(PrecisionError, match=r"1 finite values of 'w'"):
+    with pytest.raises(PrecisionError, match=r"^finite values of 'w'"):
         shardckpt.consolidate(tmp_path / "src", tmp_path / "out", dtype="fp16", jobs=4)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
