@@ -77,11 +77,14 @@ def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     output.warn([str(message)])
 
 
+_INTERRUPTED = 128 + signal.SIGINT
+
+
 def _exit_code(run: Callable[[], object]) -> int:
     try:
         done = _run_unwrapped(run)
     except (KeyboardInterrupt, typer.Abort):
-        return _die(f"interrupted; {_interrupt_messages[-1]}", 130)
+        return _die(f"interrupted; {_interrupt_messages[-1]}", _INTERRUPTED)
     except Terminated:
         return _die(f"terminated; {_interrupt_messages[-1]}", 143)
     except BrokenPipeError:
@@ -95,10 +98,13 @@ def _exit_code(run: Callable[[], object]) -> int:
 
 def _run_unwrapped(run: Callable[[], object]) -> object:
     try:
-        return run()
+        done = run()
     except CommandFailure as carrier:
         assert carrier.__cause__ is not None
         raise carrier.__cause__ from None
+    if done == _INTERRUPTED:  # typer returns this code for a Ctrl-C outside of the command's function
+        raise KeyboardInterrupt
+    return done
 
 
 def _failed(error: Exception) -> int:

@@ -57,6 +57,14 @@ def test_a_truncated_file_is_the_checkpoints_fault_and_no_ctrl_c(tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+def test_ctrl_c_while_the_command_line_is_parsed_is_one_line() -> None:
+    interrupted = "def parse(*_): raise KeyboardInterrupt"
+    code = f"import sys; from shardckpt_cli import app, commands\n{interrupted}\ncommands.Command.parse_args = parse\n"
+    done = run("-c", f"{code}sys.argv = ['shardckpt', 'ls', 'x']\napp.main()")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "shardckpt: interrupted; nothing was left under the target's name\n"
+
+
 @pytest.mark.parametrize("arguments", [("consolidate",), ("inspect", "a", "b"), ("no-such-command",), ("diff", "--no")])
 def test_a_call_that_cannot_be_parsed_is_one_line_and_exit_2(arguments: tuple[str, ...]) -> None:
     done = run("-m", "shardckpt_cli", *arguments)
