@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import signal
 import sys
@@ -62,7 +63,17 @@ def run_main(run: Callable[[], object]) -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.showwarning = _print_warning
+    _prepare_streams()
     sys.exit(_exit_code(run))
+
+
+def _prepare_streams() -> None:
+    """Make every print succeed: to closed streams, and of characters that the encoding of stdout lacks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (until the end of the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,29 @@ def test_a_truncated_file_is_the_checkpoints_fault_and_no_ctrl_c(tmp_path: Path)
     assert done.returncode == 1
     assert "model.safetensors" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def write_one(folder: Path, name: str) -> str:
+    """Write a file of one tensor without elements, and return its path."""
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return str(folder / "model.safetensors")
+
+
+def test_characters_that_the_output_lacks_are_escaped(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardckpt_cli", "inspect", write_one(tmp_path, "h\xe9.w \U0001f600")]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"h\xe9.w \U0001f600" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "closed", "code"), [("model.safetensors", ">&-", 0), ("missing", "2>&-", 2)])
+def test_a_closed_stream_gets_nothing(name: str, closed: str, code: int, tmp_path: Path) -> None:
+    write_one(tmp_path, "w")
+    command = f"{sys.executable} -m shardckpt_cli inspect {tmp_path / name} {closed}"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_ctrl_c_while_the_command_line_is_parsed_is_one_line() -> None:
