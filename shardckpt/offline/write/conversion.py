@@ -22,7 +22,7 @@ from shardckpt.offline.write.stream import (
     OutputFile,
     TensorStream,
 )
-from shardckpt.offline.write.worker_pool import WorkerPool, count_threads, limit_threads
+from shardckpt.offline.write.worker_pool import WorkerPool, count_threads, limit_threads, report_missing_threads
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import publish
 from shardckpt.storage.replaceable import FolderKind, Kind
@@ -189,13 +189,13 @@ class ConversionPlan:
         Raises:
             CheckpointError: The source's bytes cannot be read, a cast overflows, or a written file cannot be read.
             StorageError: Reading or writing failed.
-            UsageError: The size of a file differs from the plan.
+            UsageError: The size of a file differs from the plan, or no more threads can be started.
         """
         threads = self._count_threads(files)
         writers = max(min(threads, len(files)), 1)
         meter = Meter(self.files.nbytes, on_progress)
         budget = MemoryBudget.share(self.max_memory, threads, is_local=self.reader.store.capabilities.is_local)
-        with closing(WorkerPool(threads, writers)) as pool:
+        with report_missing_threads(), closing(WorkerPool(threads, writers)) as pool:
             stream = TensorStream(self.reader, budget, meter, pool, allow_overflow=self.allow_overflow)
             if writers == 1:
                 return {file.name: _write_file(file, stream, publication) for file in files}

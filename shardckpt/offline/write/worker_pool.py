@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from shardckpt.errors import UsageError
+
 _T = TypeVar("_T")
 
 _MOST_THREADS = 4
@@ -60,6 +62,24 @@ def _count_processes() -> int:
     """Return the number of ranks on this machine according to torchrun; 1 if that is not a positive number."""
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(setting), 1) if setting.isdecimal() else 1
+
+
+@contextmanager
+def report_missing_threads() -> Iterator[None]:
+    """Convert Python's error for a thread that cannot start.
+
+    Raises:
+        UsageError: The system allows this process no more threads.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        raise UsageError(
+            "the system allows this process no more threads",
+            fix="Lower --jobs (jobs=), or raise the limit on processes (ulimit -u, or that of the container).",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

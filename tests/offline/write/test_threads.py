@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import save_file
 
 import shardckpt
-from shardckpt.errors import NoSpaceError, PrecisionError, StorageError
+from shardckpt.errors import NoSpaceError, PrecisionError, StorageError, UsageError
 from shardckpt.offline.write import stream
 from shardckpt.storage.local import LocalStore
 
@@ -186,6 +186,25 @@ def test_a_value_that_is_lost_in_a_thread_is_named(tmp_path: Path) -> None:
     save_file({"a": np.ones((ROWS, COLUMNS), np.float32), "w": values}, tmp_path / "src" / "model.safetensors")
     with pytest.raises(PrecisionError, match=r"^finite values of 'w'"):
         shardckpt.consolidate(tmp_path / "src", tmp_path / "out", dtype="fp16", jobs=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize("target", ["one.safetensors", "many"])
+@pytest.mark.parametrize("allowed", [0, 1, 4])
+def test_too_few_threads_are_an_error_that_says_so(
+    target: str, allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, count = threading.Thread.start, iter(range(10**6))
+
+    def start(self: threading.Thread) -> None:
+        if next(count) >= allowed:
+            raise RuntimeError("can't start new thread")
+        whole(self)
+
+    source = by_rows_and_columns(tmp_path / "src")
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(UsageError, match=r"no more threads.*--jobs"):
+        shardckpt.consolidate(source, tmp_path / target, jobs=8, max_shard_size=30_000)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
