@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 import threading
 from collections import OrderedDict
@@ -26,7 +27,10 @@ from shardckpt.storage.store import (
 )
 
 _OPEN_FILES = 64
-"""Maximum open file descriptors of one store; a checkpoint may have thousands of files."""
+"""Maximum files that one store keeps open; a checkpoint may have thousands."""
+
+_OPEN_SHARE = 8
+"""Divisor of the process's limit on file descriptors; a store keeps at most this part of them open."""
 
 _RUN = 512
 """Maximum buffers of one read call; Linux allows 1,024."""
@@ -179,7 +183,7 @@ class LocalStore:
             file = OpenFile(path)
         with self._lock:
             self._files[name] = file
-            if len(self._files) > _OPEN_FILES:
+            if len(self._files) > _get_most_open():
                 self._files.popitem(last=False)
         return file
 
@@ -304,6 +308,12 @@ class LocalStore:
         except OSError:
             return False
         return True
+
+
+def _get_most_open() -> int:
+    """Return the maximum of files that a store keeps open, at least 1."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _OPEN_FILES if limit == resource.RLIM_INFINITY else max(min(limit // _OPEN_SHARE, _OPEN_FILES), 1)
 
 
 def _get_folder_id(path: str) -> tuple[int, int] | None:

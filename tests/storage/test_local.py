@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -198,6 +199,15 @@ class TestDescriptors:
         assert open_descriptors() - before == 64
         store.close()
         assert open_descriptors() == before
+
+    def test_few_descriptors_are_left_to_others(self, store, monkeypatch):
+        for number in range(30):
+            put(store, str(number), b"x")
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+        before = open_descriptors()
+        for number in range(30):
+            store.open(str(number))
+        assert open_descriptors() - before == 8
 
     def test_a_store_that_is_let_go_closes_its_files(self, tmp_path):
         store = LocalStore(str(tmp_path))
