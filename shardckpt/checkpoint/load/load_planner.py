@@ -201,14 +201,14 @@ class _LoadPlanner:
         if variant.module is not None:
             self._module(variant.module, path)
         else:
-            for name, array in variant.arrays(self._models.get(variant.of)).items():
+            for name, array in variant.arrays(self._models.get(variant.of, path)).items():
                 self._builder.add_array((*path, name), (*path, name), array)
         for name, value in variant.extras.items():
             self.visit(value, (*path, name), _refuse)
         self._builder.plan.taken |= {(*path, name) for name in EXTRAS}
 
     def _module(self, module: nn.Module, path: Path) -> None:
-        model = self._models.get(module)
+        model = self._models.get(module, path)
         names = model_names(self._builder.source, path, model.arrays)
         for name, array in model.arrays.items():
             others = (alias for alias, first in model.aliases.items() if first == name)

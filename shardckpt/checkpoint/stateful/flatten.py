@@ -111,8 +111,23 @@ class LocalModels:
         """Yield this rank's shards of each model, in the order of the state."""
         return (model for _, model in self._models.values())
 
-    def get(self, model: nn.Module) -> LocalModel:
-        """Return this rank's shards of a model."""
+    def get(self, model: nn.Module, path: Path) -> LocalModel:
+        """Return this rank's shards of a model.
+
+        Args:
+            model: Model in the state.
+            path: Path of the model in the state.
+
+        Raises:
+            UnsupportedError: The model is only in the result of an object's `state_dict`.
+        """
+        if id(model) not in self._models:
+            raise UnsupportedError(
+                "a module in the result of an object's `state_dict` cannot be saved",
+                where=dotted(path),
+                found=f"an object of the class {type(model).__name__}",
+                fix="Return its `state_dict()` there, or add the module itself to the state.",
+            )
         return self._models[id(model)][1]
 
     def find_index_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
@@ -315,7 +330,7 @@ class _StateFlattener:
         if self._made.model is None:
             self._made.model = path
         tree = self._weights(model, path)
-        self._made.frozen |= {(*path, name) for name in self._models.get(model).frozen} & self._made.arrays.keys()
+        self._made.frozen |= {(*path, name) for name in self._models.get(model, path).frozen} & self._made.arrays.keys()
         return tree
 
     def _variant(self, variant: Variant, path: Path) -> dict[str, Any]:
@@ -324,13 +339,13 @@ class _StateFlattener:
             tree = self._weights(variant.module, path)
         else:
             tree = {}
-            for name, array in variant.arrays(self._models.get(variant.of)).items():
+            for name, array in variant.arrays(self._models.get(variant.of, path)).items():
                 self._add((*path, name), array, ("variant", path, name))
                 tree[name] = TensorRef((*path, name))
         return {**tree, **{name: self._visit(value, (*path, name)) for name, value in variant.extras.items()}}
 
     def _weights(self, model: nn.Module, path: Path) -> dict[str, Any]:
-        weights = self._models.get(model)
+        weights = self._models.get(model, path)
         tree: dict[str, Any] = {}
         for name in weights.names:
             place = (*path, name)

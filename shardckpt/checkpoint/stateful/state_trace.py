@@ -94,10 +94,14 @@ class _Tracer:
         self._opened = opened
         self._structure: list[object] = []
         self._models: list[set[int]] = []
+        self._given_models: set[int] = set()
+        self._opened_models: set[int] = set()
+        self._is_opened = False
         self._optimizers: list[list[list[int]]] = []
 
     def finish(self) -> list[object]:
         """Return the structure, with the positions of the optimizers' parameters."""
+        _require(self._opened_models <= self._given_models)  # others are refused
         places = {id(tensor): at for at, tensor in enumerate(self.tensors)} if self._optimizers else {}
         for groups in self._optimizers:
             # Only then the state is saved by FQN. Otherwise it is the result of `state_dict`, which may have more.
@@ -124,6 +128,7 @@ class _Tracer:
             for at, item in enumerate(value):
                 self.visit(item, (*path, at))
         elif isinstance(value, nn.Module):
+            (self._opened_models if self._is_opened else self._given_models).add(id(value))
             self._models.append(set())
             self._visit_module(value)
         elif isinstance(value, torch.optim.Optimizer):
@@ -132,7 +137,9 @@ class _Tracer:
             _require(not isinstance(value, (PerRank, Variant)) and is_stateful(value))
             if id(value) not in self._opened:
                 self._opened[id(value)] = get_state_dict(value, path)
+            was_opened, self._is_opened = self._is_opened, True
             self.visit(self._opened[id(value)], path)
+            self._is_opened = was_opened
 
     def _add_tensors(self, tensors: Iterable[torch.Tensor | None], kinds: frozenset[type]) -> None:
         found = list(map(type, tensors))

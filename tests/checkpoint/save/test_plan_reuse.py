@@ -568,3 +568,30 @@ def test_an_optimizer_of_two_models_is_saved_by_its_state_dict(tmp_path: Path) -
     for calls in (1, 2):
         optim.state["calls"] = calls  # type: ignore[index]
         assert_saves_as_new(saver, state, tmp_path)
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> Any:
+        return self.held
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_module_that_only_an_object_returns_is_refused(count: int, tmp_path: Path) -> None:
+    saver, model = Saver(ALONE), nn.Linear(2, 2)
+    for _ in range(count):
+        save(saver, {"holder": {"model": model}}, tmp_path)
+    with pytest.raises(UnsupportedError, match=r"holder\.model.*Linear"):
+        save(saver, {"holder": Holder({"model": model})}, tmp_path)
+
+
+def test_a_module_that_is_also_in_the_state_may_be_returned_by_an_object(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    saver, state = Saver(ALONE), {"holder": Holder({"model": model}), "model": model}
+    for _ in range(2):
+        assert_saves_as_new(saver, state, tmp_path)
