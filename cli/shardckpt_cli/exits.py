@@ -17,14 +17,14 @@ import typer
 _Arguments = ParamSpec("_Arguments")
 
 
-_interrupt_messages = ["nothing was left under the target's name"]
+_interrupt_messages = ["no unfinished result was left"]
 
 
 def on_interrupt_message(words: str) -> None:
     """Set the end of the message for an interrupted command.
 
     Args:
-        words: State that an interrupted command leaves; by default, that nothing is left under the target's name.
+        words: State that an interrupted command leaves; by default, that no unfinished result is left.
     """
     _interrupt_messages.append(words)
 

@@ -289,7 +289,7 @@ class TestSignals:
         process.send_signal(number)
         found = finish(process)
         assert found.code == code
-        assert "nothing was left" in one_line(found)
+        assert "no unfinished result was left" in one_line(found)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
 
     def test_the_content_of_the_target_survives_a_signal(self, tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,7 +89,33 @@ def test_ctrl_c_while_the_command_line_is_parsed_is_one_line() -> None:
     code = f"import sys; from shardckpt_cli import app, commands\n{interrupted}\ncommands.Command.parse_args = parse\n"
     done = run("-c", f"{code}sys.argv = ['shardckpt', 'ls', 'x']\napp.main()")
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "shardckpt: interrupted; nothing was left under the target's name\n"
+    assert done.stderr == "shardckpt: interrupted; no unfinished result was left\n"
+
+
+def test_ctrl_c_after_the_result_is_in_place_does_not_deny_it(tmp_path: Path) -> None:
+    source, target = write_one(tmp_path, "w"), tmp_path / "out.safetensors"
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 12))
+    os.set_blocking(writer, True)
+    command = [sys.executable, "-m", "shardckpt_cli", "consolidate", source, str(target)]
+    with subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as process:  # noqa: PLW1509  (one thread)
+        while not target.exists():
+            time.sleep(0.01)
+        time.sleep(0.3)  # it waits for the pipe
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate()
+    os.close(reader)
+    os.close(writer)
+    assert (process.returncode, shown) == (130, "shardckpt: interrupted; no unfinished result was left\n")
+    assert target.stat().st_size > 0
+
+
+def heed_ctrl_c() -> None:
+    """Let Ctrl-C count: jobs in the background of a shell ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("arguments", [("consolidate",), ("inspect", "a", "b"), ("no-such-command",), ("diff", "--no")])
