@@ -29,7 +29,7 @@ ShardckptError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import ClassVar
 
@@ -65,6 +65,13 @@ def _count(value: object, left: int) -> int:
             break
         left = _count(part, left)
     return left
+
+
+def describe_missing(files: Sequence[str]) -> str:
+    """Return a clause for one or more missing files: `the file model.bin is missing`."""
+    if len(files) == 1:
+        return f"the file {files[0]} is missing"
+    return f"{len(files)} files are missing, the first is {files[0]}"
 
 
 def escape(text: object) -> str:

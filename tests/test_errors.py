@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt import errors
-from shardckpt.errors import FormatError, RankError, ShardckptError, escape
+from shardckpt.errors import FormatError, RankError, ShardckptError, describe_missing, escape
 
 CLASSES = sorted(
     (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, ShardckptError)),
@@ -58,6 +58,11 @@ def test_escaping_twice_is_escaping_once(text: str) -> None:
         assert escape(once) == once
     if text.isprintable() and len(text) <= 1000:
         assert once == text
+
+
+def test_missing_files_are_in_singular_or_plural() -> None:
+    assert describe_missing(["a.bin"]) == "the file a.bin is missing"
+    assert describe_missing(["a.bin", "b.bin"]) == "2 files are missing, the first is a.bin"
 
 
 def test_hostile_names_are_escaped_and_cut() -> None:

@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import is_known
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsupportedError, UsageError
+from shardckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    UnsupportedError,
+    UsageError,
+    describe_missing,
+)
 from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths, require_small
 from shardckpt.format.dcp.storage_items import Blobs, StoredSlice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.encodings import pickle_reader
@@ -412,7 +419,7 @@ def _sizes(store: Store, prefix: str, sizes: Mapping[str, int], used: Mapping[st
 def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Mapping[str, int]) -> Iterator[str]:
     missing = [file for file, size in used.items() if size < 0]
     if missing:
-        yield f"{len(missing)} files are missing, first {missing[0]}"
+        yield describe_missing(missing)
     stale = sorted(n for n in sizes if n.endswith(SUFFIX) and prefix + n not in used)
     if stale:
         yield f"{len(stale)} {SUFFIX} files are not in the metadata and are ignored, first {stale[0]}"

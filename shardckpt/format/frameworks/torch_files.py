@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shardckpt.errors import FormatError, IncompleteError
+from shardckpt.errors import FormatError, IncompleteError, describe_missing
 from shardckpt.format.huggingface.index_files import read_index
 from shardckpt.format.ranks.fsdp1_metadata import read_metadata
 from shardckpt.format.ranks.merged_reader import merge_rank_files
@@ -123,7 +123,7 @@ def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
     missing = sorted(wanted - set(names))
     if missing:
         raise IncompleteError(
-            f"{len(missing)} files are missing, the first is {missing[0]}",
+            describe_missing(missing),
             where=store.url,
             fix="Copy the missing files beside the others.",
         )

@@ -10,7 +10,14 @@ from typing import Protocol
 
 from shardckpt.boxes import Box, Shape, cover, full_box, is_contiguous, is_grid, strides
 from shardckpt.dtypes import array_nbytes, bits, nbytes
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, TruncatedError
+from shardckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    OverlapError,
+    TruncatedError,
+    describe_missing,
+)
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry, dotted
 
 _MAX_ELEMENTS = 1 << 62
@@ -86,7 +93,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
     """
     if manifest.missing:
         raise IncompleteError(
-            f"{len(manifest.missing)} files are missing, the first is {manifest.missing[0]}",
+            describe_missing(manifest.missing),
             where=where,
             found=f"{len(manifest.files)} files",
             fix="Copy the missing files beside the others.",
