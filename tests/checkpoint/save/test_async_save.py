@@ -267,7 +267,8 @@ def after(method):
 
 
 INTERRUPTIONS = {
-    "while the state is looked at": (session, "flatten_state", ctrl_c),
+    "while the state is traced": (session, "trace_state", ctrl_c),
+    "while the state is flattened": (session, "flatten_state", ctrl_c),
     "before the thread is started": (threading.Thread, "start", ctrl_c),
     "when the thread was started": (threading.Thread, "start", after(threading.Thread.start)),
     "when ranks have agreed": (session.SaveSession, "plan", after(session.SaveSession.plan)),
@@ -287,7 +288,7 @@ class TestInterrupted:
         self, tmp_path: Path, monkeypatch, when: str
     ) -> None:
         shardckpt.save({"t": torch.ones(3)}, tmp_path / "c")
-        state = {"t": torch.rand(9000)}
+        state = {"t": torch.rand(9000), when: "a key that no cached plan has"}
         with monkeypatch.context() as patch:
             patch.setattr(*INTERRUPTIONS[when])
             if when == "while that is told":
