@@ -124,7 +124,8 @@ def _failed(error: Exception) -> int:
     if isinstance(error, ShardckptError):
         return _die(str(error), error.exit_code)
     if hasattr(error, "format_message"):  # typer's own errors; their class depends on the version of click
-        return _die(f"{' '.join(error.format_message().split()).rstrip('.')}. See `shardckpt --help`", 2)
+        message = " ".join(error.format_message().split())
+        return _die(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `shardckpt --help`", 2)
     if os.environ.get("SHARDCKPT_TRACEBACK"):
         raise error
     if isinstance(error, MemoryError):

@@ -45,7 +45,8 @@ def local_path(url: str) -> str | None:
         UsageError: The URL is empty or contains a NUL character.
     """
     if not url or "\0" in url:
-        raise UsageError("the path must be a path or a URL", where=repr(url), fix="Name a file, a folder or a URL.")
+        what = "must not contain a NUL character" if url else "must not be empty"
+        raise UsageError(f"the path {what}", where=repr(url), fix="Name a file, a folder or a URL.")
     if url.startswith(("file://", "local://")):
         return url.partition("://")[2] or "/"
     return None if _PROTOCOL.match(url) else os.path.expanduser(url)

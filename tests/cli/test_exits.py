@@ -84,6 +84,11 @@ def test_a_closed_stream_gets_nothing(name: str, closed: str, code: int, tmp_pat
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
+def test_a_suggestion_ends_with_one_mark() -> None:
+    done = run("-m", "shardckpt_cli", "inspct")
+    assert done.stderr.rstrip().endswith("Did you mean 'inspect'? See `shardckpt --help`")
+
+
 def test_ctrl_c_while_the_command_line_is_parsed_is_one_line() -> None:
     interrupted = "def parse(*_): raise KeyboardInterrupt"
     code = f"import sys; from shardckpt_cli import app, commands\n{interrupted}\ncommands.Command.parse_args = parse\n"

@@ -27,10 +27,10 @@ def test_paths_are_local_and_protocols_are_not(url, path):
     assert local_path(url) == path
 
 
-@pytest.mark.parametrize("url", ["", "a\0b"])
-def test_what_names_nothing_is_the_callers_mistake(url):
+@pytest.mark.parametrize(("url", "what"), [("", "must not be empty"), ("a\0b", "must not contain a NUL")])
+def test_what_names_nothing_is_the_callers_mistake(url, what):
     for ask in (open_store, split, kind):
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match=what):
             ask(url)
 
 
