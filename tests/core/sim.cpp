@@ -147,11 +147,13 @@ Tensor host(const Tensor& tensor) {
 }
 
 void finish(int64_t until) {
+  std::vector<Unfinished> finished;  // released after the lock: that may wait for the GIL, whose owner may wait for the lock
   Lock lock(mutex);
   at::AutoDispatchBelowADInplaceOrView guard;
   size_t done = 0;
   for (; done < unfinished.size() && unfinished[done].number <= until; ++done)
     unfinished[done].to.copy_(unfinished[done].value);
+  finished.assign(unfinished.begin(), unfinished.begin() + done);
   unfinished.erase(unfinished.begin(), unfinished.begin() + done);
 }
 
@@ -159,9 +161,9 @@ void finish_all() { finish(launched); }
 
 // The device does what is queued in order: before it touches its memory, it has what was copied there.
 void finish_uploads() {
+  std::vector<Unfinished> rest, uploads;
   Lock lock(mutex);
   at::AutoDispatchBelowADInplaceOrView guard;
-  std::vector<Unfinished> rest, uploads;
   for (auto& each : unfinished) (each.is_upload ? uploads : rest).push_back(each);
   unfinished = std::move(rest);
   for (auto& each : uploads) each.to.copy_(each.value);
