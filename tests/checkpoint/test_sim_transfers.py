@@ -33,6 +33,7 @@ def values() -> dict[str, torch.Tensor]:
         "brain": large[:50_000].bfloat16(),
         "turned": large[:60_000].view(200, 300).t(),
         "columns": large[:60_000].view(200, 300)[:, 3:290],
+        "column of a row": large[:3].view(1, 3)[:, 1],
         "complex": torch.randn(9_000, dtype=torch.complex64, generator=made),
         "conjugate": torch.randn(40, dtype=torch.complex64, generator=made).conj(),
         "bits": large[:3_001] > 0,

@@ -157,7 +157,8 @@ def is_flat_on_cpu(tensor: torch.Tensor) -> bool:
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a flat tensor as a uint8 tensor."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    # `view(-1)` would keep another stride than 1 of a tensor with one element.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:

@@ -595,3 +595,11 @@ def test_a_module_that_is_also_in_the_state_may_be_returned_by_an_object(tmp_pat
     saver, state = Saver(ALONE), {"holder": Holder({"model": model}), "model": model}
     for _ in range(2):
         assert_saves_as_new(saver, state, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_one_element_of_another_stride_is_copied_in_the_background(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = torch.rand(1, dtype=dtype).conj().imag
+    assert value.is_neg() and value.stride() == (2,)
+    shardckpt.async_save({"value": value}, str(tmp_path / "step")).result()
+    assert torch.equal(shardckpt.open(str(tmp_path / "step"))["value"][...], value)
