@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,11 @@ from shardckpt.core.registration.base import FlatParameter
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout
 
-_REMEMBERED = 100_000
-"""Tensors that are known to be full, so that the next save does not search for flat parameters again."""
+_FULL: WeakSet[torch.UntypedStorage] = WeakSet()
+"""Storages without a shard of a flat parameter, so that the next save does not search for flat parameters again.
+
+An address alone is not enough: the allocator gives the address of a freed tensor to the next one.
+"""
 
 
 class FlatShardError(UsageError):
@@ -86,14 +90,11 @@ class FlatShards:
         if not tensor.numel() or not has_peers():
             return False
         storage = tensor.untyped_storage()
-        known = (storage.data_ptr(), storage.nbytes())
-        if known in _FULL:
+        if storage in _FULL:
             return False
-        if known[0] in self._storages:
+        if storage.data_ptr() in self._storages:
             return True
-        if len(_FULL) >= _REMEMBERED:
-            _FULL.clear()
-        _FULL.add(known)
+        _FULL.add(storage)
         return False
 
     def require_none(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -105,9 +106,6 @@ class FlatShards:
         for name, parameter in named:
             if self.has_parameter(parameter):
                 raise FlatShardError(clean(name))
-
-
-_FULL: set[tuple[int, int]] = set()
 
 
 def has_peers() -> bool:
