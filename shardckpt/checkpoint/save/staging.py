@@ -51,7 +51,7 @@ def default_budget() -> int | None:
     if not is_gpu_used():
         return None
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(setting) if setting.isdigit() else torch.accelerator.device_count()
+    ranks = int(setting) if setting.isdecimal() else torch.accelerator.device_count()
     return max(memory_size() // 2 // max(ranks, 1), LEAST_BUDGET_BYTES)
 
 

@@ -97,7 +97,7 @@ def ranks_per_node(world: int) -> int:
         ArgumentError: The number of all ranks is not a multiple of the result.
     """
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
-    size = int(setting) if setting.isdigit() else torch.accelerator.device_count() or world
+    size = int(setting) if setting.isdecimal() else torch.accelerator.device_count() or world
     if not 0 < size <= world or world % size:
         raise ArgumentError(
             "hybrid strategies need nodes that have equally many ranks",
