@@ -72,7 +72,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
     "plan": ({"naming", "layout"}, {"optim"}, {"rules"}),
     "format": (
-        {"reader", "budget", "value_checks", "gc_pause"},
+        {"reader", "budget", "value_checks"},
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
         {"merge_shards"},

@@ -1,4 +1,4 @@
-"""Limits on the cost of reading a file: budgets, and checks of dict keys.
+"""Limits on the cost of a file: budgets, checks of dict keys, collector pause.
 
 Memory and time are counted together, in bytes: a container costs the memory of its Python object, work without memory
 costs 64 bytes per microsecond. The cost of a dropped value is not refunded, so that creating and dropping values in a
@@ -7,8 +7,10 @@ loop ends as well.
 
 from __future__ import annotations
 
+import gc
 from array import array
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from shardckpt.errors import FormatError, UnsafeError
@@ -312,3 +314,19 @@ def _collision_error(where: object = "") -> UnsafeError:
         where=where,
         fix="They were chosen to take hours; do not trust where they came from.",
     )
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Disable the cyclic garbage collector; reference counting still frees objects.
+
+    New objects trigger the collector again and again, over all objects of the process: up to half of the time to open a
+    large checkpoint.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

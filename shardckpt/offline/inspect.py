@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from shardckpt.errors import UsageError, escape
-from shardckpt.format.gc_pause import gc_paused
+from shardckpt.format.budget import gc_paused
 from shardckpt.format.reader import NamedBases
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted

@@ -12,7 +12,7 @@ import torch
 import shardckpt
 from shardckpt.checkpoint.load import tensor_loader, uploads
 from shardckpt.checkpoint.stateful import tensor_bytes
-from shardckpt.checkpoint.stateful.pinned_pieces import PinnedPieces
+from shardckpt.checkpoint.stateful.tensor_bytes import PinnedPieces
 from shardckpt.errors import PrecisionError
 
 KIB = 1 << 10

@@ -20,11 +20,10 @@ from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.native.base_refs import Base, is_same_folder, refer_to, resolve_base
 from shardckpt.format.native.commit import COMMIT
-from shardckpt.format.native.json_fields import plain_name
-from shardckpt.format.native.partial_manifest import PartialManifest
+from shardckpt.format.native.manifest_json import PartialManifest
 from shardckpt.format.native.payload import BLOCK_BYTES, PayloadChunk
 from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base
+from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base, plain_name
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
 from shardckpt.storage.resolve_url import file_version, open_store
 from shardckpt.storage.store import Read

@@ -25,7 +25,7 @@ from shardckpt.devices import CurrentStreams
 from shardckpt.errors import UsageError
 from shardckpt.format.native.base_refs import Base
 from shardckpt.format.native.commit import MAX_BASES
-from shardckpt.format.native.partial_manifest import PartialManifest
+from shardckpt.format.native.manifest_json import PartialManifest
 from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.format.native.records import FileRecord
 from shardckpt.manifest import Path, TensorEntry, dotted

@@ -29,7 +29,7 @@ from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
-from shardckpt.format.gc_pause import gc_paused
+from shardckpt.format.budget import gc_paused
 from shardckpt.format.reader import NamedBases, ParamShapes
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import (

@@ -32,7 +32,7 @@ from shardckpt.checkpoint.save.staging import (
 )
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
-from shardckpt.format.gc_pause import gc_paused
+from shardckpt.format.budget import gc_paused
 from shardckpt.plan.layout.output_files import parse_size
 
 OnBusy = Literal["wait", "raise"]

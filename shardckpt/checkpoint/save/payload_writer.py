@@ -8,7 +8,7 @@ from contextlib import closing
 
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, TensorSource, iter_bytes
 from shardckpt.format.encodings.safetensors_check import create_checked
-from shardckpt.format.native.partial_manifest import WrittenPayload
+from shardckpt.format.native.manifest_json import WrittenPayload
 from shardckpt.format.native.payload import FileHasher, PayloadFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer

@@ -39,14 +39,15 @@ from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
 from shardckpt.checkpoint.stateful.stateful import as_root
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
-from shardckpt.format.gc_pause import gc_paused
+from shardckpt.format.budget import gc_paused
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
-from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
-from shardckpt.format.native.partial_manifest import (
+from shardckpt.format.native.manifest_json import (
+    ManifestContents,
     PartialManifest,
     WrittenPayload,
     build_partial,
     decode_partial,
+    encode_manifest,
     encode_partial,
     merge_partials,
 )

@@ -24,11 +24,10 @@ from shardckpt.errors import (
     UsageError,
     describe_missing,
 )
-from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths, require_small
+from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths, gc_paused, require_small
 from shardckpt.format.dcp.storage_items import Blobs, StoredSlice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub
-from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.objects import read_object
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted

@@ -25,10 +25,14 @@ from shardckpt.errors import (
 from shardckpt.format.budget import require_small
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native import base_refs
-from shardckpt.format.native.json_fields import (
+from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
+from shardckpt.format.native.payload import HF_INDEX, VERSION, encode_canonical
+from shardckpt.format.native.records import (
     MAX_BYTES,
     NEWER,
+    FileRecord,
     field_error,
+    group_files_by_base,
     plain_name,
     read_base_url,
     read_fields,
@@ -39,9 +43,6 @@ from shardckpt.format.native.json_fields import (
     read_sha256,
     read_version,
 )
-from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
-from shardckpt.format.native.payload import HF_INDEX, VERSION, encode_canonical
-from shardckpt.format.native.records import FileRecord, group_files_by_base
 from shardckpt.storage.replaceable import FolderKind
 from shardckpt.storage.store import Store, read_bytes
 

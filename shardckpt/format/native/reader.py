@@ -7,9 +7,9 @@ from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
 
 from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.format.budget import gc_paused
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef
-from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.native.base_store import BasedStore, FoundBases, find_bases
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
 from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents

@@ -14,10 +14,9 @@ from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.safetensors import Header, parse_json, read_headers, require_dims
 from shardckpt.format.encodings.tagged_json import ArrayRef
-from shardckpt.format.native.json_fields import read_fields, read_path
 from shardckpt.format.native.manifest_json import ManifestContents, read_ties, read_variants
 from shardckpt.format.native.payload import KEY, VERSION, PayloadChunk
-from shardckpt.format.native.records import ArrayRecord, FileRecord
+from shardckpt.format.native.records import ArrayRecord, FileRecord, read_fields, read_path
 from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.storage.store import Store
 

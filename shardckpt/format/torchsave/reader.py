@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
-from shardckpt.format.budget import ReadBudget
+from shardckpt.format.budget import ReadBudget, gc_paused
 from shardckpt.format.encodings.pickle_reader import Limits, load, load_at
 from shardckpt.format.encodings.zip_archive import (
     LOCAL_SIGNATURE,
@@ -26,7 +26,6 @@ from shardckpt.format.encodings.zip_archive import (
     read_entries,
     require_known_method,
 )
-from shardckpt.format.gc_pause import gc_paused
 from shardckpt.format.reader import Checksum, Reader
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
 from shardckpt.format.torchsave.tensor_views import (

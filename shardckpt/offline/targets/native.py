@@ -14,8 +14,14 @@ from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.tagged_json import ArrayRef, encode
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
-from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents, encode_manifest
-from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
+from shardckpt.format.native.manifest_json import (
+    KEEPS_ORDER,
+    ManifestContents,
+    WrittenPayload,
+    build_partial,
+    encode_manifest,
+    merge_partials,
+)
 from shardckpt.format.native.payload import (
     HF_INDEX,
     BlockHasher,

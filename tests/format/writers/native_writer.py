@@ -14,8 +14,13 @@ import torch
 from shardckpt.boxes import Box, full_box
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
-from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
-from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
+from shardckpt.format.native.manifest_json import (
+    ManifestContents,
+    WrittenPayload,
+    build_partial,
+    encode_manifest,
+    merge_partials,
+)
 from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, plan_payloads
 from shardckpt.format.native.records import ArrayRecord, make_record
 from shardckpt.manifest import Path as TreePath
