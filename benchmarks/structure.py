@@ -90,6 +90,7 @@ def trace_calls(folder: Path) -> list[tuple[str, Trace]]:
     rows.append(("load(path)", trace(lambda: shardckpt.load(folder / "native"), OURS)))
     rows.append(("consolidate(native)", trace(lambda: shardckpt.consolidate(folder / "native", folder / "a"), OURS)))
     dcp.save(state, checkpoint_id=folder / "warm_dcp")
+    shardckpt.consolidate(folder / "warm_dcp", folder / "warm_dcp_full")
     rows.append(("DCP save", trace(lambda: dcp.save(state, checkpoint_id=folder / "dcp"), TORCH_DCP)))
     rows.append(("DCP load", trace(lambda: dcp.load(state, checkpoint_id=folder / "dcp"), TORCH_DCP)))
     rows.append(("consolidate(dcp)", trace(lambda: shardckpt.consolidate(folder / "dcp", folder / "b"), OURS)))
