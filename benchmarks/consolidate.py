@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from results import RESULTS, machine, record
+from results import RESULTS, Lines, machine, record
 
 HERE = Path(__file__).resolve().parent
 INPUTS = HERE / "inputs.py"
@@ -267,7 +267,7 @@ def bring_to_disk(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-class Bench:
+class Bench(Lines):
     """Run cases and print their tables.
 
     Args:
@@ -278,15 +278,10 @@ class Bench:
     """
 
     def __init__(self, folder: Path, nbytes: int, rounds: int, *, fsync: bool) -> None:
+        super().__init__()
         self.folder, self.nbytes, self.rounds, self.fsync = folder, nbytes, rounds, fsync
         self.log = folder / "log"
         self.is_in_memory = file_system(folder) == "tmpfs"
-        self.lines: list[str] = []
-
-    def say(self, line: str = "") -> None:
-        """Print a line and keep it for RESULTS.md."""
-        print(line, flush=True)
-        self.lines.append(line)
 
     def note(self, line: str) -> None:
         """Print progress on stderr."""
@@ -359,14 +354,18 @@ class Bench:
 
     def compare_pairs(self, pairings: Sequence[Pairing]) -> None:
         """Measure pairs of shardckpt and `cp`, and print a table of ratios."""
-        self.say("\n| shardckpt, x cp | in one process | CPU | goal | with start-up | CPU | goal |")
-        self.say("|---|---|---|---|---|---|---|")
+        self.say("\n| shardckpt, x cp | in one process | CPU | with start-up | CPU |\n|---|---|---|---|---|")
         for pairing in pairings:
             self.note(pairing.title)
-            inside = show_ratios(self.pairs_in_process(pairing), pairing.in_process)
-            self.say(
-                f"| {pairing.title} | {inside} | {show_ratios(self.pairs_of_processes(pairing), pairing.process)} |"
-            )
+            inside, processes = self.pairs_in_process(pairing), self.pairs_of_processes(pairing)
+            self.say(f"| {pairing.title} | {show_ratios(inside)} | {show_ratios(processes)} |")
+            what = f"{self.nbytes / 1e9:g} GB, {pairing.title}"
+            for pairs, limit, where in (
+                (inside, pairing.in_process, ""),
+                (processes, pairing.process, ", with start-up"),
+            ):
+                if limit:
+                    self.goal("consolidate", what + where, ratio_of_seconds(pairs), limit, "x cp")
 
     def pairs_in_process(self, pairing: Pairing) -> list[Measured]:
         """Run pairs inside one process."""
@@ -402,13 +401,16 @@ class Bench:
             self.say("\n### Start-up\n\n| | seconds | CPU s | peak MB |\n|---|---|---|---|\n" + "\n".join(rows))
 
 
-def show_ratios(pairs: Sequence[Measured], goal: float) -> str:
-    """Return cells of a table: the median ratio of seconds (least by least), that of CPU seconds, the goal."""
-    seconds, cpu = ([(mine[column], copy[column]) for mine, copy in pairs] for column in (0, 1))
-    ratio = median(mine / copy for mine, copy in seconds)
-    least = min(mine for mine, _ in seconds) / min(copy for _, copy in seconds)
-    verdict = f"{goal:g}: {'met' if ratio <= goal else 'missed'}" if goal else ""
-    return f"{ratio:.2f} ({least:.2f}) | {median(mine / max(copy, 1e-3) for mine, copy in cpu):.2f} | {verdict}"
+def ratio_of_seconds(pairs: Sequence[Measured]) -> float:
+    """Return the median of the ratios of seconds."""
+    return median(mine[0] / copy[0] for mine, copy in pairs)
+
+
+def show_ratios(pairs: Sequence[Measured]) -> str:
+    """Return cells of a table: the median ratio of seconds (least by least), and that of CPU seconds."""
+    least = min(mine[0] for mine, _ in pairs) / min(copy[0] for _, copy in pairs)
+    cpu = median(mine[1] / max(copy[1], 1e-3) for mine, copy in pairs)
+    return f"{ratio_of_seconds(pairs):.2f} ({least:.2f}) | {cpu:.2f}"
 
 
 def parse_size(text: str) -> int:
@@ -459,7 +461,7 @@ def main() -> None:
         if options.pairs:
             bench.compare_pairs(PAIRINGS)
             if options.record:
-                record(f"Pairs with cp, {options.size / 1e9:g} GB, {file_system(folder)}", bench.lines)
+                record(f"Pairs with cp, {options.size / 1e9:g} GB, {file_system(folder)}", bench.lines, bench.goals)
             return
         for name in names:
             if name in CASES:

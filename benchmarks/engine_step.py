@@ -5,8 +5,8 @@
 **Step.** Forward, backward and AdamW of a small Llama on two gloo ranks with one thread each. Each block is a unit, and
 the other parameters are another. All engines run in the same two forked processes, in alternating order, so other work
 on the machine affects all of them. The time of a step is that of its slower rank. Ratios are medians of the ratios of
-the rounds. The benchmark fails above 1.05 times the time or the memory of torch's counterpart. CPU is the sum of both
-ranks and all threads. Its ratio is more reliable on a busy machine.
+the rounds. The benchmark fails above 1.05 times the time, or 1.0 times the peak of memory, of torch's counterpart. CPU
+is the sum of both ranks and all threads. Its ratio is more reliable on a busy machine.
 
 **Memory.** Each engine runs alone in two new processes. malloc returns every freed block of 64 KiB or more immediately.
 The figure is the kernel's peak of resident memory over three steps, minus the memory before the model was built. It
@@ -48,6 +48,11 @@ from shardckpt import core as ours
 from shardckpt.core.wrap import ModuleWrapPolicy as OurPolicy
 
 LIMIT = 1.05
+"""Most seconds of a step, relative to torch's."""
+
+MEMORY_LIMIT = 1.0
+"""Most memory at the peak of a step, relative to torch's."""
+
 TINY = 48
 
 
@@ -338,10 +343,11 @@ class Report(Lines):
         self.say("\n### Memory of one rank\n\n| | peak MB | at rest MB | peak x torch |\n|---|---|---|---|")
         for engine in engines:
             peak, rest = results[engine.name]
-            to_peer = f"{peak / results[engine.peer][0]:.3f}" if engine.peer else ""
-            self.say(f"| {engine.name} | {peak / 1e6:.1f} | {rest / 1e6:.1f} | {to_peer} |")
-            if engine.peer and peak > LIMIT * results[engine.peer][0]:
-                self.failed.append(f"{engine.name} needs {to_peer} times the memory of {engine.peer}")
+            to_peer = peak / results[engine.peer][0] if engine.peer else None
+            shown = f"{to_peer:.3f}" if to_peer else ""
+            self.say(f"| {engine.name} | {peak / 1e6:.1f} | {rest / 1e6:.1f} | {shown} |")
+            if to_peer:
+                self.goal("memory of a step", f"{engine.name}, peak", to_peer, MEMORY_LIMIT, f"x {engine.peer}")
 
     def units(self, engines: Sequence[Engine], results: dict[str, tuple[float, float]]) -> None:
         """Print the table of units."""
@@ -378,7 +384,7 @@ def main() -> None:
     workload = Workload(shape, (options.batch, options.tokens), options.rounds)
     report = run(workload, [engine for row in rows for engine in ROWS[row]], parts)
     if options.record:
-        record(f"Engine, {options.layers} layers of {options.hidden}", report.lines)
+        record(f"Engine, {options.layers} layers of {options.hidden}", report.lines, report.goals)
     for line in report.failed:
         print(f"FAILED: {line}", file=sys.stderr)
     sys.exit(bool(report.failed))

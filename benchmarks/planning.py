@@ -37,8 +37,9 @@ RANKS, TENSORS = 64, 1200
 
 
 class Row(NamedTuple):
-    """One figure: its name, its processor seconds, and the most that they may be."""
+    """One figure: its area in the summary, its name, its processor seconds, and the most that they may be."""
 
+    area: str
     name: str
     seconds: float
     goal: float
@@ -67,7 +68,9 @@ def start(folder: Path, rounds: int) -> Iterator[Row]:
         empty.append(measure_process("-c", "pass"))
         command.append(measure_process("-m", "shardckpt_cli", "consolidate", str(source), str(folder / f"a{number}")))
         call.append(measure(partial(shardckpt.consolidate, str(source), str(folder / f"b{number}"))))
-    yield Row("start of `shardckpt consolidate`", median(command[1:]) - median(empty[1:]) - median(call[1:]), 0.15)
+    yield Row(
+        "start-up", "start of `shardckpt consolidate`", median(command[1:]) - median(empty[1:]) - median(call[1:]), 0.15
+    )
 
 
 def load(folder: Path, rounds: int) -> Iterator[Row]:
@@ -89,15 +92,15 @@ def load(folder: Path, rounds: int) -> Iterator[Row]:
         float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
         for _ in range(rounds)
     ]
-    yield Row("first `load` of a process, without the second", median(found), 0.05)
+    yield Row("start-up", "first `load` of a process, without the second", median(found), 0.05)
 
 
 def plan(folder: Path, rounds: int) -> Iterator[Row]:  # noqa: ARG001
     """Measure the plan of a first save on rank 0."""
     for world, arrays, flat in ((1024, 1000, True), (4096, 1000, False)):
-        seconds, boxes = time_planning(world, arrays, flat=flat)
+        seconds, _ = time_planning(world, arrays, flat=flat)
         kind = "flat ranges" if flat else "rows"
-        yield Row(f"plan of {world:,} ranks x {arrays:,} tensors, {kind} ({boxes:,} boxes)", seconds, 5)
+        yield Row("planning", f"plan of {world:,} ranks x {arrays:,} tensors, {kind}", seconds, 5)
 
 
 def write_rank_files(folder: Path) -> None:
@@ -121,16 +124,16 @@ def open_(folder: Path, rounds: int) -> Iterator[Row]:
     write_rank_files(folder / "ranks")
     work = partial(open_checkpoint, str(folder / "ranks"))
     seconds = median(measure(work) for _ in range(min(rounds, 3)))
-    yield Row(f"opening {RANKS} rank files x {TENSORS:,} DTensors", seconds, 3)
+    yield Row("planning", f"opening {RANKS} rank files x {TENSORS:,} DTensors", seconds, 3)
 
 
 def inspect(folder: Path, rounds: int) -> Iterator[Row]:
     """Measure `inspect` of many tensors."""
     make_listed(folder / "listed")
     seconds = median(measure(partial(shardckpt.inspect, str(folder / "listed"))) for _ in range(rounds))
-    yield Row(f"`inspect` of {LISTED_TENSORS:,} tensors", seconds, 1)
+    yield Row("planning", f"`inspect` of {LISTED_TENSORS:,} tensors", seconds, 1)
     command = median(measure_process("-m", "shardckpt_cli", "inspect", str(folder / "listed")) for _ in range(rounds))
-    yield Row(f"`shardckpt inspect` of {LISTED_TENSORS:,} tensors, the process", command, 1)
+    yield Row("planning", f"`shardckpt inspect` of {LISTED_TENSORS:,} tensors, the process", command, 1)
 
 
 CASES: dict[str, Callable[[Path, int], Any]] = {
@@ -155,14 +158,14 @@ def main() -> None:
     report = Lines()
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     report.say(f"{today}, {machine()}, torch {torch.__version__}; medians of {options.rounds} rounds.")
-    report.say("\n| | CPU s | goal | |\n|---|---|---|---|")
     for name in names:
         with tempfile.TemporaryDirectory(prefix="shardckpt-bench-") as folder:
             for row in CASES[name](Path(folder), options.rounds):
-                verdict = "met" if row.seconds <= row.goal else "MISSED"
-                report.say(f"| {row.name} | {row.seconds:.3f} | {row.goal:g} | {verdict} |")
+                goal = report.goal(row.area, row.name, row.seconds, row.goal, "s of CPU")
+                print(f"| {row.name} | {row.seconds:.3f} | {row.goal:g} | {goal.verdict} |", flush=True)
     if options.record:
-        record("Start-up, planning and opening", report.lines)
+        title = "Start-up, planning and opening"
+        record(title if names == list(CASES) else f"{title}: {options.cases}", report.lines, report.goals)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ def test_pairs_with_cp_print_ratios_in_process_and_of_processes(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| DCP")]
     assert len(rows) == 5
-    assert all(float(row[1].split()[0]) > 0 and float(row[4].split()[0]) > 0 for row in rows)
-    assert {row[3].split(":")[0].strip() for row in rows} == {"0.9", "1.3", ""}
+    assert all(float(row[1].split()[0]) > 0 and float(row[3].split()[0]) > 0 for row in rows)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -69,7 +69,7 @@ def test_a_peer_that_takes_one_turn_is_compared_with_the_median(module):
     report = module.Report()
     slow = module.Measurement(module.Method("save", "DCP", "peer", module.nothing, is_slow=True), 9.0, (9.0,), (9.0,))
     report.table("Saving", [measured(module, "shardckpt", "shardckpt", 1.0, {"DCP": 0.1}), slow])
-    assert report.failed == ["save by shardckpt takes 0.11 times the time of DCP; the limit is 0.1"]
+    assert report.failed == ["save, shardckpt: 0.11 x DCP; the limit is 0.1"]
 
 
 def test_a_tensor_that_is_not_the_truth_stops_the_benchmark(module, monkeypatch):

@@ -1,0 +1,103 @@
+"""A benchmark's goals come below its section, and the newest of each opens RESULTS.md."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("results")
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "RESULTS.md")
+    yield module
+    for name in ("results", "summary"):
+        sys.modules.pop(name, None)
+
+
+def record(results, title, *goals):
+    report = results.Lines()
+    report.say("One line.")
+    for area, what, measured in goals:
+        report.goal(area, what, measured, 1.3, "x cp")
+    results.record(title, report.lines, report.goals)
+    return report
+
+
+def rows(text):
+    return [[cell.strip() for cell in line.split("|")[1:6]] for line in text.splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_summary_shows_a_figure_beside_its_goal_by_area(results):
+    record(results, "Loads", ("loads", "4 GB", 1.25), ("loads", "2 to 4", 1.31))
+    record(results, "Copies", ("consolidate", "4 GB", 0.5))
+    found = rows(results.summarize(results.RESULTS.read_text(encoding="utf-8")))
+    assert found[0] == ["consolidate", "4 GB", "0.500 x cp", "1.3", "met"]
+    assert ["loads", "4 GB", "1.250 x cp", "1.3", "met"] in found
+    assert ["loads", "2 to 4", "1.310 x cp", "1.3", "MISSED"] in found
+
+
+def test_an_area_without_a_figure_is_not_measured(results):
+    record(results, "Copies", ("consolidate", "4 GB", 0.5))
+    found = rows(results.summarize(results.RESULTS.read_text(encoding="utf-8")))
+    assert [row[0] for row in found] == list(results.AREAS)
+    assert {row[1] for row in found[1:]} == {"not measured"}
+
+
+def test_the_figure_recorded_last_replaces_one_of_another_section(results):
+    record(results, "First", ("loads", "4 GB", 1.5), ("loads", "2 to 4", 1.0))
+    record(results, "Second", ("loads", "4 GB", 1.2))
+    assert [
+        row[2] for row in rows(results.summarize(results.RESULTS.read_text(encoding="utf-8"))) if row[0] == "loads"
+    ] == [
+        "1.000 x cp",
+        "1.200 x cp",
+    ]
+
+
+def test_a_section_recorded_again_loses_its_old_goals(results):
+    record(results, "First", ("loads", "4 GB", 1.5), ("loads", "2 to 4", 1.0))
+    record(results, "First", ("loads", "4 GB", 1.2))
+    text = results.RESULTS.read_text(encoding="utf-8")
+    assert text.count("## First") == 1
+    assert "2 to 4" not in text
+
+
+def test_a_recorded_section_is_below_the_summary(results):
+    record(results, "First", ("loads", "4 GB", 1.5))
+    record(results, "Without goals")
+    text = results.RESULTS.read_text(encoding="utf-8")
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles == [results.TITLE, "## First", "## Without goals"]
+    assert results.with_summary(text) == text
+
+
+def test_a_missed_goal_fails_the_benchmark(results):
+    assert record(results, "First", ("loads", "4 GB", 1.5), ("loads", "2 to 4", 1.0)).failed == [
+        "4 GB: 1.50 x cp; the limit is 1.3"
+    ]
+
+
+def test_a_goal_of_an_unknown_area_is_refused(results):
+    with pytest.raises(SystemExit, match=r"one of consolidate, .* got 'speed'"):
+        results.Lines().goal("speed", "4 GB", 1.0, 1.3, "x cp")
+
+
+def test_the_summary_is_printed_and_drawn_anew(results, capsys):
+    record(results, "First", ("loads", "4 GB", 1.5))
+    edited = results.RESULTS.read_text(encoding="utf-8").replace("| 1.500 x cp |", "| 1.400 x cp |", 1)
+    results.RESULTS.write_text(edited, encoding="utf-8")
+    importlib.import_module("summary").main()
+    assert "| 1.500 x cp |" in capsys.readouterr().out
+    assert results.RESULTS.read_text(encoding="utf-8").count("| 1.500 x cp |") == 2
+
+
+def test_the_results_of_the_project_open_with_their_summary(results):
+    text = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
+    assert results.with_summary(text) == text, "run `python benchmarks/summary.py`"
