@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardckpt
 from shardckpt import errors
 from shardckpt.errors import FormatError, RankError, ShardckptError, describe_missing, escape
 
@@ -118,3 +120,11 @@ def test_an_error_survives_a_process_boundary(kind: type[ShardckptError]) -> Non
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert str(copy) == str(error)
+
+
+@pytest.mark.parametrize("name", ["save", "async_save", "Checkpointer", "prune"])
+def test_an_unknown_keyword_is_named_with_its_function(name: str, tmp_path: Path) -> None:
+    positional = ({}, tmp_path / "step") if "save" in name else (tmp_path,)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'keep_lst'$"):
+        getattr(shardckpt, name)(*positional, keep_lst=1)
+    assert not (tmp_path / "step").exists()

@@ -9,10 +9,10 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, Literal, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels, require_bools, resolve_process_group
 from shardckpt.checkpoint.load.load import EARLIER_PARAMS, MIXED, load
@@ -21,7 +21,7 @@ from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle, require_on_event
-from shardckpt.checkpoint.save.save import EARLIER_NAMES, RunNotes, read_notes, save
+from shardckpt.checkpoint.save.save import EARLIER_NAMES, RunNotes, SaveParams, read_notes, save
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import (
     CheckpointError,
@@ -34,7 +34,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC, step_name
-from shardckpt.plan.retention import Retention, parse_seconds
+from shardckpt.plan.retention import Retention, RetentionParams
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
 """Errors of steps that are damaged or that another process is removing."""
@@ -89,21 +89,16 @@ class Checkpointer:
         self,
         root: str | os.PathLike[str],
         *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: int | None = None,
-        metric: str = "loss",
-        mode: Literal["min", "max"] = "min",
-        keep_for: timedelta | float | str | None = None,
         save_every: int | None = None,
         dedup: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        **rules: Unpack[RetentionParams],
     ) -> None:
         require_bools(dedup=dedup)
-        rules = Retention(keep_last, keep_every, keep_best, mode, parse_seconds(keep_for), metric)
+        retention = Retention.from_params("Checkpointer", **rules)
         self._schedule = SaveSchedule(save_every)
         self._finder = StepFinder(root, process_group)
-        self._retention = StepRetention(rules, self._finder)
+        self._retention = StepRetention(retention, self._finder)
         self.root, self._dedup, self._group = self._finder.root, dedup, process_group
         self._restored: int | None = None
         self._branch: int | None = None
@@ -138,8 +133,7 @@ class Checkpointer:
         state: Any,
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
-        overwrite: bool = False,
-        **options: Any,
+        **options: Unpack[SaveParams],
     ) -> None:
         """Save a step, then remove the steps that no rule keeps. Collective.
 
@@ -149,8 +143,8 @@ class Checkpointer:
             step: Number of the step, equal on every rank.
             state: As for `shardckpt.save`.
             metrics: Numbers by name that are stored with the step; those of rank 0 are used.
-            overwrite: Replace a complete step.
-            **options: As for `shardckpt.save`; a `process_group` must be that of the Checkpointer.
+            **options: As for `shardckpt.save`. With `overwrite`, a complete step is replaced; a `process_group` must be
+                that of the Checkpointer.
 
         Raises:
             TargetExistsError: The step is complete and `overwrite` is False; or a newer version wrote the step.
@@ -161,7 +155,7 @@ class Checkpointer:
         Warns:
             UserWarning: The step is saved, but old ones could not be removed.
         """
-        number, branch, unranked, given = self._begin_save(save, step, metrics, overwrite, options)
+        number, branch, unranked, given = self._begin_save(save, step, metrics, options)
         save(state, self.path(number), **given)
         self._restored, self._branch = None, branch
         self._schedule.record_save(number, None)
@@ -177,7 +171,6 @@ class Checkpointer:
         state: Any,
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
-        overwrite: bool = False,
         **options: Any,
     ) -> SaveHandle:
         """Save a step in the background, then remove steps that no rule keeps. Collective.
@@ -190,7 +183,7 @@ class Checkpointer:
         Raises:
             ShardckptError: As for `save` and `shardckpt.async_save`; for a missing metric, after the save is complete.
         """
-        number, branch, unranked, given = self._begin_save(async_save, step, metrics, overwrite, options)
+        number, branch, unranked, given = self._begin_save(async_save, step, metrics, options)
         user_on_event, is_first = given.pop("on_event", None), get_channels(self._group).main.rank == 0
         background = BackgroundSave()
 
@@ -214,7 +207,6 @@ class Checkpointer:
         verb: Callable[..., Any],
         step: int,
         metrics: Mapping[str, SupportsFloat] | None,
-        overwrite: bool,
         options: Mapping[str, Any],
     ) -> _StepSave:
         """Check the arguments, and prepare the folder of the step. Collective."""
@@ -231,7 +223,7 @@ class Checkpointer:
             message = error
         what = f"preparing to save into {self.root}"
         answer = get_channels(self._group).main.coordinate(
-            what, message, lambda messages: self._prepare_on_rank0(messages, names, overwrite)
+            what, message, lambda messages: self._prepare_on_rank0(messages, names, options.get("overwrite", False))
         )
         replaces, is_asked, unranked, branch = json.loads(answer)
         self._schedule.set_requested(is_asked)
@@ -375,7 +367,9 @@ def _check_options(
     Raises:
         UsageError: The function does not have an option, or the process group is not that of the Checkpointer.
     """
-    known = inspect.signature(verb).parameters.keys() - {"state", "path"}
+    known = inspect.signature(verb).parameters.keys() - {"state", "path", "options"}
+    if verb is not load:
+        known |= SaveParams.__annotations__.keys()
     unknown = [name for name in options if name not in known]
     if unknown:
         raise UsageError(f"`{verb.__name__}` does not take this option", found=", ".join(unknown))

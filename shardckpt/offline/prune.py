@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Literal
+
+from typing_extensions import Unpack
 
 from shardckpt.deprecation import warn_renamed
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
@@ -24,7 +24,7 @@ from shardckpt.format.native.run_directory import (
 )
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.offline.verify import verify as verification
-from shardckpt.plan.retention import Retention, parse_seconds
+from shardckpt.plan.retention import Retention, RetentionParams
 from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store
 
@@ -123,14 +123,9 @@ def ls(root: str | os.PathLike[str]) -> StepList:
 def prune(
     root: str | os.PathLike[str],
     *,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-    keep_best: int | None = None,
-    metric: str = "loss",
-    mode: Literal["min", "max"] = "min",
-    keep_for: timedelta | float | str | None = None,
     verify: bool = False,
     dry_run: bool = False,
+    **rules: Unpack[RetentionParams],
 ) -> Pruned:
     """Remove the steps of a run that no rule keeps, and orphans of over a day.
 
@@ -160,17 +155,17 @@ def prune(
         StorageError: Reading or removing failed.
     """
     root = os.fspath(root)
-    rules = Retention(keep_last, keep_every, keep_best, mode, parse_seconds(keep_for), metric)
+    retention = Retention.from_params("prune", **rules)
     store = _open(root)
     now = time.time()
-    run = _sound_run(store, verify=verify) if rules.is_needed else read_run_to_remove(store)
+    run = _sound_run(store, verify=verify) if retention.is_needed else read_run_to_remove(store)
     if not run.steps:
         require_start_of_run(root)
     run.require_readable()
     deleted = apply_retention(
         store,
         run,
-        rules,
+        retention,
         now=now,
         is_complete=_is_complete,
         get_metrics=lambda step: read_metrics(store, step),

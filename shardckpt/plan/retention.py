@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
-from shardckpt.errors import UsageError
+from typing_extensions import Unpack
+
+from shardckpt.errors import UsageError, require_known_keywords
 
 ORPHAN_TTL_S = 24 * 3600.0
 """Seconds without a change after which an unfinished save counts as an orphan."""
@@ -43,6 +45,17 @@ class SavedStep(NamedTuple):
     branch: int = 0
 
 
+class RetentionParams(TypedDict, total=False):
+    """Keyword parameters of every function that removes steps; `prune` describes them."""
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: int | None
+    metric: str
+    mode: Literal["min", "max"]
+    keep_for: timedelta | float | str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Rules that keep steps; steps that no rule keeps are deleted.
@@ -69,6 +82,22 @@ class Retention:
     mode: Literal["min", "max"] = "min"
     keep_for_s: float | None = None
     metric: str = "loss"
+
+    @classmethod
+    def from_params(cls, function: str, /, **rules: Unpack[RetentionParams]) -> Retention:
+        """Return the rules of a user's call.
+
+        Args:
+            function: Name of the function that was called, for messages.
+            **rules: Other keyword arguments of the call.
+
+        Raises:
+            TypeError: A name is unknown.
+            UsageError: A rule has an invalid value.
+        """
+        require_known_keywords(function, rules, RetentionParams.__annotations__)
+        keep_for_s = parse_seconds(rules.pop("keep_for", None))
+        return cls(**rules, keep_for_s=keep_for_s)  # type: ignore[misc]  # mypy does not see that `keep_for` is gone
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):

@@ -6,14 +6,13 @@ The training loop waits for copies of CPU memory, but not for copies from device
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any, Literal
 
-import torch.distributed as dist
+from typing_extensions import Unpack
 
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle, require_on_event
-from shardckpt.checkpoint.save.save import EARLIER_NAMES, GetBase, SaveArguments, saver_for
+from shardckpt.checkpoint.save.save import EARLIER_NAMES, SaveParams, check_options, saver_for
 from shardckpt.checkpoint.save.session import (
     PlannedSave,
     PlannedState,
@@ -48,17 +47,10 @@ def async_save(
     state: Any,
     path: str,
     *,
-    overwrite: bool = False,
-    checksums: bool = True,
-    process_group: dist.ProcessGroup | None = None,
-    custom_metadata: Mapping[str, str] | None = None,
-    base: str | os.PathLike[str] | GetBase | None = None,
-    store_digests: bool = False,
-    trainable_only: bool = False,
-    base_key_map: Mapping[str, str] | None = None,
     max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",
     on_event: OnEvent | None = None,
+    **options: Unpack[SaveParams],
 ) -> SaveHandle:
     """Save the state of a training run in the background. Collective.
 
@@ -73,14 +65,6 @@ def async_save(
     Args:
         state: As for `save`.
         path: As for `save`.
-        overwrite: As for `save`.
-        checksums: As for `save`.
-        process_group: As for `save`.
-        custom_metadata: As for `save`.
-        base: As for `save`; tensors are hashed before this returns, and only changed tensors are copied.
-        store_digests: As for `save`.
-        trainable_only: As for `save`.
-        base_key_map: As for `save`.
         max_staging_bytes: Maximum memory for the copy on this rank, in bytes or as text such as `"8GB"`; at least
             1 MiB, pinned if the process uses a GPU. None for as much as this rank writes; with a GPU at most half of
             the machine's memory, divided by its ranks. A larger state is copied in rounds, each after the previous one
@@ -88,6 +72,8 @@ def async_save(
             save.
         on_busy: Whether to wait for a running save or to raise an error; an error of one rank is raised on all ranks.
         on_event: Called with a `SaveEvent` at the end of each phase, on the thread of the phase.
+        **options: Other parameters of `save`. With a `base`, tensors are hashed before this returns, and only changed
+            tensors are copied.
 
     Returns:
         A handle of the save.
@@ -99,10 +85,7 @@ def async_save(
         RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed.
     """
-    arguments = SaveArguments(
-        path, overwrite, checksums, custom_metadata, base, store_digests, trainable_only, base_key_map
-    )
-    options, fault = arguments.check()
+    checked, fault = check_options("async_save", path, options)
     most = None
     try:
         most = _parse_max_staging_bytes(max_staging_bytes)
@@ -110,13 +93,14 @@ def async_save(
         require_on_event(on_event)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         fault = fault or error
-    task = AsyncSaveTask(options.path, on_event if callable(on_event) else None)
+    task = AsyncSaveTask(checked.path, on_event if callable(on_event) else None)
     with PENDING_SAVE.entry, gc_paused():
         with task.phase("waiting"):
             refusal = fault or _refusal(on_busy)
         with task.phase("capture"):
-            saver = saver_for(process_group, refusal)
-            copy = _Copy(task, SaveSession(saver, options, saver.channels.background_coordinator(process_group)), most)
+            group = options.get("process_group")
+            saver = saver_for(group, refusal)
+            copy = _Copy(task, SaveSession(saver, checked, saver.channels.background_coordinator(group)), most)
             PENDING_SAVE.begin(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
         copy.stage(planned, flattened)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from shardckpt.checkpoint.coordinator import ALONE, get_channels, require_bools, resolve_process_group
 from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import UsageError
+from shardckpt.errors import UsageError, require_known_keywords
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC
 from shardckpt.storage.resolve_url import as_url
@@ -28,19 +29,28 @@ EARLIER_NAMES = {
 """Deprecated names of parameters of a save, which the next release removes."""
 
 
+GetBase = Callable[[], str | None]
+"""Function that returns the path or URL of a save's base; None to save without a base."""
+
+
+class SaveParams(TypedDict, total=False):
+    """Keyword parameters of every function that saves; `save` describes them."""
+
+    overwrite: bool
+    checksums: bool
+    process_group: dist.ProcessGroup | None
+    custom_metadata: Mapping[str, str] | None
+    base: str | os.PathLike[str] | GetBase | None
+    store_digests: bool
+    trainable_only: bool
+    base_key_map: Mapping[str, str] | None
+
+
 @renamed_params(**EARLIER_NAMES)
 def save(
     state: Any,
     path: str,
-    *,
-    overwrite: bool = False,
-    checksums: bool = True,
-    process_group: dist.ProcessGroup | None = None,
-    custom_metadata: Mapping[str, str] | None = None,
-    base: str | os.PathLike[str] | GetBase | None = None,
-    store_digests: bool = False,
-    trainable_only: bool = False,
-    base_key_map: Mapping[str, str] | None = None,
+    **options: Unpack[SaveParams],
 ) -> None:
     """Save the state of a training run. Collective.
 
@@ -52,8 +62,8 @@ def save(
         state: Models, optimizers, objects with `state_dict` and `load_state_dict`, tensors and plain values, in dicts
             and lists of any depth. Tensors other than DTensors, and plain values, must be equal on every rank.
         path: Folder of the new checkpoint, or a URL that fsspec supports.
-        overwrite: Replace an existing checkpoint.
-        checksums: Store a hash of every 4 MiB block, and require that replicated data is equal.
+        overwrite: Replace an existing checkpoint; False by default, as the options below.
+        checksums: Store a hash of every 4 MiB block, and require that replicated data is equal; True by default.
         process_group: Ranks that save; None for all ranks.
         custom_metadata: Free text by name, stored in the manifest. Reserved for `Checkpointer`: `run.branch` and names
             that begin with `metric.`.
@@ -74,65 +84,59 @@ def save(
         RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed. The written files were removed.
     """
-    arguments = SaveArguments(
-        path, overwrite, checksums, custom_metadata, base, store_digests, trainable_only, base_key_map
-    )
-    options, fault = arguments.check()
+    checked, fault = check_options("save", path, options)
     with PENDING_SAVE.entry:
         PENDING_SAVE.wait()
         refusal = fault or PENDING_SAVE.unretrieved_error()
-        saver_for(process_group, refusal).save(state, options, refusal)
+        saver_for(options.get("process_group"), refusal).save(state, checked, refusal)
 
 
-GetBase = Callable[[], str | None]
-"""Function that returns the path or URL of a save's base; None to save without a base."""
+def check_options(verb: str, path: object, options: SaveParams) -> tuple[SaveOptions, Exception | None]:
+    """Return the checked options, and the error in them, to send to the other ranks.
+
+    Args:
+        verb: Name of the function that was called, for the message.
+        path: Argument `path` of the user.
+        options: Keyword arguments of the user.
+
+    Raises:
+        TypeError: A name is unknown.
+    """
+    require_known_keywords(verb, options, SaveParams.__annotations__)
+    try:
+        return _build_options(path, options), None
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+        shown = str(path) if isinstance(path, (str, os.PathLike)) else ""
+        return SaveOptions(shown, overwrite=False, checksums=False, custom_metadata={}), error
 
 
-class SaveArguments(NamedTuple):
-    """Common arguments of `save` and `async_save`, unchecked; see `save`."""
-
-    path: object
-    overwrite: bool
-    checksums: bool
-    custom_metadata: Mapping[str, str] | None
-    base: str | os.PathLike[str] | GetBase | None
-    store_digests: bool
-    trainable_only: bool
-    base_key_map: Mapping[str, str] | None
-
-    def check(self) -> tuple[SaveOptions, Exception | None]:
-        """Return the options, and the error in the arguments, to send to the other ranks."""
-        try:
-            return self._build_options(), None
-        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-            shown = str(self.path) if isinstance(self.path, (str, os.PathLike)) else ""
-            return SaveOptions(shown, overwrite=False, checksums=False, custom_metadata={}), error
-
-    def _build_options(self) -> SaveOptions:
-        """Return the checked options. Raises UsageError."""
-        base, flags = self.base, ("overwrite", "checksums", "store_digests", "trainable_only")
-        require_bools(**{name: getattr(self, name) for name in flags})
-        if self.trainable_only and base is None:
-            raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
-        has_digests = self.store_digests or base is not None
-        if has_digests and not self.checksums:
-            raise UsageError("a save with a base or store_digests needs checksums", found="checksums=False")
-        if not (base is None or callable(base) or isinstance(base, (str, os.PathLike))):
-            raise UsageError("`base` must be a path or a URL, or a function that returns one", found=repr(base))
-        url = None if base is None or callable(base) else as_url(base)
-        key_map = _require_texts("base_key_map", self.base_key_map)
-        if key_map:
-            compile_key_map(key_map)
-        return SaveOptions(
-            as_url(self.path),
-            self.overwrite,
-            self.checksums,
-            read_notes(self.custom_metadata),
-            base if callable(base) else lambda: url,
-            has_digests,
-            self.trainable_only,
-            key_map,
-        )
+def _build_options(path: object, options: SaveParams) -> SaveOptions:
+    """Return the checked options. Raises UsageError."""
+    base, checksums = options.get("base"), options.get("checksums", True)
+    overwrite, trainable_only = options.get("overwrite", False), options.get("trainable_only", False)
+    store_digests = options.get("store_digests", False)
+    require_bools(overwrite=overwrite, checksums=checksums, store_digests=store_digests, trainable_only=trainable_only)
+    if trainable_only and base is None:
+        raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
+    has_digests = store_digests or base is not None
+    if has_digests and not checksums:
+        raise UsageError("a save with a base or store_digests needs checksums", found="checksums=False")
+    if not (base is None or callable(base) or isinstance(base, (str, os.PathLike))):
+        raise UsageError("`base` must be a path or a URL, or a function that returns one", found=repr(base))
+    url = None if base is None or callable(base) else as_url(base)
+    key_map = _require_texts("base_key_map", options.get("base_key_map"))
+    if key_map:
+        compile_key_map(key_map)
+    return SaveOptions(
+        as_url(path),
+        overwrite,
+        checksums,
+        read_notes(options.get("custom_metadata")),
+        base if callable(base) else lambda: url,
+        has_digests,
+        trainable_only,
+        key_map,
+    )
 
 
 class RunNotes(dict[str, str]):
