@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from shardckpt.torch_features import find_accelerator
+
 __all__ = [
     "CurrentStreams",
     "Event",
@@ -234,7 +236,7 @@ def is_gpu_used() -> bool:
 
     Then pinned memory is worth its cost.
     """
-    found = torch.accelerator.current_accelerator()
+    found = find_accelerator()
     if found is None or found.type in _WITHOUT_PINNED_MEMORY:
         return False
     return bool(torch.get_device_module(found).is_initialized())

@@ -4,6 +4,7 @@ Features are detected by attribute, never by version.
 
 | feature | alternative |
 |---|---|
+| `torch.accelerator.current_accelerator` without a device | take its error for "no accelerator" |
 | `ProcessGroup.get_group_store` | read the table of torch's process groups |
 | `distribute_tensor(src_data_rank=)` | torch scatters the value of the mesh's first rank |
 | `DeviceMesh._concatenate` | take the dimensions by name from the root mesh of both meshes |
@@ -29,6 +30,7 @@ from shardckpt.errors import UsageError
 __all__ = [
     "assign_gradient_of_another_type",
     "concatenate_meshes",
+    "find_accelerator",
     "get_group_store",
     "get_saved_tensor_hooks",
     "shard_replicated",
@@ -36,6 +38,17 @@ __all__ = [
 
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
+
+
+def find_accelerator() -> torch.device | None:
+    """Return the accelerator that torch was built for, present or not; None if there is none.
+
+    Old versions of torch return only one that is present. No version initializes it.
+    """
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
 
 
 def get_group_store(group: dist.ProcessGroup) -> Any:

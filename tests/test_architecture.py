@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "deprecation": {"errors"},
     "plugins": {"errors"},
     "groups": {"devices", "errors"},
-    "devices": set(),
+    "devices": {"torch_features"},
     "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors", "torch_features"},
     "state": {"core", "plan", "groups", "deprecation", "torch_features"} | LEAVES,
     "plan": set(LEAVES),

@@ -10,7 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from shardckpt import torch_features
+from shardckpt import devices, torch_features
+
+
+def test_no_accelerator_is_none_whether_torch_returns_that_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> torch.device:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert torch_features.find_accelerator() is None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
+    assert torch_features.find_accelerator() is None
+    assert not devices.is_gpu_used()
 
 
 def test_the_store_is_found_in_the_table_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
