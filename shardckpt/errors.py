@@ -238,20 +238,14 @@ class RankError(ShardckptError, RuntimeError):
         super().__init__(what, fix=fix)
 
 
-def require_known_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise Python's error for a keyword argument that a function does not have.
+def unknown_keyword_error(function: str, names: Iterable[str]) -> TypeError:
+    """Return Python's error for keyword arguments that a function does not have.
 
     Args:
-        function: Name of the function, for the message.
-        given: Names of the given keyword arguments.
-        known: Names of the parameters.
-
-    Raises:
-        TypeError: A name is unknown.
+        function: Name of the function.
+        names: Names of the keyword arguments.
     """
-    unknown = set(given).difference(known)
-    if unknown:
-        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
+    return TypeError(f"{function}() got an unexpected keyword argument {min(names)!r}")
 
 
 def require_torch(where: str, or_else: str = "") -> None:

@@ -163,12 +163,19 @@ class RankSavePlan:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def arrange_files(self, model: Path | None) -> tuple[FileLayout, ...]:
-        """Return the files of all chunks; the result is cached.
+    def arrange_files(self, model: Path | None, unchanged: Collection[int] = ()) -> tuple[FileLayout, ...]:
+        """Return the files of the chunks that are written.
+
+        The files of all chunks are cached.
 
         Args:
             model: Path of the model, if the checkpoint is a Hugging Face folder too; otherwise None.
+            unchanged: Positions of chunks that are not written.
         """
+        if unchanged:
+            kept = set(unchanged)
+            chunks = tuple(chunk for at, chunk in enumerate(self.chunks) if at not in kept)
+            return arrange_files(chunks, model=model)
         if model not in self._files:
             self._files[model] = arrange_files(tuple(self.chunks), model=model)
         return self._files[model]

@@ -15,7 +15,7 @@ from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import UsageError, require_known_keywords
+from shardckpt.errors import UsageError, unknown_keyword_error
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC
 from shardckpt.storage.resolve_url import as_url
@@ -102,7 +102,9 @@ def check_options(verb: str, path: object, options: SaveParams) -> tuple[SaveOpt
     Raises:
         TypeError: A name is unknown.
     """
-    require_known_keywords(verb, options, SaveParams.__annotations__)
+    unknown = options.keys() - SaveParams.__annotations__.keys()
+    if unknown:
+        raise unknown_keyword_error(verb, unknown)
     try:
         return _build_options(path, options), None
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)

@@ -55,7 +55,6 @@ from shardckpt.format.native.payload import (
     HF_INDEX,
     FileLayout,
     PayloadFile,
-    arrange_files,
     build_payloads,
     hf_index,
     new_save_id,
@@ -182,6 +181,35 @@ class Saver:
 
             written = capture_error(lambda: session.write(planned, session.stage(planned, flattened), source))
             session.commit(planned, written)
+
+    def report(self, flattened: FlattenedState, local_plan: LocalSavePlan, path: str) -> RankReport:
+        """Return this rank's report, with its local plan unless the cached plan fits."""
+        report = replace(build_report(flattened), values=digest_values(flattened), path=path)
+        cache = self.rank_plan_cache
+        if cache is not None and cache.local_plan.equals(local_plan):
+            return replace(report, cached=cache.save)
+        return replace(report, local_plan=local_plan.encode())
+
+    def remember(self, planned: PlannedSave, plan_cache: PlanCache | None, cached_save: CachedSave | None) -> None:
+        """Cache a save that all ranks have committed.
+
+        Args:
+            planned: Plan of the save.
+            plan_cache: Plan of all ranks, on rank 0; None on other ranks.
+            cached_save: Cached save without its tensors; None if it cannot be cached.
+        """
+        if planned.frozen_params is not None:
+            self.frozen_params = planned.frozen_params
+        rank_plan = planned.response.rank_plan
+        if rank_plan is None:
+            return  # the plan is cached already
+        self.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
+        if plan_cache is None:
+            return
+        self.plan_cache = plan_cache
+        if cached_save is not None:
+            others = [cached for cached in self.cached_saves if cached is not cached_save]
+            self.cached_saves = (cached_save, *others[: _MOST_CACHED_SAVES - 1])
 
     def forget(self) -> None:
         """Drop the cached plan."""
@@ -358,11 +386,7 @@ class SaveSession:
             arrays, key_map = flattened.arrays, self._options.base_key_map
             planned.frozen_params.compare(rank_plan.frozen, hints, arrays, flattened.ties, key_map)
             unchanged = hints.unchanged(rank_plan.chunks, flattened.arrays)
-        files = rank_plan.arrange_files(planned.model)
-        if unchanged:
-            kept = set(unchanged)
-            chunks = tuple(chunk for at, chunk in enumerate(rank_plan.chunks) if at not in kept)
-            files = arrange_files(chunks, model=planned.model)
+        files = rank_plan.arrange_files(planned.model, unchanged)
         replicas = ReplicaDigests(_find_replicas(rank_plan, flattened) if self._options.checksums else {})
         return StagedSave(files, replicas, unchanged)
 
@@ -385,7 +409,7 @@ class SaveSession:
         # An old index must stay as long as its files.
         if planned.model is not None and not self._publication.unique_suffix:
             index = hf_index(planned_files, planned.model)
-            self._write_file(HF_INDEX, index)
+            _write_file(self._publication, HF_INDEX, index)
             files = (make_record(HF_INDEX, index, checksums=options.checksums),)
         staged.replicas.finish()
         hints = planned.response.hints
@@ -410,13 +434,10 @@ class SaveSession:
             digests = json.dumps(written.staged.replica_digests()).encode()
             self._last.coordinate(what, digests, _raise_replicas)
         if answer == _BASE_REMOVED:
-            raise BaseRemovedError(
-                "the base was removed or replaced by another process during the save, which was rolled back",
-                where=self._options.path,
-                found=planned.response.hints.url if planned.response.hints is not None else "",
-                fix="Save again.",
-            )
-        self._update_caches(planned)
+            url = planned.response.hints.url if planned.response.hints is not None else ""
+            raise _base_removed_error(self._options.path, url)
+        cache = self._begun.cache if self._begun is not None else None
+        self._saver.remember(planned, cache, self._cached_save)
 
     def _exchange_outcome(self, what: str, planned: PlannedSave, written: WrittenSave | Exception) -> bytes:
         """Return rank 0's answer after it published the files of all ranks. Collective."""
@@ -476,8 +497,10 @@ class SaveSession:
         local = capture_error(flatten)
 
         def ask() -> bytes:
-            message = local if isinstance(local, Exception) else capture_error(lambda: self._report(*local).encode())
-            return self._coordinator.coordinate(what, message, decide)
+            if isinstance(local, Exception):
+                return self._coordinator.coordinate(what, local, decide)
+            report = capture_error(lambda: self._saver.report(*local, self._options.path).encode())
+            return self._coordinator.coordinate(what, report, decide)
 
         def decide(messages: list[bytes]) -> list[bytes]:
             assert not isinstance(local, Exception), "an error of this rank is raised before"
@@ -491,14 +514,6 @@ class SaveSession:
         if answer == _EXPLAIN:
             self._coordinator.coordinate(what, value_digests(local[0]), _raise_values)
         return (*local, PlanResponse.decode(answer))
-
-    def _report(self, flattened: FlattenedState, local_plan: LocalSavePlan) -> RankReport:
-        """Return this rank's report, with its local plan unless the cached plan fits."""
-        report = replace(build_report(flattened), values=digest_values(flattened), path=self._options.path)
-        cache = self._saver.rank_plan_cache
-        if cache is not None and cache.local_plan.equals(local_plan):
-            return replace(report, cached=cache.save)
-        return replace(report, local_plan=local_plan.encode())
 
     def _decide(self, messages: list[bytes], flattened: FlattenedState) -> list[bytes]:
         """Plan, and begin the publication. On rank 0."""
@@ -529,11 +544,8 @@ class SaveSession:
         """
         save_id, plan, options = new_save_id(), planned.plan, self._options
         base = _open_base(options, plan)
-        self._begun = _BegunSave(
-            planned if planned.save else replace(planned, save=save_id),
-            build(save_id),
-            base,
-        )
+        cache = planned if planned.save else replace(planned, save=save_id)
+        self._begun = _BegunSave(cache, build(save_id), base)
         kept = read_referred_files(options.path) if options.overwrite else ()
         self._publication = begin(
             options.path,
@@ -582,35 +594,22 @@ class SaveSession:
         bases = base.bases(files) if base is not None else ()
         contents = replace(self._begun.contents, files=(*files, *written.files), arrays=arrays, bases=bases)
         manifest = encode_manifest(contents)
-        self._write_file(manifest_name(contents.save), manifest)
+        _write_file(self._publication, manifest_name(contents.save), manifest)
         own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
         rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
         require_files(self._options.path, self._publication.staging_url, [{**rank0_sizes, **own}, *other_sizes])
         # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
         if base is not None and not base.is_kept(files):
             return _BASE_REMOVED
-        self._write_file(COMMIT, encode_commit(contents.save, manifest, contents.files, read_branch(contents.about)))
+        commit = encode_commit(contents.save, manifest, contents.files, read_branch(contents.about))
+        _write_file(self._publication, COMMIT, commit)
         self._publication.commit()
         return b""
 
-    def _update_caches(self, planned: PlannedSave) -> None:
-        """Cache the plan of this save, which all ranks have committed."""
-        if planned.frozen_params is not None:
-            self._saver.frozen_params = planned.frozen_params
-        rank_plan = planned.response.rank_plan
-        if rank_plan is None:
-            return  # the plan is cached already
-        self._saver.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
-        if self._begun is not None:
-            self._saver.plan_cache = self._begun.cache
-            if self._cached_save is not None:
-                others = [each for each in self._saver.cached_saves if each is not self._cached_save]
-                self._saver.cached_saves = (self._cached_save, *others[: _MOST_CACHED_SAVES - 1])
 
-    def _write_file(self, name: str, data: bytes) -> None:
-        assert self._publication is not None
-        with self._publication.create(name) as writer:
-            writer.write(data)
+def _write_file(publication: Publication, name: str, data: bytes) -> None:
+    with publication.create(name) as writer:
+        writer.write(data)
 
 
 def _find_replicas(rank_plan: RankSavePlan, flattened: PlannedState) -> dict[int, list[ReplicatedBox]]:
@@ -635,6 +634,15 @@ def _open_base(options: SaveOptions, plan: GlobalSavePlan) -> BaseDedup | None:
                 raise
             url = now
     return None
+
+
+def _base_removed_error(path: str, url: str) -> BaseRemovedError:
+    return BaseRemovedError(
+        "the base was removed or replaced by another process during the save, which was rolled back",
+        where=path,
+        found=url,
+        fix="Save again.",
+    )
 
 
 def _sizes(files: Iterable[FileRecord]) -> dict[str, int]:
