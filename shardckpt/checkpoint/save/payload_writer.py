@@ -13,8 +13,15 @@ from shardckpt.format.native.payload import FileHasher, PayloadFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
-SLICE_BYTES = 4 << 20
-"""Bytes per write; the same number is hashed at the same time."""
+SLICE_BYTES = 64 << 20
+"""Bytes per write; they are hashed at the same time.
+
+Beside Python code of other threads, each call that releases the interpreter's lock waits 5 ms to get it back, however
+short the call is (docs/decisions/0033).
+"""
+
+_HASH_THREADS = 4
+"""Threads that hash a slice; they wait for the lock at the same time, so their number does not depend on the cores."""
 
 _GATHERED_BYTES = 1 << 20
 
@@ -66,19 +73,19 @@ def iter_contents(payload: PayloadFile, state: TensorSource) -> Iterator[memoryv
 
 
 class _Hashing:
-    """Hashing thread next to the writing thread, started at its first use."""
+    """Hashing threads next to the writing thread, started at their first use."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
-    def submit(self, hasher: FileHasher, data: memoryview) -> Future[None]:
-        """Start to hash bytes on the thread."""
+    def submit(self, hasher: FileHasher, data: memoryview) -> list[Future[None]]:
+        """Start to hash bytes on the threads."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardckpt-hash")
-        return self._pool.submit(hasher.update, data)
+            self._pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="shardckpt-hash")
+        return [self._pool.submit(task) for task in hasher.split(data, _HASH_THREADS)]
 
     def close(self) -> None:
-        """Wait for the thread to end."""
+        """Wait for the threads to end."""
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -108,11 +115,11 @@ class _Stream:
             self._small = bytearray()
 
     def _put(self, data: memoryview) -> None:
-        hashed = None
+        hashed: list[Future[None]] = []
         if self._hasher is not None and len(data) > SMALL_BYTES:
             hashed = self._hashing.submit(self._hasher, data)
         elif self._hasher is not None:
             self._hasher.update(data)
         self._writer.write(data)
-        if hashed is not None:
-            hashed.result()
+        for each in hashed:
+            each.result()

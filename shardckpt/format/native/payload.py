@@ -6,9 +6,9 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -297,35 +297,75 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode("ascii")
 
 
+HashTask = Callable[[], None]
+"""Part of the work of hashing some bytes."""
+
+
 class BlockHasher:
     """Hasher of a file's blocks with xxh3-64 while the file is written."""
 
     def __init__(self) -> None:
-        self._done: list[int] = []
-        self._current = xxhash.xxh3_64()
-        self._filled = 0
+        self._done: dict[int, int] = {}
+        self._begun = xxhash.xxh3_64()
+        self._at = 0
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         """Hash the file's next bytes."""
-        rest = memoryview(data).cast("B")
-        while len(rest):
-            part = rest[: BLOCK_BYTES - self._filled]
-            self._current.update(part)
-            self._filled += len(part)
-            rest = rest[len(part) :]
-            if self._filled == BLOCK_BYTES:
-                self._close()
+        for task in self.split(memoryview(data).cast("B"), 1):
+            task()
+
+    def split(self, data: memoryview, most: int) -> list[HashTask]:
+        """Return tasks that hash the file's next bytes; they may run concurrently.
+
+        All of them have to end before the next call.
+
+        Args:
+            data: The bytes.
+            most: Maximum number of tasks for complete blocks; another task hashes the bytes before and after them.
+        """
+        at, self._at = self._at, self._at + len(data)
+        start = min(-at % BLOCK_BYTES, len(data))
+        stop = max(len(data) - self._at % BLOCK_BYTES, start)
+        blocks, first = data[start:stop], (at + start) // BLOCK_BYTES
+        tasks: list[HashTask] = []
+        if len(blocks) < len(data):
+            tasks.append(partial(self._hash_ends, at, data[:start], data[stop:]))
+        count = min(most, len(blocks) // BLOCK_BYTES)
+        return tasks + [partial(self._hash_blocks, blocks, first, offset, count) for offset in range(count)]
 
     def digests(self) -> tuple[int, ...]:
         """Return the hashes of all blocks. Call it only after the last byte."""
-        if self._filled:
-            self._close()
-        return tuple(self._done)
+        last = (self._begun.intdigest(),) if self._at % BLOCK_BYTES else ()
+        return (*(self._done[number] for number in range(self._at // BLOCK_BYTES)), *last)
 
-    def _close(self) -> None:
-        self._done.append(self._current.intdigest())
-        self._current.reset()
-        self._filled = 0
+    def _hash_ends(self, at: int, head: memoryview, tail: memoryview) -> None:
+        """Hash the next bytes of the block that earlier bytes began, and begin another block.
+
+        Args:
+            at: Offset of the first byte in the file.
+            head: Bytes of the block that has begun.
+            tail: Bytes after the last complete block.
+        """
+        self._begun.update(head)
+        if len(head) and (at + len(head)) % BLOCK_BYTES == 0:
+            self._done[at // BLOCK_BYTES] = self._begun.intdigest()
+            self._begun.reset()
+        self._begun.update(tail)
+
+    def _hash_blocks(self, blocks: memoryview, first: int, start: int, step: int) -> None:
+        """Hash every `step`-th of some complete blocks.
+
+        Args:
+            blocks: Bytes of consecutive blocks.
+            first: Number of the first of them in the file.
+            start: Position of the first block to hash.
+            step: Distance to the next block to hash.
+        """
+        hasher = xxhash.xxh3_64()
+        for number in range(start, len(blocks) // BLOCK_BYTES, step):
+            hasher.update(blocks[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+            self._done[first + number] = hasher.intdigest()
+            hasher.reset()
 
 
 class ChunkHasher:
@@ -381,10 +421,20 @@ class FileHasher:
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         """Hash the file's next bytes."""
-        if self._blocks is not None:
-            self._blocks.update(data)
-        if self._chunks is not None:
-            self._chunks.update(data)
+        for task in self.split(memoryview(data).cast("B"), 1):
+            task()
+
+    def split(self, data: memoryview, most: int) -> list[HashTask]:
+        """Return tasks that hash the file's next bytes; they may run concurrently.
+
+        All of them have to end before the next call. Chunks are hashed by one task, since a chunk may have all bytes.
+
+        Args:
+            data: The bytes.
+            most: Maximum number of tasks for complete blocks.
+        """
+        tasks = [] if self._blocks is None else self._blocks.split(data, most)
+        return tasks if self._chunks is None else [partial(self._chunks.update, data), *tasks]
 
     @property
     def hashes(self) -> tuple[int, ...] | None:

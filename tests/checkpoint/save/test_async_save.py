@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ import shardckpt
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.async_save import BUFFERS, _Copy
 from shardckpt.checkpoint.save.staging import StagingArea
+from shardckpt.format.native.payload import FileHasher
 from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 
@@ -156,6 +158,24 @@ class TestSnapshot:
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_buffer_is_written_by_one_call_and_hashed_by_few_tasks(tmp_path: Path) -> None:
+    """Beside Python code, each call that releases the interpreter's lock waits for it."""
+    tasks = []
+    split = FileHasher.split
+
+    def recorded(hasher: FileHasher, data: memoryview, most: int) -> list:
+        tasks.extend(found := split(hasher, data, most))
+        return found
+
+    state = {"t": torch.ones(20 * MIB)}  # two buffers
+    with patch.object(os, "write", wraps=os.write) as write, patch.object(FileHasher, "split", recorded):
+        shardckpt.async_save(state, tmp_path / "c").result()
+    sizes = [len(call.args[1]) for call in write.call_args_list]
+    assert [nbytes for nbytes in sizes if nbytes > MIB] == [64 * MIB, 16 * MIB]
+    assert len(tasks) <= 12
+    assert verify(str(tmp_path / "c")).ok
 
 
 class TestOutcome:

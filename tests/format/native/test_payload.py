@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 from native_writer import dtype_name, write_step
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from shardckpt.boxes import Box, full_box
 from shardckpt.errors import UnsupportedError
+from shardckpt.format.native import payload as payload_module
 from shardckpt.format.native.payload import (
     BLOCK_BYTES,
     DATA_ALIGNMENT,
@@ -178,6 +183,21 @@ def test_blocks_are_hashed_however_the_bytes_come(step: int) -> None:
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
     assert hasher.digests() == tuple(xxhash.xxh3_64_intdigest(block) for block in blocks)
     assert BlockHasher().digests() == ()
+
+
+@given(parts=st.lists(st.binary(max_size=40), max_size=6), most=st.integers(1, 4), rng=st.randoms())
+def test_blocks_are_hashed_in_any_order_of_their_tasks(parts: list[bytes], most: int, rng: random.Random) -> None:
+    with patch.object(payload_module, "BLOCK_BYTES", 8):
+        hasher = BlockHasher()
+        for part in parts:
+            tasks = hasher.split(memoryview(part), most)
+            assert len(tasks) <= most + 1
+            rng.shuffle(tasks)
+            for task in tasks:
+                task()
+        data = b"".join(parts)
+        blocks = [data[at : at + 8] for at in range(0, len(data), 8)]
+        assert hasher.digests() == tuple(map(xxhash.xxh3_64_intdigest, blocks))
 
 
 def test_every_type_that_torch_stores_plainly_has_a_place(tmp_path: Path) -> None:
