@@ -80,7 +80,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"frameworks"},
     ),
     "checkpoint": ({"stateful"}, {"planning"}, {"coordinator"}, {"load"}, {"incremental"}, {"save"}, {"run"}),
-    "offline": ({"write"}, {"select"}, {"targets", "compare"}),
+    "offline": ({"write"}, {"select"}, {"targets", "compare", "report_html"}),
 }
 
 # Third-party libraries and the packages that may know of them.

@@ -20,16 +20,21 @@ def inspect(
     as_json: options.AllAsJson = False,
     shapes_from: options.FlatShapesFrom = "",
     base: options.Base = None,
+    html: options.Html = "",
 ) -> None:
     """Show the contents of a checkpoint, from headers and metadata alone."""
     import shardckpt
+    from shardckpt.errors import escape
 
-    found = shardckpt.inspect(src, shapes_from=shapes_from, base=base or ())
+    found = shardckpt.inspect(src, shapes_from=shapes_from, base=base or (), html=html)
     if as_json:
         print(output.as_json(found))
         return
     output.warn(found.warnings)
     print(_summary(found))
+    if html:
+        print(f"wrote {escape(html)}")
+        return
     print()
     (_show_tree if tree else _show_tensors)(found)
 

@@ -64,3 +64,4 @@ ShortDryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything; 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 AllAsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Html = Annotated[str, typer.Option("--html", help="Write a page for browsers to this file.")]

@@ -9,6 +9,8 @@ from shardckpt.format.budget import gc_paused
 from shardckpt.format.reader import NamedBases
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
+from shardckpt.offline.report_html.checkpoint_map import describe_checkpoint
+from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.write.report import Inspection, TensorInfo
 from shardckpt.plan.layout.coverage import faults
@@ -18,7 +20,11 @@ _SHOWN = 60
 
 
 def inspect(
-    src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
+    src: str | os.PathLike[str],
+    *,
+    shapes_from: str | os.PathLike[str] = "",
+    base: NamedBases = "",
+    html: str | os.PathLike[str] = "",
 ) -> Inspection:
     """Describe a checkpoint without reading tensor data or executing code.
 
@@ -27,12 +33,15 @@ def inspect(
         shapes_from: Any checkpoint of the same model with full tensors; then flat parameters of FSDP1 are shown as
             their members.
         base: Folder of the base checkpoint if it was moved, as for `load`.
+        html: Path or URL of a file to write: one page, for any browser and without network, that shows sizes by name,
+            which file and rank holds which box of each tensor at which bytes, and what is missing or damaged.
 
     Returns:
         Tensors, values, files and parts of the checkpoint. Gaps, overlaps and short files are warnings here.
 
     Raises:
-        UsageError: The source does not exist or is not recognized, or the shapes do not match.
+        UsageError: The source does not exist or is not recognized, the shapes do not match, or `html` names another
+            file than an earlier report.
         CheckpointError: Headers, metadata or pickles cannot be read, or are rejected.
         StorageError: Reading failed.
 
@@ -40,14 +49,24 @@ def inspect(
         >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
     """
     with gc_paused():
-        return _inspect(os.fspath(src), os.fspath(shapes_from), base)
+        return _inspect(os.fspath(src), os.fspath(shapes_from), base, os.fspath(html))
 
 
-def _inspect(src: str, shapes_from: str, base: NamedBases) -> Inspection:
+def _inspect(src: str, shapes_from: str, base: NamedBases, html: str) -> Inspection:
+    if html:
+        require_report_target(html)
     reader = open_checkpoint(src, base)
     if shapes_from:
         reader = load_param_shapes(reader, shapes_from)
     manifest = split_flat_names(reader.manifest)
+    found = describe_manifest(src, manifest)
+    if html:
+        write_page(render_page(escape(src), describe_checkpoint(manifest, found)), html)
+    return found
+
+
+def describe_manifest(src: str, manifest: Manifest) -> Inspection:
+    """Return what `inspect` returns for a manifest that was read from `src`."""
     return Inspection(
         source=src,
         format=manifest.format,

@@ -1,0 +1,156 @@
+"""Describe a checkpoint for the page: tensors, pieces and files as columns of numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from shardckpt.boxes import Box, strides
+from shardckpt.dtypes import array_nbytes, bits
+from shardckpt.errors import escape
+from shardckpt.manifest import Manifest, Piece, Span, Strided, TensorEntry, dotted
+from shardckpt.offline.write.report import Inspection
+from shardckpt.plan.layout.coverage import faults
+
+MAX_PIECES = 400_000
+"""Pieces on a page; a browser draws them at once. Further ones are counted, not listed."""
+
+_MAX_FAULTS = 1_000
+_MAX_OBJECTS = 20_000
+_RANK = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$|(?<![a-z])(?<!mp_)rank[-_]?(\d+)")
+
+
+class FileExtent(NamedTuple):
+    """Bytes of a file that hold a piece.
+
+    Attributes:
+        offset: Offset of the first byte.
+        nbytes: Number of bytes.
+        is_exact: Whether the bytes hold this piece alone; not so for compressed data and unopened containers.
+    """
+
+    offset: int
+    nbytes: int
+    is_exact: bool
+
+
+def find_rank(file: str) -> int | None:
+    """Return the rank that a file's name states; None if it states none."""
+    match = _RANK.search(file)
+    return int(match[1] or match[2]) if match else None
+
+
+def find_file_extent(piece: Piece, dtype: str) -> FileExtent:
+    """Return the bytes of a file that hold a piece of a tensor of `dtype`."""
+    layout = piece.layout
+    if isinstance(layout, Span):
+        return FileExtent(layout.offset, layout.nbytes, is_exact=True)
+    if isinstance(layout, Strided):
+        first, stop = _find_elements(layout, piece.box)
+        at = layout.offset + first * bits(dtype) // 8
+        is_exact = layout.strides == strides(piece.box.size)
+        return FileExtent(at, array_nbytes(dtype, (stop - first,)), is_exact)
+    return FileExtent(layout.offset, layout.nbytes, is_exact=False)
+
+
+def _find_elements(layout: Strided, box: Box) -> tuple[int, int]:
+    """Return the first element of a view in its storage and the end of its last."""
+    if not box.volume:
+        return layout.start, layout.start
+    last = sum((size - 1) * stride for size, stride in zip(box.size, layout.strides, strict=True))
+    return layout.start, layout.start + last + 1
+
+
+def describe_checkpoint(manifest: Manifest, found: Inspection, *, max_pieces: int = MAX_PIECES) -> dict[str, Any]:
+    """Return the data of a checkpoint's page: JSON values only.
+
+    Names are coded by a table of their segments, and pieces by columns, so that 100,000 tensors take a few MB.
+
+    Args:
+        manifest: The manifest, of which `found` was made.
+        found: Result of `inspect` on it.
+        max_pieces: Pieces to list. If there are more, each tensor gets its first ones.
+    """
+    entries = list(manifest.tensors.values())
+    files = _sort_files(found.files)
+    dtypes = list(dict.fromkeys(entry.dtype for entry in entries))
+    return {
+        "schema_version": 1,
+        "kind": "checkpoint",
+        "source": escape(found.source),
+        "format": found.format,
+        "nbytes": found.nbytes,
+        "parts": {part: [*map(escape, places)] for part, places in found.parts.items()},
+        "files": [{"name": escape(name), "nbytes": found.files[name], "rank": find_rank(name)} for name in files],
+        "dtypes": dtypes,
+        "names": _code_names([tensor.name for tensor in found.tensors]),
+        "tensors": {
+            "dtype": [dtypes.index(entry.dtype) for entry in entries],
+            "shape": [entry.shape for entry in entries],
+            "nbytes": [entry.nbytes for entry in entries],
+            "pieces": [len(entry.pieces) for entry in entries],
+        },
+        "pieces": _list_pieces(entries, {name: index for index, name in enumerate(files)}, max_pieces),
+        "ties": _code_ties(manifest),
+        "objects": [(escape(name), text) for name, text in [*found.objects.items()][:_MAX_OBJECTS]],
+        "objects_left_out": max(len(found.objects) - _MAX_OBJECTS, 0),
+        "metadata": [(escape(name), escape(text)) for name, text in found.metadata.items()],
+        "warnings": [escape(warning) for warning in found.warnings],
+        "faults": _list_faults(manifest, entries),
+    }
+
+
+def _sort_files(files: Mapping[str, int]) -> list[str]:
+    """Return the names by rank, then by name; numbers in a name count as numbers."""
+
+    def key(name: str) -> tuple[bool, int, list[tuple[int, str]]]:
+        rank = find_rank(name)
+        words = [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d{1,18})", name)]
+        return rank is None, rank or 0, words
+
+    return sorted(files, key=key)
+
+
+def _code_names(names: Iterable[str]) -> dict[str, Any]:
+    """Return the dotted names as indexes into a list of their segments."""
+    known: dict[str, int] = {}
+    coded = [[known.setdefault(segment, len(known)) for segment in escape(name).split(".")] for name in names]
+    return {"segments": list(known), "tensors": coded}
+
+
+def _code_ties(manifest: Manifest) -> list[tuple[int, int]]:
+    """Return the tied tensors as pairs of indexes: the tensor, and the one whose elements it shares."""
+    index = {path: at for at, path in enumerate(manifest.tensors)}
+    return [(index[path], index[kept]) for path, kept in manifest.aliases.items() if path in index and kept in index]
+
+
+def _list_pieces(entries: list[TensorEntry], files: Mapping[str, int], limit: int) -> dict[str, Any]:
+    """Return the pieces as columns; a full tensor's box is left out, since it is the shape."""
+    total = sum(len(entry.pieces) for entry in entries)
+    share = limit // max(len(entries), 1) if total > limit else total
+    columns: dict[str, list[Any]] = {name: [] for name in ("tensor", "file", "offset", "nbytes", "is_exact", "box")}
+    for index, entry in enumerate(entries):
+        for piece in entry.pieces[:share]:
+            where = find_file_extent(piece, entry.stored)
+            is_full = piece.box.size == entry.shape
+            row = (
+                index,
+                files[piece.file],
+                where.offset,
+                where.nbytes,
+                int(where.is_exact),
+                0 if is_full else piece.box,
+            )
+            for column, value in zip(columns.values(), row, strict=True):
+                column.append(value)
+    return {**columns, "total": total}
+
+
+def _list_faults(manifest: Manifest, entries: list[TensorEntry]) -> list[dict[str, Any]]:
+    """Return gaps, overlaps and missing bytes by the index of their tensor."""
+    index = {dotted(path): at for at, path in enumerate(manifest.tensors)}
+    return [
+        {"tensor": index[fault.tensor], "kind": fault.kind, "box": str(fault.box), "text": escape(fault)}
+        for fault in faults(manifest, entries, limit=_MAX_FAULTS)
+    ]

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import zlib
+
+import pytest
+import torch
+from browser import PROGRAM, Page, open_browser
+from safetensors.torch import save_file
+
+import shardckpt
+from shardckpt.boxes import full_box
+from shardckpt.errors import TargetExistsError, UsageError
+from shardckpt.manifest import Manifest, Piece, Span, TensorEntry
+from shardckpt.offline.inspect import describe_manifest
+from shardckpt.offline.report_html.checkpoint_map import describe_checkpoint
+from shardckpt.offline.report_html.page import render_page, write_page
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
+
+
+def read_data(page: str):
+    [packed] = re.findall(r'<script id="data" type="application/octet-stream">([^<]*)</script>', page)
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def test_names_of_a_checkpoint_are_not_in_the_page_as_text():
+    data = {"kind": "checkpoint", "names": [HOSTILE]}
+    page = render_page(f"{HOSTILE} {{{{data}}}}", data)
+    assert HOSTILE not in page and "owned" not in page.replace("&#x27;owned&#x27;", "")
+    assert read_data(page) == data
+    assert page.count("<script") == 2
+
+
+def test_a_page_refers_to_nothing_outside_itself():
+    page = render_page("run", {"kind": "checkpoint"})
+    assert not re.search(r"(src|href)=[\"'](?!#)", page)
+    assert set(re.findall(r"https?://[\w./]+", page)) == {"http://www.w3.org/2000/svg"}  # the name of SVG's elements
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    save_file({"w": torch.ones(4, 4)}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_report_replaces_an_earlier_report_and_nothing_else(source, tmp_path):
+    report = tmp_path / "map.html"
+    shardckpt.inspect(source, html=report)
+    first = report.read_text()
+    shardckpt.inspect(source, html=report)
+    assert report.read_text() == first
+    for other in (tmp_path / "notes.html", source / "model.safetensors"):
+        if not other.exists():
+            other.write_text("mine")
+        before = other.read_bytes()
+        with pytest.raises(TargetExistsError, match="only an earlier report"):
+            shardckpt.inspect(source, html=other)
+        assert other.read_bytes() == before
+    with pytest.raises(TargetExistsError, match="a folder"):
+        shardckpt.inspect(source, html=tmp_path)
+    with pytest.raises(UsageError):
+        shardckpt.inspect(source, html="/")
+
+
+def test_a_refused_checkpoint_leaves_no_report(tmp_path):
+    (tmp_path / "src").mkdir()
+    with pytest.raises(UsageError):
+        shardckpt.inspect(tmp_path / "src", html=tmp_path / "map.html")
+    assert not (tmp_path / "map.html").exists()
+
+
+@pytest.fixture(scope="module")
+def page():
+    if PROGRAM is None:
+        pytest.skip("needs chromium")
+    with open_browser() as opened:
+        yield opened
+
+
+def open_report(page: Page, source, report):
+    shardckpt.inspect(source, html=report)
+    page.errors.clear()
+    page.requests.clear()
+    page.open(report.as_uri())
+    return page
+
+
+def read_rows(page: Page) -> list[list[str]]:
+    rows = "[...document.querySelectorAll('.grid [role=rowgroup] .row')]"
+    return page.run(f"{rows}.map((row) => [...row.children].map((cell) => cell.textContent))")
+
+
+def focus(page: Page, selector: str) -> None:
+    page.run(f"document.querySelector({selector!r}).focus()")
+
+
+def test_a_browser_shows_the_numbers_of_inspect(page, fixtures, tmp_path):
+    source = fixtures / "dcp_hsdp_fsdp2_gpt2_w4" / "ckpt"
+    found = shardckpt.inspect(source)
+    open_report(page, source, tmp_path / "map.html")
+    facts = page.run("[...document.querySelectorAll('.facts li')].map((fact) => fact.textContent)")
+    assert facts[:3] == [f"{len(found.tensors)}tensors", f"322.8 kB{found.nbytes:,} bytes", "4files"]
+    assert read_rows(page)[0][:3] == [found.tensors[0].name, "float32", "x".join(map(str, found.tensors[0].shape))]
+    assert page.errors == []
+    assert [url for url in page.requests if not url.startswith("file:")] == []
+
+
+def test_the_table_is_filtered_sorted_and_walked_by_keys(page, fixtures, tmp_path):
+    open_report(page, fixtures / "dcp_fsdp2_llama_w2" / "ckpt", tmp_path / "map.html")
+    focus(page, "input[type=search]")
+    page.press(*"*.q_proj.weight")
+    assert [row[0] for row in read_rows(page)] == [
+        f"model.model.layers.{at}.self_attn.q_proj.weight" for at in range(3)
+    ]
+    page.run("document.querySelector('input[type=search]').value = ''")
+    page.press("a", "Backspace")
+    page.run("document.querySelectorAll('[role=columnheader] button')[3].click()")
+    sizes = [row[3] for row in read_rows(page)]
+    assert sizes[0] == "14.5 kB" and page.run("document.querySelectorAll('[aria-sort=descending]').length") == 1
+    focus(page, ".grid")
+    page.press("ArrowDown", "ArrowDown", "Enter")
+    selected = page.run("document.querySelector('.row[aria-selected=true]').textContent")
+    assert page.run("document.querySelector('.detail h3').textContent") in selected
+    assert page.run("document.querySelector('.detail svg').getAttribute('aria-label')").count(".distcp") == 2
+
+
+def test_keys_walk_through_the_map_and_the_sizes(page, fixtures, tmp_path):
+    open_report(page, fixtures / "dcp_fsdp2_llama_w2" / "ckpt", tmp_path / "map.html")
+    focus(page, "canvas")
+    page.press("ArrowRight")
+    first = page.run("document.getElementById('live').textContent")
+    page.press("ArrowRight", "ArrowDown")
+    assert "__0_0.distcp" in first and "__1_0.distcp" in page.run("document.getElementById('live').textContent")
+    page.press("+", "+", "Enter")
+    assert page.run("document.querySelector('.detail h3').textContent") in page.run("location.hash")
+    focus(page, ".tree button")
+    page.press("Enter")
+    assert page.run("document.querySelectorAll('.crumbs button').length") > 1
+    page.press("Escape")
+    assert page.run("document.querySelectorAll('.crumbs button').length") >= 1
+    assert page.errors == []
+
+
+def test_each_control_has_a_name_for_screen_readers(page, fixtures, tmp_path):
+    open_report(page, fixtures / "dcp_fsdp2_llama_w2" / "ckpt", tmp_path / "map.html")
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    controls = [
+        node
+        for node in nodes
+        if node.get("role", {}).get("value") in {"button", "searchbox", "combobox", "grid", "img"}
+    ]
+    assert len(controls) > 12
+    assert [node for node in controls if not node.get("name", {}).get("value")] == []
+
+
+def test_damage_is_listed_first_and_marked(page, fixtures, tmp_path):
+    source = tmp_path / "damaged"
+    shutil.copytree(fixtures / "dcp_fsdp2_llama_w2" / "ckpt", source)
+    (source / "__1_0.distcp").unlink()
+    open_report(page, source, tmp_path / "map.html")
+    found = shardckpt.inspect(source)
+    shown = page.run("[...document.querySelectorAll('.problems li')].map((line) => line.textContent)")
+    assert set(found.warnings) <= set(shown)
+    page.run("document.querySelector('input[type=checkbox]').click()")
+    assert all(row[0].startswith("✕") for row in read_rows(page))
+
+
+def test_hostile_names_stay_text(page, tmp_path):
+    source = tmp_path / "src"
+    source.mkdir()
+    save_file(
+        {HOSTILE: torch.ones(2), "a\n\x1b[31m\u202eb": torch.ones(2)}, source / "model.safetensors", {HOSTILE: HOSTILE}
+    )
+    open_report(page, source, tmp_path / "map.html")
+    focus(page, ".grid")
+    page.press("Enter")
+    assert page.run("document.title") != "owned" and page.run("document.images.length") == 0
+    assert HOSTILE in [row[0] for row in read_rows(page)]
+    assert page.errors == []
+
+
+def test_a_hundred_thousand_tensors_open_and_scroll(page, tmp_path):
+    paths = [("model", f"layers.{at // 50}.block.{at % 50}.weight") for at in range(100_000)]
+    tensors = {
+        path: TensorEntry(path, (4, 4), "float32", (Piece(full_box((4, 4)), f"{at % 8}.bin", Span(at * 64, 64)),))
+        for at, path in enumerate(paths)
+    }
+    manifest = Manifest("test", {f"{at}.bin": 6_400_000 for at in range(8)}, tensors)
+    data = describe_checkpoint(manifest, describe_manifest("big", manifest))
+    text = render_page("big", data)
+    assert len(text) < 3_000_000
+    write_page(text, str(tmp_path / "big.html"))
+    page.open((tmp_path / "big.html").as_uri())
+    focus(page, ".grid")
+    page.press("End", "Enter")
+    assert page.run("document.querySelector('.detail h3').textContent") == "model.layers.1999.block.49.weight"
+    assert page.run("document.querySelectorAll('.row').length") < 60
+    assert page.run("document.querySelectorAll('*').length") < 12_000
