@@ -46,6 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "offline": {"plan", "format", "storage", "plugins", "deprecation"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
+    "integrations": {"shardckpt"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},
     # The package itself names everything for type checkers and resolves each name on first use.
     "shardckpt": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups", "open_checkpoint"}
@@ -92,8 +93,8 @@ LIBRARIES: dict[str, set[str]] = {
     "click": {"cli"},
     "rich": {"cli"},
     "safetensors": {"format"},
-    "transformers": set(),
-    "accelerate": set(),
+    "transformers": {"integrations"},
+    "accelerate": {"integrations"},
 }
 
 # Function-level imports; besides these the command imports the package and rich inside its functions: `is_late_in_cli`.

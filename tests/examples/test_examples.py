@@ -76,7 +76,7 @@ RUNS = {
     ],
     "train_fsdp.py": [([], ("2 ranks; rank 0 stores 108,160 of 216,320 parameters", "  19   0."))],
     "train_fully_shard.py": [([], ("head.weight: (256, 64), of which rank 0 stores (128, 64)", "  19   0."))],
-    "trainer_callback.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
+    "transformers_trainer.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
 }
 NEEDS = {"lightning_callback.py": "lightning"}
 """What an example imports that is not installed for the tests."""

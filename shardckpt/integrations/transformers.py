@@ -1,0 +1,298 @@
+"""Checkpoints of `transformers.Trainer`: a callback that saves steps and resumes from them.
+
+The Trainer calls a callback after it has written its own folder, and too late to resume. So `Trainer.train` is wrapped:
+while it runs for a trainer that has the callback, the methods of this trainer that save and load are replaced. The
+Trainer decides as before when it saves, when it evaluates and which step is the best.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
+
+from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load
+
+__all__ = ["ShardckptCallback"]
+
+_BEST = "trainer.best_step"
+"""Metric for retention: the number of a step that was the best one when it was saved, -1 for other steps."""
+
+
+class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Save the steps of a `transformers.Trainer` with shardckpt, and resume from them.
+
+    The Trainer writes no folders `checkpoint-N`. `save_strategy`, `save_steps`, `save_total_limit`, `save_only_model`,
+    `load_best_model_at_end` and `metric_for_best_model` of its arguments keep their meaning. A step has the model, the
+    optimizer, the scheduler, the gradient scaler, each rank's random number generators and the state of the Trainer.
+
+    `trainer.train(resume_from_checkpoint=True)` resumes from the newest step, or from the newest folder in `output_dir`
+    that the Trainer wrote, whichever has the larger number; without both it trains from the start. A path names a step
+    or such a folder. The number of ranks may differ from that of the save, and so may the kind of sharding.
+
+    Args:
+        root: Run directory: a path, or a URL that fsspec supports.
+        background: Save in the background. An error is then raised by the next save, or at the end of training.
+        **options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
+
+    Attributes:
+        checkpointer: Checkpointer of the run.
+
+    Example:
+        >>> callback = ShardckptCallback("s3://bucket/run")  # doctest: +SKIP
+        >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+        >>> trainer.train(resume_from_checkpoint=True)
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, background: bool = True, **options: Any) -> None:
+        self.checkpointer = Checkpointer(root)
+        self._background, self._options = background, options
+        self._trainer: Any = None
+        self._restore: Callable[[], object] | None = None
+        self._generators: dict[str, Any] | None = None
+        self._handle: SaveHandle | None = None
+        _wrap_train()
+
+    @contextmanager
+    def attach(self, trainer: Any) -> Iterator[None]:
+        """Replace the methods of a trainer that save and load, until the context ends.
+
+        Args:
+            trainer: A `transformers.Trainer`.
+
+        Raises:
+            UnsupportedError: The trainer uses DeepSpeed, or this version of transformers lacks one of the methods.
+        """
+        if trainer.is_deepspeed_enabled:
+            raise UnsupportedError(
+                "ShardckptCallback does not support DeepSpeed",
+                fix="Remove the callback: `shardckpt` reads the checkpoints that DeepSpeed writes.",
+            )
+        methods = {
+            "_save_checkpoint": self._save,
+            "_load_from_checkpoint": self._unless_restoring,
+            "_load_optimizer_and_scheduler": self._unless_restoring,
+            "_load_rng_state": self._load_generators,
+            "_load_best_model": self._load_best_model,
+        }
+        missing = [name for name in methods if not hasattr(trainer, name)]
+        if missing:
+            raise UnsupportedError(
+                "this version of transformers is not supported", found=f"a Trainer without {', '.join(missing)}"
+            )
+        earlier = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
+        vars(trainer).update({name: functools.partial(new, getattr(trainer, name)) for name, new in methods.items()})
+        self._trainer = trainer
+        self.checkpointer = Checkpointer(self.checkpointer.root, **_retention(trainer.args))
+        try:
+            yield
+        finally:
+            for name in methods:
+                del vars(trainer)[name]
+            vars(trainer).update(earlier)
+            self._trainer = self._restore = self._generators = None
+
+    @contextmanager
+    def find_resume_folder(self, resume_from: str | bool | None) -> Iterator[str | None]:
+        """Yield the folder that the Trainer resumes from; None to train from the start. Collective.
+
+        For a step, this is a temporary folder with the state of the Trainer; `on_train_begin` loads everything else.
+
+        Args:
+            resume_from: Argument `resume_from_checkpoint` of `Trainer.train`.
+
+        Raises:
+            UsageError: Training would start in a run that has steps.
+        """
+        numbers = self.checkpointer.steps()
+        if not resume_from and numbers:
+            raise UsageError(
+                "training from the start would replace the steps of this run",
+                where=self.checkpointer.root,
+                found=f"step {numbers[-1]}",
+                fix="Call train(resume_from_checkpoint=True), or choose another folder.",
+            )
+        if resume_from is True:
+            number, folder = self._find_trainer_folder()
+            if numbers and numbers[-1] >= number:
+                folder = self.checkpointer.path(numbers[-1])
+        else:
+            folder = resume_from or ""
+        if not folder:
+            yield None
+        elif _is_trainer_folder(folder):
+            if self._trainer.is_fsdp_enabled or _has_fsdp_model(folder):
+                self._restore = functools.partial(self._restore_trainer_folder, folder)
+            yield folder
+        else:
+            text = self._load_step(folder, {"trainer": ""})["trainer"]
+            self._restore = functools.partial(self._restore_step, folder)
+            with tempfile.TemporaryDirectory(prefix="shardckpt-") as temporary:
+                Path(temporary, TRAINER_STATE_NAME).write_text(text, encoding="utf-8")
+                yield temporary
+
+    def on_train_begin(self, _args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
+        """Load the checkpoint to resume from, now that the model is sharded and its optimizer exists."""
+        if self._restore is not None:
+            self._restore()
+        best = state.best_global_step
+        if best is not None and best in self.checkpointer.steps():  # the run may have moved, or be behind a URL
+            state.best_model_checkpoint = self.checkpointer.path(best)
+
+    def on_train_end(self, *_args: Any, **_: Any) -> None:
+        """Wait for the last save, and raise its error if it failed."""
+        if self._handle is not None:
+            self._handle.result()
+
+    def _find_trainer_folder(self) -> tuple[int, str]:
+        """Return number and path of the newest folder that the Trainer wrote, as rank 0 sees it; -1 without one."""
+        output_dir = self._trainer.args.output_dir
+        folder: str = (os.path.isdir(output_dir) and get_last_checkpoint(output_dir)) or ""
+        found = (int(folder.rpartition("-")[2]), folder) if _is_trainer_folder(folder) else (-1, "")
+        return broadcast_object_list([found])[0]  # type: ignore[no-any-return]
+
+    def _load_step(self, path: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Load a step into a state, and return it. Collective."""
+        for number in self.checkpointer.steps():
+            if os.path.abspath(self.checkpointer.path(number)) == os.path.abspath(path):
+                self.checkpointer.restore(state, step=number, ignore_extra=True)  # which remembers the step
+                return state
+        return load(state, path, ignore_extra=True)  # type: ignore[no-any-return]
+
+    def _restore_step(self, path: str) -> None:
+        generators = RNGState()
+        self._load_step(path, self._build_state("", generators))
+        self._generators = generators.state_dict()
+
+    def _restore_trainer_folder(self, folder: str) -> None:
+        """Load a folder that the Trainer wrote with another sharding, or with FSDP."""
+        trainer, optimizer = self._trainer, _unwrap(self._trainer.optimizer)
+        if not os.path.isfile(os.path.join(folder, SCHEDULER_NAME)):  # it was saved with `save_only_model`
+            _load_weights(trainer.model, folder)
+            return
+        if _has_fsdp_model(folder):
+            load({"model": trainer.model, "optimizer": optimizer}, folder, ignore_extra=True)
+        else:
+            _load_weights(trainer.model, folder)
+            load(optimizer, os.path.join(folder, OPTIMIZER_NAME))
+        trainer.lr_scheduler.load_state_dict(load(os.path.join(folder, SCHEDULER_NAME)))
+
+    def _build_state(self, text: str, generators: RNGState) -> dict[str, Any]:
+        """Return the objects of the trainer to save, or to load into."""
+        trainer = self._trainer
+        state = {"model": trainer.model, "trainer": text}
+        if not trainer.args.save_only_model:
+            state |= {"optim": _unwrap(trainer.optimizer), "schedule": trainer.lr_scheduler, "rng": generators}
+            scaler = getattr(trainer.accelerator, "scaler", None)
+            state |= {} if scaler is None else {"scaler": scaler}
+        return state
+
+    def _save(self, _original: Callable[..., object], *_args: Any, **_: Any) -> None:
+        """Save a step. In place of `Trainer._save_checkpoint`."""
+        trainer, state, step = self._trainer, self._trainer.state, self._trainer.state.global_step
+        trainer.store_flos()
+        if state.best_global_step == step:
+            state.best_model_checkpoint = self.checkpointer.path(step)
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+        exported = replace(state, stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)])
+        # The states of the ranks differ, in timings for instance. As in the Trainer's folders, that of rank 0 is saved.
+        text = broadcast_object_list([json.dumps(asdict(exported))])[0]
+        arguments = {
+            "metrics": {**_eval_metrics(state), _BEST: step if state.best_global_step == step else -1},
+            "overwrite": True,  # steps after the one that training resumed from
+            **self._options,
+        }
+        saved = self._build_state(text, RNGState())
+        if self._background:
+            self._handle = self.checkpointer.async_save(step, saved, **arguments)
+        else:
+            self.checkpointer.save(step, saved, **arguments)
+
+    def _unless_restoring(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Load as the Trainer does, unless `on_train_begin` loads."""
+        if self._restore is None:
+            original(*args, **kwargs)
+
+    def _load_generators(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Restore the generators once the data loader has used them. In place of `Trainer._load_rng_state`."""
+        if self._generators is None:
+            original(*args, **kwargs)
+        else:
+            RNGState().load_state_dict(self._generators)
+
+    def _load_best_model(self, original: Callable[..., object]) -> None:
+        """Load the weights of the best step. In place of `Trainer._load_best_model`."""
+        best = self._trainer.state.best_model_checkpoint
+        if _is_trainer_folder(best) and not (self._trainer.is_fsdp_enabled or _has_fsdp_model(best)):
+            original()
+            return
+        if self._handle is not None:
+            self._handle.result()
+        _load_weights(self._trainer.model, best)
+
+
+def _retention(args: TrainingArguments) -> dict[str, Any]:
+    """Return the rules for `save_total_limit`: as documented, the best step is one of those that it counts."""
+    limit = args.save_total_limit
+    if limit is None or limit <= 0:
+        return {}
+    if args.metric_for_best_model is None or args.save_strategy == SaveStrategy.BEST:
+        return {"keep_last": limit}
+    return {"keep_last": max(limit - 1, 1), "keep_best": 1, "metric": _BEST, "mode": "max"}
+
+
+def _eval_metrics(state: TrainerState) -> dict[str, float]:
+    """Return the metrics of the evaluation at this step."""
+    logs = [log for log in state.log_history if log.get("step") == state.global_step]
+    numbers = (item for log in logs for item in log.items() if isinstance(item[1], (int, float)))
+    return {name: value for name, value in numbers if name.startswith("eval_")}
+
+
+def _unwrap(optimizer: Any) -> Any:
+    """Return an optimizer without the wrapper of accelerate."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _is_trainer_folder(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, TRAINER_STATE_NAME))
+
+
+def _has_fsdp_model(folder: str) -> bool:
+    return any(name.startswith(FSDP_MODEL_NAME) for name in os.listdir(folder))
+
+
+def _load_weights(model: Any, path: str) -> None:
+    """Load a model from a step, or from a folder that the Trainer wrote."""
+    if _is_trainer_folder(path) and not _has_fsdp_model(path):
+        load(model, path)
+    else:
+        load({"model": model}, path, ignore_extra=True)
+
+
+@functools.cache
+def _wrap_train() -> None:
+    """Wrap `Trainer.train`, once in a process, to attach the callback of a trainer if it has one."""
+    original = Trainer.train
+
+    @functools.wraps(original)
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        callbacks = self.callback_handler.callbacks
+        callback = next((each for each in callbacks if isinstance(each, ShardckptCallback)), None)
+        if callback is None:
+            return original(self, resume_from_checkpoint, *args, **kwargs)
+        with callback.attach(self), callback.find_resume_folder(resume_from_checkpoint) as folder:
+            return original(self, folder, *args, **kwargs)
+
+    Trainer.train = train

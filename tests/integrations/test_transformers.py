@@ -1,0 +1,159 @@
+"""A Trainer with the callback saves, is killed and resumes as one that was never interrupted; each way to shard."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import outcomes, run
+
+import shardckpt
+
+KINDS = ("ddp", "fsdp1", "fsdp2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import what the ranks use in the process that they are forked from."""
+    import trainers
+
+    assert trainers.Trainer
+    assert trainers.accelerate.Accelerator
+
+
+def losses_of_trainer_alone(rank: int, world: int, kind: str, folder: Path) -> dict[int, Any]:
+    """Train to the end as the Trainer does by itself, in a process that has a callback for others."""
+    import trainers
+
+    trainers.be_rank(rank, world)
+    trainers.ShardckptCallback(folder / "unused")
+    trainer, losses = trainers.build(kind, folder / "alone")
+    trainer.train()
+    return losses.by_step
+
+
+def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
+    import trainers
+
+    trainers.be_rank(rank, world)
+    killer = trainers.KilledAt(5, folder / "run" / "step-00000003" / "COMMIT")
+    trainer, _ = trainers.build(kind, folder / "out", trainers.ShardckptCallback(folder / "run"), killer)
+    trainer.train()
+
+
+def resume_twice(rank: int, world: int, kind: str, folder: Path) -> tuple[dict[int, Any], dict[int, Any], list[str]]:
+    """Resume from the newest step, then from the folder of the Trainer alone; both losses, and what stays replaced."""
+    import trainers
+
+    losses = trainers.train(rank, world, kind, folder, resume=True)
+    callback = trainers.ShardckptCallback(folder / "other")
+    trainer, others = trainers.build(kind, folder / "alone", callback, seed=2)
+    trainer.train(resume_from_checkpoint=True)
+    return losses, others.by_step, [name for name in vars(trainer) if name in dir(type(trainer))]
+
+
+def after(step: int, losses: dict[int, Any]) -> dict[int, Any]:
+    return {each: loss for each, loss in losses.items() if each > step}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_training_and_one_of_the_trainer_resume_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    expected = run(2, losses_of_trainer_alone, kind, tmp_path)
+    for number in (6, 8):
+        shutil.rmtree(tmp_path / "alone" / f"checkpoint-{number}")
+    assert all("died" in (each.waits or "") for each in outcomes(2, be_killed, kind, tmp_path))
+    for rank, (resumed, others, replaced) in enumerate(run(2, resume_twice, kind, tmp_path)):
+        assert resumed == after(3, expected[rank]), "from a step"
+        assert others == after(3, expected[rank]), "from a folder of the Trainer"
+        assert replaced == [], "methods of the trainer"
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 6, 8]
+    assert [step.number for step in shardckpt.ls(tmp_path / "other").complete] == [6, 8]
+    assert list((tmp_path / "out").iterdir()) == [], "the Trainer writes no folders beside the steps"
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["checkpoint-3"]
+
+
+def train_and_resume(rank: int, world: int, kind: str, folder: Path, resume: str | None) -> dict[int, Any]:
+    import trainers
+
+    return trainers.train(rank, world, kind, folder, resume, dropout=0.0, save_steps=4)
+
+
+def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_path: Path) -> None:
+    (expected, _) = run(2, train_and_resume, "fsdp2", tmp_path / "two", None)
+    step = str(tmp_path / "two" / "run" / "step-00000004")
+    for world, kind in ((1, "ddp"), (3, "fsdp1")):
+        (losses, *_) = run(world, train_and_resume, kind, tmp_path / kind, step)
+        assert list(losses) == [5, 6, 7, 8]
+        assert [losses[each] for each in losses] == [pytest.approx(expected[each], rel=1e-3) for each in losses]
+
+
+def choose_the_best(rank: int, world: int, folder: Path, scores: list[float], strategy: str) -> tuple[Any, ...]:
+    """Evaluate after each step, with these scores; the best step, its path, and weights at the end."""
+    import trainers
+    from torch.distributed.tensor import DTensor
+
+    trainers.be_rank(rank, world)
+    callback = trainers.ShardckptCallback(folder / "run")
+    best = {"metric_for_best_model": "score", "greater_is_better": True, "load_best_model_at_end": True}
+    trainer, _ = trainers.build(
+        "fsdp2" if world > 1 else "ddp",
+        folder / "out",
+        callback,
+        save_strategy=strategy,
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=len(scores),
+        save_total_limit=2,
+        **best,
+    )
+    given = iter(scores)
+    trainer.compute_metrics = lambda _: {"score": next(given)}
+    trainer.train()
+    weight = trainer.model.get_parameter("lm_head.weight")
+    full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return trainer.state.best_global_step, trainer.state.best_model_checkpoint, full.detach().tolist()
+
+
+def test_the_best_step_stays_and_its_weights_are_loaded_at_the_end(tmp_path: Path) -> None:
+    for best, path, weight in run(2, choose_the_best, tmp_path, [0.5, 0.9, 0.9, 0.7, 0.6], "steps"):
+        assert (best, path) == (2, str(tmp_path / "run" / "step-00000002")), "of equal scores the first"
+        assert torch.equal(torch.tensor(weight), shardckpt.load(path)["model"]["lm_head.weight"])
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [2, 5]
+
+
+def test_the_strategy_best_saves_the_best_steps_only(tmp_path: Path) -> None:
+    (found,) = run(1, choose_the_best, tmp_path, [0.5, 0.4, 0.6, 0.1], "best")
+    assert found[0] == 3
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [1, 3]
+
+
+def start_again(rank: int, world: int, folder: Path) -> str:
+    import trainers
+
+    trainers.train(rank, world, "ddp", folder, True, max_steps=2, save_steps=2)
+    with pytest.raises(shardckpt.UsageError) as caught:
+        trainers.train(rank, world, "ddp", folder, None)
+    return str(caught.value)
+
+
+def test_a_training_from_the_start_does_not_replace_a_run(tmp_path: Path) -> None:
+    (message,) = run(1, start_again, tmp_path)
+    assert "found step 2" in message
+    assert "train(resume_from_checkpoint=True)" in message
+
+
+def test_unsupported_trainers_are_refused(tmp_path: Path) -> None:
+    from shardckpt.integrations.transformers import ShardckptCallback
+
+    callback = ShardckptCallback(tmp_path)
+    for trainer, words in (
+        (SimpleNamespace(is_deepspeed_enabled=True), "DeepSpeed"),
+        (SimpleNamespace(is_deepspeed_enabled=False), "a Trainer without _save_checkpoint, _load_from_checkpoint"),
+    ):
+        with pytest.raises(shardckpt.UnsupportedError, match=words), callback.attach(trainer):
+            pass

@@ -1,0 +1,120 @@
+"""Small Trainers for tests, on forked ranks: DDP, FSDP1 and FSDP2 on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import accelerate.state
+import torch
+from accelerate.utils import DistributedType
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from shardckpt.integrations.transformers import ShardckptCallback
+
+STEPS, BATCH = 8, 12  # two epochs of four steps; the samples of a step do not depend on the number of ranks
+FSDP = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": "SHARDED_STATE_DICT"}
+SHARDING: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp1": {"fsdp": True, "fsdp_config": {**FSDP, "version": 1, "sync_module_states": False}},
+    "fsdp2": {"fsdp": True, "fsdp_config": {**FSDP, "version": 2}},
+}
+
+
+class CountingSequences(Dataset):
+    """Sequences that count upwards."""
+
+    def __len__(self) -> int:
+        return STEPS * BATCH // 2
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        ids = (number * 7 + torch.arange(8)) % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+class Losses(TrainerCallback):
+    """Loss and gradient norm by step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, tuple[float, float]] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kw: Any) -> None:
+        if "loss" in logs:
+            self.by_step[state.global_step] = (logs["loss"], logs["grad_norm"])
+
+
+class KilledAt(TrainerCallback):
+    """Ends the process without a warning, once a file exists."""
+
+    def __init__(self, step: int, file: Path) -> None:
+        self.step, self.file = step, file
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+        if state.global_step == self.step:
+            end = time.monotonic() + 30
+            while not self.file.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shard_on_the_cpu() -> None:
+    """Make accelerate use FSDP without an accelerator, which it does not."""
+    begin = accelerate.state.AcceleratorState.__init__
+
+    def begin_with_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **kw: Any) -> None:
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **kw)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            self.device = torch.device("cpu")  # FSDP1 refuses "cpu:0"
+            accelerate.state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    accelerate.state.AcceleratorState.__init__ = begin_with_fsdp
+
+
+def be_rank(rank: int, world: int) -> None:
+    """Tell accelerate which rank this fork is."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(number) for name, number in ranks.items()}, ACCELERATE_USE_CPU="true")
+    shard_on_the_cpu()
+
+
+def build(
+    kind: str, folder: Path, *callbacks: TrainerCallback, seed: int = 1, dropout: float = 0.2, **arguments: Any
+) -> tuple[Trainer, Losses]:
+    """Return a Trainer of a new model that saves every third step, and what notes its losses."""
+    torch.manual_seed(seed)
+    losses, world = Losses(), int(os.environ["WORLD_SIZE"])
+    given = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=2,
+        per_device_train_batch_size=BATCH // world,
+        learning_rate=1e-2,
+        seed=11,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        ddp_find_unused_parameters=False,
+        disable_tqdm=True,
+        **{"save_strategy": "steps", "save_steps": 3, **SHARDING[kind], **arguments},
+    )
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, attention_dropout=dropout, use_cache=False))
+    evaluation = {"eval_dataset": CountingSequences()} if "eval_strategy" in arguments else {}
+    trainer = Trainer(model, given, train_dataset=CountingSequences(), **evaluation, callbacks=[losses, *callbacks])
+    trainer.remove_callback(PrinterCallback)
+    return trainer, losses
+
+
+def train(
+    rank: int, world: int, kind: str, folder: Path, resume: str | bool | None, dropout: float = 0.2, **arguments: Any
+) -> dict[int, tuple[float, float]]:
+    """Train with steps in `folder / "run"`; the losses. For the harness."""
+    be_rank(rank, world)
+    callback = ShardckptCallback(folder / "run")
+    trainer, losses = build(kind, folder / "out", callback, seed=2, dropout=dropout, **arguments)
+    trainer.train(resume_from_checkpoint=resume)
+    return losses.by_step
