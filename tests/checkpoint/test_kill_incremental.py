@@ -14,6 +14,7 @@ import torch
 from bucket import Bucket
 from disk import watched
 from faulty import DROP, LOST, Faulty
+from forks import is_killed
 
 import shardckpt
 from shardckpt import Checkpointer
@@ -111,8 +112,7 @@ def days_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def die_at(k: int, act, root: str) -> bool:
-    child = os.fork()
-    if child == 0:
+    def work() -> None:
         torch.set_num_threads(1)
         count = 0
 
@@ -124,10 +124,8 @@ def die_at(k: int, act, root: str) -> bool:
 
         with watched(before, lambda *_: None):
             act(root)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+
+    return is_killed(work)
 
 
 def kill_matrix(folder: Path, act, allowed: set[int], always: int, stride: int = 1) -> int:

@@ -13,6 +13,7 @@ import torch
 from bucket import Bucket
 from disk import watched
 from faulty import DROP, LOST, Fault, Faulty
+from forks import is_killed
 from torch import nn
 
 import shardckpt
@@ -93,8 +94,8 @@ def newest(path: Path | str) -> int | None:
 
 def killed_at(path: Path, k: int, save: Save, value: int = 2) -> bool:
     """Save in a child that is killed before its k-th change of the disk; tell whether it was."""
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         torch.set_num_threads(1)  # the parent's other ones did not come along
         count = 0
 
@@ -108,10 +109,8 @@ def killed_at(path: Path, k: int, save: Save, value: int = 2) -> bool:
 
         with watched(before, lambda *_: None):
             save(state_of(value), path, overwrite=True)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+
+    return is_killed(work)
 
 
 def kill_matrix(folder: Path, prepare: Prepare, allowed: set[int | None], save: Save = shardckpt.save) -> int:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from bucket import Bucket
 from command import run_here
 from disk import watched
+from forks import is_killed
 from harness import outcomes, raised_everywhere, run
 from native_writer import write_step
 from safetensors.torch import save_file
@@ -1182,8 +1183,7 @@ def test_a_save_that_is_killed_at_any_operation_leaves_the_newest_step_whole(tmp
 
 
 def save_and_die_at(root: Path, k: int) -> bool:
-    child = os.fork()
-    if child == 0:
+    def work() -> None:
         count = 0
 
         def before(name: str, args: tuple) -> None:
@@ -1194,10 +1194,8 @@ def save_and_die_at(root: Path, k: int) -> bool:
 
         with watched(before, lambda *_: None):
             saved(Checkpointer(root, keep_last=1), 3)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+
+    return is_killed(work)
 
 
 class Dead(BaseException):

@@ -7,7 +7,8 @@ import functools
 import gc
 import os
 import pathlib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 
 HUGE = 2 << 20  # bytes of a huge page
 COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
@@ -47,6 +48,29 @@ def huge_regions() -> Iterator[tuple[int, int]]:
         start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
         if rights == "rw-p" and inode == "0" and name != ["[stack]"] and start < end:
             yield start, end
+
+
+def is_killed(work: Callable[[], object]) -> bool:
+    """Run `work` in a fork, and return True if a signal ended it, False if it returned.
+
+    The child never leaves this function: as a worker of the suite's it would report tests that it was not given.
+
+    Raises:
+        AssertionError: It raised, and the child has printed what.
+    """
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child raised; its trace is above"
+    return os.WIFSIGNALED(status)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import pytest
 import torch
 from bucket import Bucket
 from disk import watched
+from forks import is_killed
 from native_writer import write_step
 
 import shardckpt
@@ -312,8 +313,7 @@ def test_the_matrix_is_red_where_the_commit_does_not_go_first(tmp_path: Path, mo
 
 
 def prune_and_die_at(root: Path, k: int) -> bool:
-    child = os.fork()
-    if child == 0:
+    def work() -> None:
         count = 0
 
         def before(name: str, args: tuple[object, ...]) -> None:
@@ -324,10 +324,8 @@ def prune_and_die_at(root: Path, k: int) -> bool:
 
         with watched(before, lambda *_: None):
             shardckpt.prune(str(root), keep_last=2)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+
+    return is_killed(work)
 
 
 class Dead(BaseException):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from bucket import Bucket
 from disk import Disk, watched
+from forks import is_killed
 from kinds import FILE, FOLDER
 
 from shardckpt.errors import StorageError
@@ -139,8 +140,8 @@ def no_pauses(monkeypatch):
 
 def run_and_die_at(case: Case, target: Path, k: int, *, half: bool) -> bool:
     """Publish in a child that is killed before its k-th change, or amid it if it writes; tell whether it was."""
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         count = 0
         whole_write, whole_pwrite = os.write, os.pwrite
 
@@ -156,10 +157,8 @@ def run_and_die_at(case: Case, target: Path, k: int, *, half: bool) -> bool:
 
         with watched(before, lambda *_: None):
             case.run(target)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+
+    return is_killed(work)
 
 
 def check_after_a_kill(case: Case, target: Path, where: str) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from bucket import Bucket
 from disk import watched
+from forks import is_killed
 from kinds import FILE, FOLDER
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError, UsageError
@@ -415,8 +416,8 @@ class TestLeftovers:
         target, (reads, told), (waits, ends) = tmp_path / "out", os.pipe(), os.pipe()
         if overwrite:
             publish_files(target, OLD)
-        killed = os.fork()
-        if killed == 0:
+
+        def work() -> None:
             with publish(str(target), FOLDER, overwrite=True, needed_bytes=0) as publication:
                 publication.create("a.bin")
                 if os.fork() == 0:  # a worker, which outlives the save
@@ -426,8 +427,9 @@ class TestLeftovers:
                     os.read(waits, 1)
                     os._exit(0)
                 os.kill(os.getpid(), signal.SIGKILL)
+
+        assert is_killed(work)
         os.close(waits)
-        os.waitpid(killed, 0)
         assert os.read(reads, 1) == b"1"
         assert len(os.listdir(tmp_path)) == 1 + overwrite, "the worker removed what is not its own"
         publish_files(target, NEW, overwrite=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from forks import is_killed
 from servers import make_key
 
 from shardckpt.errors import StorageError, UsageError
@@ -102,14 +103,14 @@ def test_a_byte_that_the_server_refuses_is_an_error(files, nbytes: int):
 def test_a_fork_has_a_connection_of_its_own_and_leaves_the_parents_alone(store, files, sftp_folder):
     put(store, "a.bin", b"parent")
     before = files.live()
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         mine = connect(sftp_folder)[0]
-        good = mine is not files and read_bytes(FsspecStore(sftp_folder), "a.bin", 0, 6) == b"parent"
+        assert mine is not files
+        assert read_bytes(FsspecStore(sftp_folder), "a.bin", 0, 6) == b"parent"
         put(FsspecStore(sftp_folder), "b.bin", b"child")
-        del mine
-        os._exit(0 if good else 1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    assert not is_killed(work)
     assert read_bytes(FsspecStore(sftp_folder), "b.bin", 0, 5) == b"child"
     assert files.live() is before
 
