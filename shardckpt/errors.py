@@ -130,6 +130,23 @@ class FormatError(CheckpointError):
 class TruncatedError(FormatError, EOFError):
     """A file ends before the bytes that its format promises."""
 
+    @classmethod
+    def from_size(cls, where: object, size: int, needed: int) -> TruncatedError:
+        """Return the error for a file that is too short.
+
+        Args:
+            where: Path or URL of the file.
+            size: Its size in bytes.
+            needed: The least size in bytes that it must have.
+        """
+        return cls(
+            "the file ends early",
+            where=where,
+            found=f"{size} bytes",
+            expected=f"at least {needed}",
+            fix="Copy the file again, or restore it from the training run.",
+        )
+
 
 class UnsafeError(CheckpointError):
     """Reading would run code, leave the checkpoint's folder, or exceed a safety limit."""
@@ -163,6 +180,20 @@ class NoMemoryError(ShardckptError, MemoryError):
     """The memory is too small for a tensor."""
 
     exit_code = 3
+
+    @classmethod
+    def from_array(cls, where: object, nbytes: int, dtype: str, shape: Sequence[int], fix: str) -> NoMemoryError:
+        """Return the error for an array that cannot be allocated.
+
+        Args:
+            where: Name of the array.
+            nbytes: Its size in bytes.
+            dtype: Dtype of its elements.
+            shape: Shape in elements.
+            fix: Action that the reader of the message can take.
+        """
+        what = "this array does not fit into the memory of this machine"
+        return cls(what, where=where, found=f"{nbytes} bytes for {dtype} {list(shape)}", fix=fix)
 
 
 class UsageError(ShardckptError, ValueError):

@@ -238,10 +238,4 @@ def require_size(store: Store, name: str, size: int, needed: int) -> None:
         TruncatedError: The file is too short.
     """
     if size < needed:
-        raise TruncatedError(
-            "the file ends early",
-            where=f"{store.url}/{name}",
-            found=f"{size} bytes",
-            expected=f"at least {needed}",
-            fix="Copy the file again, or restore it from the training run.",
-        )
+        raise TruncatedError.from_size(f"{store.url}/{name}", size, needed)

@@ -132,12 +132,8 @@ def _allocate(entry: TensorEntry, box: Box) -> NDArray[Any]:
     try:
         flat = np.empty(box.volume, dtype)
     except (ValueError, MemoryError) as error:
-        raise NoMemoryError(
-            "this array does not fit into the memory of this machine",
-            where=dotted(entry.path),
-            found=f"{array_nbytes(entry.dtype, box.size)} bytes for {entry.dtype} {list(box.size)}",
-            fix="Read a part of it: opened[name][rows].",
-        ) from error
+        fix, size = "Read a part of it: opened[name][rows].", array_nbytes(entry.dtype, box.size)
+        raise NoMemoryError.from_array(dotted(entry.path), size, entry.dtype, box.size, fix) from error
     try:
         return flat.reshape(box.size)
     except ValueError as error:

@@ -43,7 +43,7 @@ def reshard(
     source, at any world size. Memory is constant.
 
     Args:
-        src: Checkpoint in any readable format: path or URL of a folder or file.
+        src: As for `consolidate`.
         dst: Folder to write.
         world_size: Number of ranks over which tensors are split, along their first dimension.
         to: Format to write: `native`; `dcp`, which `torch.distributed.checkpoint` loads; or `torch`, one `torch.save`
@@ -56,8 +56,7 @@ def reshard(
         allow_loss: Omit values that the format cannot store; otherwise they are an error that lists them.
         overwrite: Replace one existing checkpoint of the same format.
         dry_run: Plan and check, and write nothing.
-        on_progress: Called while bytes are written, by one thread at a time; an exception that it raises stops the work
-            and removes the result.
+        on_progress: As for `consolidate`.
 
     Returns:
         Report of the written files.

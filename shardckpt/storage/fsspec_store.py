@@ -220,13 +220,7 @@ class FsspecStore:
     def _check_range(self, name: str, start: int, stop: int) -> None:
         size = self.size(name)
         if start < 0 or stop > size:
-            raise TruncatedError(
-                "the file ends early",
-                where=self._shown(name),
-                found=f"{size} bytes",
-                expected=f"at least {stop}",
-                fix="Copy the file again, or restore it from the training run.",
-            )
+            raise TruncatedError.from_size(self._shown(name), size, stop)
 
     def create(self, name: str, *, is_new: bool = False) -> FsspecWriter:
         """Start a new file.

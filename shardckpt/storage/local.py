@@ -362,7 +362,7 @@ def fill(file: OpenFile, shown: str, offset: int, *buffers: memoryview) -> None:
         while offset < end:
             count = os.preadv(file.fd, left, offset)
             if count == 0:
-                raise _ends_early(shown, offset, end)
+                raise TruncatedError.from_size(shown, offset, end)
             offset += count
             left = _behind(left, count) if offset < end else []
     except (OSError, OverflowError) as error:
@@ -574,13 +574,3 @@ def _is_cached_blob(real: str, root: str) -> bool:
             return False
     blobs = os.path.join(os.path.dirname(os.path.dirname(folder)), "blobs")
     return not os.path.islink(blobs) and _is_below(real, blobs)
-
-
-def _ends_early(shown: str, end: int, expected: int) -> TruncatedError:
-    return TruncatedError(
-        "the file ends early",
-        where=shown,
-        found=f"{end} bytes",
-        expected=f"at least {expected}",
-        fix="Copy the file again, or restore it from the training run.",
-    )

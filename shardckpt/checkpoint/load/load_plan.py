@@ -190,13 +190,18 @@ class LoadPlanBuilder:
             path: Path of the value in the state.
             put: Function that puts the value into the state.
         """
-        value, is_there = self.source.find(path)
-        if not is_there:
-            self.add_missing(path)
-            return
-        self.plan.taken.add(path)
-        if self.wants(path):
+        value, is_there = self._take(path, path)
+        if is_there and self.wants(path):
             self.plan.values.append(Taker(path, value, put))
+
+    def _take(self, path: Path, source: Path) -> tuple[Any, bool]:
+        """Return a value of the checkpoint, and whether it has it; note a missing one."""
+        value, is_there = self.source.find(source)
+        if is_there:
+            self.plan.taken.add(source)
+        else:
+            self.add_missing(path)
+        return value, is_there
 
     def add_array(self, path: Path, source: Path, array: TensorShards) -> None:
         """Add an array.
@@ -208,13 +213,10 @@ class LoadPlanBuilder:
         """
         entry = self.source.arrays.get(source)
         if entry is None:
-            value, is_there = self.source.find(source)
-            if not is_there:
-                self.add_missing(path)
-                return
-            self.plan.taken.add(source)
-            kind = "" if isinstance(value, ForeignValue) else f", but a value of type {type(value).__name__}"
-            self.add_problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there{kind}")
+            value, is_there = self._take(path, source)
+            if is_there:
+                kind = "" if isinstance(value, ForeignValue) else f", but a value of type {type(value).__name__}"
+                self.add_problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there{kind}")
             return
         self.plan.taken.add(source)
         if not self.wants(path) or (self.options.is_own_only and self.source.is_elsewhere(entry)):

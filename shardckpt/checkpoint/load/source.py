@@ -324,12 +324,9 @@ def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
     try:
         return torch.empty(tuple(size), dtype=dtype)
     except (RuntimeError, MemoryError) as error:
-        raise NoMemoryError(
-            "this array does not fit into the memory of this machine",
-            where=dotted(entry.path),
-            found=f"{prod(size) * dtype.itemsize} bytes for {entry.dtype} {list(size)}",
-            fix="Load it into a sharded model, or a part of it with shardckpt.open(path)[name][rows].",
-        ) from error
+        fix = "Load it into a sharded model, or a part of it with shardckpt.open(path)[name][rows]."
+        nbytes = prod(size) * dtype.itemsize
+        raise NoMemoryError.from_array(dotted(entry.path), nbytes, entry.dtype, size, fix) from error
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:

@@ -26,7 +26,7 @@ from shardckpt.format.encodings.zip_archive import (
     read_entries,
     require_known_method,
 )
-from shardckpt.format.reader import Checksum, Reader
+from shardckpt.format.reader import Checksum, Reader, require_size
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
 from shardckpt.format.torchsave.tensor_views import (
     LegacyView,
@@ -205,8 +205,7 @@ class TorchReader(Reader):
         missing = [key for key in wanted if key not in self._starts]
         for file, offset in missing:
             end = offset + 8 + wanted[file, offset].nbytes
-            if end > self.manifest.files[file]:
-                raise _ends_early(self.store, file, self.manifest.files[file], end)
+            require_size(self.store, file, self.manifest.files[file], end)
         buffers = [bytearray(8) for _ in missing]
         self.store.read([Read(f, o, memoryview(b)) for (f, o), b in zip(missing, buffers, strict=True)])
         for (file, offset), raw in zip(missing, buffers, strict=True):
@@ -244,16 +243,6 @@ def _make_layout(view: View, start: int, nbytes: int, piece: Piece) -> Span | St
     if view.strides is None:
         return Span(start + view.start * view.width, prod(piece.box.size) * view.width)
     return Strided(start, nbytes, view.start, view.strides)
-
-
-def _ends_early(store: Store, file: str, size: int, needed: int) -> TruncatedError:
-    return TruncatedError(
-        "the file ends early",
-        where=f"{store.url}/{file}",
-        found=f"{size} bytes",
-        expected=f"at least {needed}",
-        fix="Copy the file again, or restore it from the training run.",
-    )
 
 
 def looks_like_torch(head: bytes) -> bool:
