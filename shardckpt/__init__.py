@@ -1,4 +1,4 @@
-"""Checkpoints of sharded PyTorch training: read any format, merge in constant memory, write safetensors.
+"""Checkpoints of sharded PyTorch training: read any format, write safetensors.
 
 Names are loaded on first use, so that `import shardckpt` is cheap and never imports torch. The names of `checkpoint`
 and `state` need torch: without it they raise MissingTorchError, and all other names work.

@@ -1,4 +1,4 @@
-"""The errors that a caller can catch, and the construction of their one-line messages.
+"""Errors that a caller can catch, and their one-line messages.
 
 ShardckptError
 ├── CheckpointError (ValueError)              the checkpoint is at fault               exit code 1

@@ -41,9 +41,9 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 
 def find_accelerator() -> torch.device | None:
-    """Return the accelerator that torch was built for, present or not; None if there is none.
+    """Return the accelerator that torch was built for, present or not.
 
-    Old versions of torch return only one that is present. No version initializes it.
+    None if there is none. Old versions of torch return only one that is present. No version initializes it.
     """
     try:
         return torch.accelerator.current_accelerator()

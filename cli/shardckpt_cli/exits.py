@@ -68,7 +68,7 @@ def run_main(run: Callable[[], object]) -> NoReturn:
 
 
 def _prepare_streams() -> None:
-    """Make every print succeed: to closed streams, and of characters that the encoding of stdout lacks."""
+    """Make prints succeed: to closed streams, and of unencodable characters."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (until the end of the process)

@@ -216,8 +216,8 @@ class _Batch:
         pieces.fill([*self.wants, *map(_read_item, placed)], self.reads)
         for finish in self.after:
             finish()
-        for each in placed:
-            each.start()
+        for upload in placed:
+            upload.start()
 
 
 def _place(request: ReadRequest) -> tuple[str, int]:
@@ -263,8 +263,8 @@ def _make_buffers(wanted: Sequence[ReadRequest]) -> UploadBuffers:
     """Return the buffers for targets on devices."""
     shards = [(entry, shard) for entry, array in wanted for shard in array.shards]
     uploads = [Upload(entry, *shard) for entry, shard in shards if has_pinned_copies(shard.tensor.device)]
-    nbytes = min(PINNED_BYTES, sum(each.nbytes for each in uploads))
-    return UploadBuffers(nbytes, {each.tensor.device for each in uploads})
+    nbytes = min(PINNED_BYTES, sum(upload.nbytes for upload in uploads))
+    return UploadBuffers(nbytes, {upload.tensor.device for upload in uploads})
 
 
 def _windows(wanted: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:

@@ -132,13 +132,13 @@ class UploadBuffers:
 def place_uploads(uploads: Sequence[Upload], buffer: torch.Tensor) -> list[PlacedUpload]:
     """Assign parts of a buffer, which must be large enough, to uploads."""
     placed, at = [], 0
-    for each in uploads:
-        shape = tuple(each.tensor.shape)
-        values, at = _take(buffer, at, shape, each.stored)
+    for upload in uploads:
+        shape = tuple(upload.tensor.shape)
+        values, at = _take(buffer, at, shape, upload.stored)
         cast = None
-        if each.needs_cast:
-            cast, at = _take(buffer, at, shape, each.tensor.dtype)
-        placed.append(PlacedUpload(each, values, cast))
+        if upload.needs_cast:
+            cast, at = _take(buffer, at, shape, upload.tensor.dtype)
+        placed.append(PlacedUpload(upload, values, cast))
     return placed
 
 

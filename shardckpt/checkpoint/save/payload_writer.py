@@ -121,5 +121,5 @@ class _Stream:
         elif self._hasher is not None:
             self._hasher.update(data)
         self._writer.write(data)
-        for each in hashed:
-            each.result()
+        for future in hashed:
+            future.result()

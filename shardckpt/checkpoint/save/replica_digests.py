@@ -1,4 +1,7 @@
-"""Digests of replicated data, which ranks compare. A save does not wait for copies from devices before its end."""
+"""Digests of replicated data, which ranks compare.
+
+A save does not wait for copies from devices before its end.
+"""
 
 from __future__ import annotations
 

@@ -459,7 +459,7 @@ class SaveSession:
         _raise(refusal)
         state, opened = as_root(state), dict[int, Any]()
         trace = None if self._options.trainable_only else trace_state(state, opened)
-        fitting = (each for each in self._saver.cached_saves if trace is not None and each.fits(trace))
+        fitting = (cached for cached in self._saver.cached_saves if trace is not None and cached.fits(trace))
         cached_save = next(fitting, None)
         if trace is None or cached_save is None:
             return self._flatten_alone(state, opened, trace)
@@ -517,7 +517,7 @@ class SaveSession:
 
     def _decide(self, messages: list[bytes], flattened: FlattenedState) -> list[bytes]:
         """Plan, and begin the publication. On rank 0."""
-        reports = [RankReport.decode(each) for each in messages]
+        reports = [RankReport.decode(message) for message in messages]
         require_one_path(reports)
         if len({report.values for report in reports}) > 1:
             return [_EXPLAIN] * len(messages)
@@ -528,12 +528,12 @@ class SaveSession:
             return self._begin(planned, lambda save: build_contents(save, flattened, planned.plan, reports, about))
 
         if known is not None and is_cached(reports, known):
-            return [replace(each, rank_plan=None).encode() for each in begin_with(known)]
+            return [replace(response, rank_plan=None).encode() for response in begin_with(known)]
         local_plans = collect_local_plans(reports, known)
         if local_plans is None:
             return [_LOCAL_PLANS_NEEDED] * len(messages)
         planned = PlanCache("", local_plans, create_global_plan(local_plans))
-        return [each.encode() for each in begin_with(planned)]
+        return [response.encode() for response in begin_with(planned)]
 
     def _begin(self, planned: PlanCache, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
         """Begin the publication, and return the answer to each rank. On rank 0.
@@ -615,11 +615,11 @@ def _write_file(publication: Publication, name: str, data: bytes) -> None:
 def _find_replicas(rank_plan: RankSavePlan, flattened: PlannedState) -> dict[int, list[ReplicatedBox]]:
     """Return this rank's boxes in each replica group, by number of the group."""
     items = list(flattened.arrays.items()) if rank_plan.replica_groups else []
-    found: dict[int, list[ReplicatedBox]] = {}
+    replicas: dict[int, list[ReplicatedBox]] = {}
     for number, positions in rank_plan.replica_groups.items():
         named = [(*items[at], which) for at, which in positions]
-        found[number] = [ReplicatedBox(path, array.shape, array.shards[which]) for path, array, which in named]
-    return found
+        replicas[number] = [ReplicatedBox(path, array.shape, array.shards[which]) for path, array, which in named]
+    return replicas
 
 
 def _open_base(options: SaveOptions, plan: GlobalSavePlan) -> BaseDedup | None:

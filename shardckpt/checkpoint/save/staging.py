@@ -125,7 +125,7 @@ class BufferPool(Generic[T]):
         """
         size = buffer_size(budget)
         with self._changed:
-            self._all = [] if size != self._size else [each for each in self._all if not self._is_outdated(each)]
+            self._all = [] if size != self._size else [buffer for buffer in self._all if not self._is_outdated(buffer)]
             self._size = size
             self._most = None if budget is None else budget // size
             if self._most is not None:

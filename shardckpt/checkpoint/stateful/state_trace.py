@@ -142,9 +142,9 @@ class _Tracer:
             self._is_opened = was_opened
 
     def _add_tensors(self, tensors: Iterable[torch.Tensor | None], kinds: frozenset[type]) -> None:
-        found = list(map(type, tensors))
-        _require(kinds.issuperset(found))
-        self._structure.append(found)
+        types = list(map(type, tensors))
+        _require(kinds.issuperset(types))
+        self._structure.append(types)
         self.tensors.extend(tensor for tensor in tensors if tensor is not None)
 
     def _visit_dict(self, value: Mapping[Any, Any], path: Path) -> None:
@@ -165,7 +165,7 @@ class _Tracer:
         if parameters:
             self._models[-1].update(map(id, parameters.values()))
             self._add_tensors(parameters.values(), _PARAMETERS)
-            self._structure.append([None if each is None else each.requires_grad for each in parameters.values()])
+            self._structure.append([None if value is None else value.requires_grad for value in parameters.values()])
         if buffers:
             self._add_tensors(buffers.values(), _BUFFERS)
         for child in children.values():

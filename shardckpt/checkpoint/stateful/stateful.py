@@ -101,7 +101,7 @@ def _fill_in_place(held: Any, saved: Any) -> Any:
 
 
 def as_root(state: Any) -> Any:
-    """Return a state whose mapping of another class than `dict` is read once, as a dict."""
+    """Return a state as a dict if it is another mapping, which is read once."""
     return dict(state) if isinstance(state, Mapping) and not isinstance(state, dict) else state
 
 
@@ -198,7 +198,7 @@ def _is_known(dtype: torch.dtype) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the storage of a strided tensor has the bytes of all its elements.
+    """Return True if a strided tensor's storage has the bytes of all its elements.
 
     `tensor.untyped_storage().resize_(0)` frees a storage below its tensor, as FSDP does.
     """

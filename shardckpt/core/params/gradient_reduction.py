@@ -294,7 +294,10 @@ class GradientReducer:
         return replace(queued.reduced, gradient=gradient.to(self._stored.data.device))
 
     def _move_to_shard(self, reduced: ReducedGrad) -> ReducedGrad:
-        """Cast a gradient and start its copy to pinned memory; a copy to other memory would block the host."""
+        """Cast a gradient and start its copy to pinned memory.
+
+        A copy to other memory would block the host.
+        """
         device, gradient = self._stored.data.device, reduced.gradient.to(self._stored.dtypes.gradient)
         if gradient.device == device or not self._stored.offload.pin:
             return replace(reduced, gradient=gradient)

@@ -339,7 +339,7 @@ class BlockHasher:
         return (*(self._done[number] for number in range(self._at // BLOCK_BYTES)), *last)
 
     def _hash_ends(self, at: int, head: memoryview, tail: memoryview) -> None:
-        """Hash the next bytes of the block that earlier bytes began, and begin another block.
+        """Hash the next bytes of the block that has begun, and begin another block.
 
         Args:
             at: Offset of the first byte in the file.

@@ -1,4 +1,4 @@
-"""Describe a checkpoint for the page: tensors, pieces and files as columns of numbers."""
+"""Describe a checkpoint for the page: tensors, pieces and files as columns."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ def _code_names(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _code_ties(manifest: Manifest) -> list[tuple[int, int]]:
-    """Return the tied tensors as pairs of indexes: the tensor, and the one whose elements it shares."""
+    """Return pairs of indexes: a tied tensor, and the one whose elements it shares."""
     index = {path: at for at, path in enumerate(manifest.tensors)}
     return [(index[path], index[kept]) for path, kept in manifest.aliases.items() if path in index and kept in index]
 
 
 def _list_pieces(entries: list[TensorEntry], files: Mapping[str, int], limit: int) -> dict[str, Any]:
-    """Return the pieces as columns; a full tensor's box is left out, since it is the shape."""
+    """Return the pieces as columns, without boxes of full tensors."""
     total = sum(len(entry.pieces) for entry in entries)
     share = limit // max(len(entries), 1) if total > limit else total
     columns: dict[str, list[Any]] = {name: [] for name in ("tensor", "file", "offset", "nbytes", "is_exact", "box")}

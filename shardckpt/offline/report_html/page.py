@@ -45,7 +45,7 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
 
 
 def write_page(page: str, path: str) -> None:
-    """Write a page; the file appears once it is complete, and replaces only an earlier report.
+    """Write a page at once; it replaces only an earlier report.
 
     Args:
         page: Text of the page.

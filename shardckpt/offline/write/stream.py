@@ -325,7 +325,7 @@ def _return(value: _T) -> _T:
 
 
 def split_copy(copy: Copy, most: int) -> Iterator[Copy]:
-    """Yield parts of a copy, split at the offsets of the source that are multiples of `most`."""
+    """Yield parts of a copy, split at multiples of `most` in the source."""
     start, end = copy.offset, copy.offset + copy.nbytes
     while start < end:
         stop = min(start - start % most + most, end)

@@ -59,7 +59,7 @@ def _count_cores() -> int:
 
 
 def _count_processes() -> int:
-    """Return the number of ranks on this machine according to torchrun; 1 if that is not a positive number."""
+    """Return torchrun's number of ranks on this machine; 1 if it is not positive."""
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(setting), 1) if setting.isdecimal() else 1
 

@@ -21,7 +21,9 @@ class Change(Protocol):
     """Changes values while they are copied."""
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return the changed elements of a block, and their dtype; several threads may call this at the same time.
+        """Return the changed elements of a block, and their dtype.
+
+        Several threads may call this at the same time.
 
         Args:
             box: Block, one contiguous range of the tensor.

@@ -112,7 +112,7 @@ def below(model: nn.Module) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def is_plain_module(kind: type[nn.Module]) -> bool:
-    """Return True if an index needs no more of modules of a class than their parameters, buffers and children."""
+    """Return True if an index needs only parameters, buffers, children of a class."""
     homes = ("torch.distributed", "torch.nn.parallel")
     return (
         kind.get_extra_state is nn.Module.get_extra_state

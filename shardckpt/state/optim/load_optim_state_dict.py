@@ -185,8 +185,8 @@ def fit(
     loader = _StateLoader(given, agreed.from_rank0, optim.state if in_place else {})
     at = iter(rows)
     with torch.no_grad():
-        for each in of.by_adapter:
-            state.update(loader.load_state(each, [next(at) for _ in each.adapter.entries]))
+        for params in of.by_adapter:
+            state.update(loader.load_state(params, [next(at) for _ in params.adapter.entries]))
     return Fitted(state, changes)
 
 

@@ -148,11 +148,11 @@ def gather_survey(of: OptimizerParams, optim: OptimizerLike, group: Group) -> Su
     Collective if a rank may not have a part of some parameter.
     """
     mine = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
-    if all(each.is_flat or not each.adapter.is_sharded or each.adapter.has_parts_everywhere for each in of.by_adapter):
+    if all(own.is_flat or not own.adapter.is_sharded or own.adapter.has_parts_everywhere for own in of.by_adapter):
         return mine
-    is_reporting = [each.adapter.is_reporting_rank(position) for each in of.by_adapter for position in each.positions]
+    is_reporting = [own.adapter.is_reporting_rank(position) for own in of.by_adapter for position in own.positions]
     reported = pack_survey([row if reports else {} for row, reports in zip(mine, is_reporting, strict=True)])
-    return merge_surveys([*(unpack_survey(each) for each in group.all_gather(reported)), mine])
+    return merge_surveys([*(unpack_survey(survey) for survey in group.all_gather(reported)), mine])
 
 
 def optim_state_dict(
