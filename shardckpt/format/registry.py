@@ -34,7 +34,7 @@ class BuiltIn(NamedTuple):
 
     Attributes:
         name: Name of the format.
-        module: Module that contains the format, in `shardckpt.format`.
+        module: Module that contains the format.
         names: Regular expression that matches at least one name in each folder of this format.
         attribute: Name of the format in the module.
     """
@@ -50,25 +50,25 @@ class BuiltIn(NamedTuple):
 
     def load(self) -> Format:
         """Import and return the format."""
-        form: Format = getattr(import_module(f"shardckpt.format.{self.module}"), self.attribute)
+        form: Format = getattr(import_module(self.module), self.attribute)
         return form
 
 
 _NATIVE = "native"
 BUILT_IN = (
-    BuiltIn(_NATIVE, "native.reader", r"COMMIT|[0-9a-z]+-\d{5,}-\d{2,}\.safetensors"),
-    BuiltIn("deepspeed-universal", "deepspeed.universal", r"zero|latest_universal"),
-    BuiltIn("deepspeed", "deepspeed.reader", r"(?s)latest|global_step.*|.*_states\.pt"),
-    BuiltIn("accelerate", "frameworks.accelerate", r"(?s)pytorch_model_fsdp.*|random_states_\d+\.pkl"),
-    BuiltIn("composer", "frameworks.composer", r"composer_metadata\.json"),
-    BuiltIn("torch-checkpointing", "frameworks.torch_checkpointing", r"metadata\.pkl"),
-    BuiltIn("fabric", "frameworks.lightning", r"meta\.pt"),
-    BuiltIn("megatron", "frameworks.megatron", r"metadata\.json"),
-    BuiltIn("dcp", "dcp.reader", r"(?s).*(\.metadata|\.distcp)"),
-    BuiltIn("safetensors", "huggingface.reader", r"(?s)sharded|.*\.safetensors(\.index\.json)?"),
-    BuiltIn("hf-torch", "frameworks.torch_files", r"(?s).*\.bin(\.index\.json)?", "HF_FORMAT"),
-    BuiltIn("torch-folder", "frameworks.torch_files", r"(?s).*\.(pt|pth|bin|ckpt)", "LOOSE_FORMAT"),
-    BuiltIn("torch", "frameworks.torch_files", r"(?!)", "FILE_FORMAT"),
+    BuiltIn(_NATIVE, "shardckpt.format.native.reader", r"COMMIT|[0-9a-z]+-\d{5,}-\d{2,}\.safetensors"),
+    BuiltIn("deepspeed-universal", "shardckpt.format.deepspeed.universal", r"zero|latest_universal"),
+    BuiltIn("deepspeed", "shardckpt.format.deepspeed.reader", r"(?s)latest|global_step.*|.*_states\.pt"),
+    BuiltIn("accelerate", "shardckpt.format.frameworks.accelerate", r"(?s)pytorch_model_fsdp.*|random_states_\d+\.pkl"),
+    BuiltIn("composer", "shardckpt.format.frameworks.composer", r"composer_metadata\.json"),
+    BuiltIn("torch-checkpointing", "shardckpt.format.frameworks.torch_checkpointing", r"metadata\.pkl"),
+    BuiltIn("fabric", "shardckpt.format.frameworks.lightning", r"meta\.pt"),
+    BuiltIn("megatron", "shardckpt.format.frameworks.megatron", r"metadata\.json"),
+    BuiltIn("dcp", "shardckpt.format.dcp.reader", r"(?s).*(\.metadata|\.distcp)"),
+    BuiltIn("safetensors", "shardckpt.format.huggingface.reader", r"(?s)sharded|.*\.safetensors(\.index\.json)?"),
+    BuiltIn("hf-torch", "shardckpt.format.frameworks.torch_files", r"(?s).*\.bin(\.index\.json)?", "HF_FORMAT"),
+    BuiltIn("torch-folder", "shardckpt.format.frameworks.torch_files", r"(?s).*\.(pt|pth|bin|ckpt)", "LOOSE_FORMAT"),
+    BuiltIn("torch", "shardckpt.format.frameworks.torch_files", r"(?!)", "FILE_FORMAT"),
 )
 """Built-in formats. Those that contain other formats come first. The last one never matches a folder."""
 
