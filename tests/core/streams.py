@@ -519,8 +519,7 @@ def _installed(checker: Checker) -> Iterator[None]:
     """Put the fakes in the place of streams, of methods of groups and of the resizing of storages."""
     with contextlib.ExitStack() as stack:
         _put(stack, devices, "_streams", FakeStreams(checker))
-        _put(stack, engine_streams, "_gather_streams", {})
-        _put(stack, engine_streams, "_reduce_streams", {})
+        _put(stack, engine_streams, "_device_streams", {})
         _put(stack, side_streams, "_side_streams", {})
         _put(stack, torch.UntypedStorage, "resize_", _noted_resize(checker))
         _put(stack, torch.Tensor, "tolist", _noted_tolist(checker))

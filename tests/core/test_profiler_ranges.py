@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch_limits import compares_with_newer_torch
 from under_test import core
 
-from shardckpt.core.modules.profiler_ranges import profile_range
+from shardckpt.core.modules.autograd_hooks import profile_range
 
 ROOT = "FSDPSequential"
 FORWARD = [

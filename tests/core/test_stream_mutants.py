@@ -25,10 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDERING = {
     "wait",
     "wait_event",
-    "wait_for_gather",
     "wait_stream",
     "make_gathers_wait",
-    "_make_gathers_wait",
     "mark_shard_written",
     "record_stream",
     "wait_for_reductions",
@@ -128,14 +126,13 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
     "checkpoint.save.side_streams:SideStreams.copying:wait_stream": (scenarios.copies_for_a_background_save, EACH),
     "checkpoint.save.side_streams:SideStreams.copying:wait_event": (scenarios.copies_for_a_background_save, EACH),
     "core.comm.collectives:Pending.wait:wait": (scenarios.trains, FLAT),
-    "core.comm.streams:wait_for_gather:wait_event": (
-        scenarios.trains_without_shards_in_low_precision,
-        FLAT,
+    "core.comm.streams:DeviceStreams.make_gathers_wait:wait_event": (scenarios.steps_on_a_stream, EACH),
+    "core.comm.streams:DeviceStreams.make_gathers_wait:wait_stream": (scenarios.trains, FLAT),
+    "core.comm.streams:DeviceStreams.use_reduce_stream:wait_stream": (scenarios.trains_without_shards, FLAT),
+    "core.comm.streams:DeviceStreams.wait_for_reductions:wait_stream": (
+        scenarios.is_dropped_while_gradients_are_reduced,
+        EACH,
     ),
-    "core.comm.streams:make_gathers_wait:wait_event": (scenarios.steps_on_a_stream, EACH),
-    "core.comm.streams:make_gathers_wait:wait_stream": (scenarios.trains, FLAT),
-    "core.comm.streams:use_reduce_stream:wait_stream": (scenarios.trains_without_shards, FLAT),
-    "core.comm.streams:wait_for_reductions:wait_stream": (scenarios.is_dropped_while_gradients_are_reduced, EACH),
     "core.comm_hooks:allreduce_hook:wait": (scenarios.averages_by_a_hook, FLAT),
     "core.comm_hooks:reduce_scatter_hook:wait": (scenarios.reduces_by_a_hook, FLAT),
     "core.fsdp2.fully_shard:_run_on_stream:wait_stream": (scenarios.changes_gradients_on_a_stream, EACH),
@@ -186,7 +183,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.gathers_by_extensions,
         EACH,
     ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait_for_gather": (
+    "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait_event": (
         scenarios.gathers_by_extensions_from_itself,
         EACH,
     ),
@@ -196,7 +193,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
     ),
     "core.params.tensor_extension:_All.wait:wait": (scenarios.gathers_by_extensions, EACH),
     "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait": (scenarios.trains, FLAT),
-    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_for_gather": (
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_event": (
         scenarios.trains_without_shards_in_low_precision,
         FLAT,
     ),
@@ -231,19 +228,18 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.runs_a_unit_below_the_root_after_a_step,
         FLAT,
     ),
-    "core.runtime.fsdp_unit:ShardWrites.begin_iteration:_make_gathers_wait": (
+    "core.runtime.fsdp_unit:ShardWrites.begin_iteration:make_gathers_wait": (
         scenarios.steps_on_a_stream,
         EACH,
     ),
-    "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:_make_gathers_wait": (
+    "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:make_gathers_wait": (
         scenarios.unshards_by_hand_after_a_step,
         FLAT,
     ),
-    "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:_make_gathers_wait again": (
+    "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:make_gathers_wait again": (
         scenarios.steps_on_a_stream,
         EACH,
     ),
-    "core.runtime.fsdp_unit:ShardWrites._make_gathers_wait:make_gathers_wait": (scenarios.trains, FLAT),
     "core.tools.clip_grad_norm:_reduce_over_ranks:wait": (
         scenarios.accumulates_and_clips,
         FLAT,

@@ -31,7 +31,7 @@ if not TORCH:
     from shardckpt.checkpoint.stateful.flatten import FlattenedState
     from shardckpt.core import comm_hooks
     from shardckpt.core.comm.collectives import ShardGroup
-    from shardckpt.core.comm.streams import RateLimiter
+    from shardckpt.core.comm.streams import DeviceStreams, RateLimiter
     from shardckpt.core.params.gradient_reduction import GradientReducer
     from shardckpt.format.native.payload import PayloadChunk, arrange_files
     from shardckpt.state.local.local_shards import get_tensor_shards
@@ -185,7 +185,7 @@ def test_the_limiter_waits_for_the_device_of_the_unit_whichever_is_current(monke
             return Checker().current
 
     monkeypatch.setattr(devices, "_streams", Noted())
-    RateLimiter().record_free_event(torch.device("cuda", 1))
+    RateLimiter().record_free_event(DeviceStreams(torch.device("cuda", 1)))
     assert asked == [torch.device("cuda", 1)]
 
 

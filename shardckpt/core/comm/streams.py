@@ -90,75 +90,73 @@ class ResizableStorage:
             self._counter.add(-self._nbytes)
 
 
-_gather_streams: dict[torch.device, Stream] = {}
-
-
-def _get_gather_stream(device: torch.device) -> Stream:
-    if device not in _gather_streams:
-        _gather_streams[device] = make_stream(device, priority=-1)
-    return _gather_streams[device]
-
-
-def use_gather_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context of the stream for all all-gathers of a device."""
-    return use_stream(_get_gather_stream(device), device) if has_streams(device) else nullcontext()
-
-
-def wait_for_gather(device: torch.device, event: Event | None) -> None:
-    """Make work that is queued later on the current stream wait for an all-gather.
-
-    It does not wait for later all-gathers.
+class DeviceStreams:
+    """Streams of the engine on one device; without streams, all operations run at once.
 
     Args:
-        device: Device of the all-gather.
-        event: Event recorded after the all-gather; None without streams.
+        device: Device of the streams.
+
+    Attributes:
+        is_async: Whether the device has streams: it runs operations asynchronously to the host.
     """
-    if event is not None:
-        get_current_stream(device).wait_event(event)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_async = has_streams(device)
+        self._gather_stream: Stream | None = None
+        self._reduce_stream: Stream | None = None
+
+    def use_gather_stream(self) -> AbstractContextManager[object]:
+        """Return a context of the stream for all all-gathers of the device."""
+        return use_stream(self._get_gather_stream(), self._device) if self.is_async else nullcontext()
+
+    def _get_gather_stream(self) -> Stream:
+        if self._gather_stream is None:
+            self._gather_stream = make_stream(self._device, priority=-1)
+        return self._gather_stream
+
+    def make_gathers_wait(self, event: Event | None = None) -> None:
+        """Make later all-gathers wait for the queued computation, such as the optimizer's.
+
+        Args:
+            event: Event to wait for instead of the queued computation; None without one.
+        """
+        if not self.is_async:
+            return
+        if event is not None:
+            self._get_gather_stream().wait_event(event)
+        else:
+            self._get_gather_stream().wait_stream(get_current_stream(self._device))
+
+    def record_event(self) -> Event | None:
+        """Return an event after the work that is queued on the current stream; None without streams."""
+        return record_event(self._device) if self.is_async else None
+
+    def use_reduce_stream(self) -> AbstractContextManager[object]:
+        """Return a context of the stream for all reductions; the device must have streams.
+
+        The stream waits for the work that is queued now on the current stream.
+        """
+        if self._reduce_stream is None:
+            self._reduce_stream = make_stream(self._device)
+        self._reduce_stream.wait_stream(get_current_stream(self._device))
+        return use_stream(self._reduce_stream, self._device)
+
+    def wait_for_reductions(self) -> None:
+        """Make work that is queued later on the current stream wait for queued reductions."""
+        if self._reduce_stream is not None:
+            get_current_stream(self._device).wait_stream(self._reduce_stream)
 
 
-def make_gathers_wait(device: torch.device, event: Event | None = None) -> None:
-    """Make later all-gathers wait for the queued computation, such as the optimizer's.
-
-    Args:
-        device: Device of the all-gathers.
-        event: Event to wait for instead of the queued computation; None without one.
-    """
-    if not has_streams(device):
-        return
-    stream = _get_gather_stream(device)
-    if event is not None:
-        stream.wait_event(event)
-    else:
-        stream.wait_stream(get_current_stream(device))
+_device_streams: dict[torch.device, DeviceStreams] = {}
 
 
-_reduce_streams: dict[torch.device, Stream] = {}
-
-
-def use_reduce_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context of the stream for all reductions of a device.
-
-    The stream waits for the work that is queued now on the current stream.
-
-    Args:
-        device: Device with streams.
-    """
-    if device not in _reduce_streams:
-        _reduce_streams[device] = make_stream(device)
-    stream = _reduce_streams[device]
-    stream.wait_stream(get_current_stream(device))
-    return use_stream(stream, device)
-
-
-def wait_for_reductions(device: torch.device) -> None:
-    """Make work that is queued later on the current stream wait for queued reductions.
-
-    Args:
-        device: Device with streams.
-    """
-    if device in _reduce_streams:
-        get_current_stream(device).wait_stream(_reduce_streams[device])
+def get_device_streams(device: torch.device) -> DeviceStreams:
+    """Return the streams of the engine on a device, which all roots share."""
+    streams = _device_streams.get(device)
+    if streams is None:
+        streams = _device_streams[device] = DeviceStreams(device)
+    return streams
 
 
 class RateLimiter:
@@ -174,9 +172,9 @@ class RateLimiter:
         self.waits = 0
         self._freed: deque[Event | None] = deque()
 
-    def record_free_event(self, device: torch.device) -> None:
+    def record_free_event(self, streams: DeviceStreams) -> None:
         """Record that a unit's memory is free after the work that is queued now."""
-        self._freed.append(record_event(device))
+        self._freed.append(streams.record_event())
 
     def wait(self) -> None:
         """Wait until another all-gather may start."""

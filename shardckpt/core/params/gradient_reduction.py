@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup, allocate
-from shardckpt.core.comm.streams import use_reduce_stream, wait_for_reductions
 from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
-from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_event, record_stream
+from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_stream
 
 _ROW_ALIGNMENT = 128
 """On a device, rows of a reduce-scatter have a multiple of this number of bytes: kernels use full cache lines."""
@@ -144,7 +143,7 @@ class GradientReducer:
     def __del__(self) -> None:
         """Make later work wait for a pending reduction, which still uses its memory."""
         if getattr(self, "_reduction", None) is not None and not sys.is_finalizing():
-            wait_for_reductions(self._unsharded.device)
+            self._unsharded.streams.wait_for_reductions()
 
     @property
     def hook(self) -> CommHook | None:
@@ -224,14 +223,14 @@ class GradientReducer:
             if self._hook is not None
             else self._launch_reduce_scatter(gradients, how)
         )
-        if has_streams(how.device):
+        if self._unsharded.streams.is_async:
             self._queued = self._queue_rest(self._reduction)
 
     def _launch_reduce_scatter(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         chunk, size, count = self._layout.packing.layout.chunk, self._group.size, len(gradients)
         row = chunk + count
         device = how.device
-        if size > 1 and has_streams(device):
+        if size > 1 and self._unsharded.streams.is_async:
             row += -row % (_ROW_ALIGNMENT // how.dtype.itemsize)
         own = self._comms.reduce_scatter
         source = allocate(own, size * row, how.dtype, device)
@@ -246,7 +245,7 @@ class GradientReducer:
             return _Reduction(how, source, source, has, Pending(None, ""))
         out = torch.empty(row, dtype=how.dtype, device=device)
         pending = self._group.reduce_scatter(out, source, f"reduce {self._layout.name}", own)
-        is_kept = own is not None or has_streams(device)
+        is_kept = own is not None or self._unsharded.streams.is_async
         return _Reduction(how, out, source if is_kept else None, has, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
@@ -272,9 +271,9 @@ class GradientReducer:
 
         Computation waits for it when it reads the result.
         """
-        device = reduction.how.device
-        with use_reduce_stream(device):
-            return _QueuedResult(self._finish(reduction), record_event(device))
+        streams = self._unsharded.streams
+        with streams.use_reduce_stream():
+            return _QueuedResult(self._finish(reduction), streams.record_event())
 
     def wait_reduce_scatter(self) -> ReducedGrad | None:
         """Wait for the reduction and return its result.
@@ -339,7 +338,7 @@ class GradientReducer:
         reduction, self._reduction = self._reduction, None
         self._queued, self._partial, self._unsynced_grads = None, None, []
         if reduction is not None:
-            wait_for_reductions(reduction.how.device)
+            self._unsharded.streams.wait_for_reductions()
             reduction.pending.wait()
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, ShardGroup
 from shardckpt.core.comm.rank_checks import InitialChecksums
-from shardckpt.core.comm.streams import make_gathers_wait
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.params.buffer_layout import DimPacking, FlatPacking, Packing
@@ -198,7 +197,7 @@ class Bucket:
 
     def mark_shard_written(self) -> None:
         """Make all-gathers wait for writes to the shard, at any time of an iteration."""
-        make_gathers_wait(self.unsharded.device)
+        self.unsharded.streams.make_gathers_wait()
 
     def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
         """Return a bucket of some members with the same collectives, without values.

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.boxes import chunk_range
 from shardckpt.core.comm.collectives import Pending
-from shardckpt.core.comm.streams import ResizableStorage, use_gather_stream, wait_for_gather
+from shardckpt.core.comm.streams import ResizableStorage
 from shardckpt.core.config import Precision
+from shardckpt.core.modules.autograd_hooks import profile_range
 from shardckpt.core.modules.fqn_and_params import ParamInfo
-from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.modules.pytree import tensors
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.mesh_placement import MeshPlacement
@@ -29,7 +29,7 @@ from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.core.policies import MixedPrecisionPolicy
-from shardckpt.devices import record_event, record_stream
+from shardckpt.devices import get_current_stream, record_stream
 from shardckpt.errors import ShardckptError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -294,7 +294,7 @@ class ExtendedParams(UnshardedParams):
         size = self._layout.group.size
         if self.is_unsharded or self._pending is not None:
             return False
-        with profile_range("all_gather", self._layout.name.text), use_gather_stream(self.device):
+        with profile_range("all_gather", self._layout.name.text), self.streams.use_gather_stream():
             self._inputs, self._metadata = self._call_pre_all_gather()
             if self._outputs is None:
                 self._outputs = _Outputs(
@@ -312,7 +312,7 @@ class ExtendedParams(UnshardedParams):
             except BaseException:
                 self.reshard()
                 raise
-            self._gather_event = record_event(self.device)
+            self._gather_event = self.streams.record_event()
         return True
 
     def _call_pre_all_gather(self) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -343,7 +343,8 @@ class ExtendedParams(UnshardedParams):
             return
         pending, self._pending = self._pending, None
         pending.wait()
-        wait_for_gather(self.device, self._gather_event)
+        if self._gather_event is not None:
+            get_current_stream(self.device).wait_event(self._gather_event)
         assert self._outputs is not None, "a gather has been begun"
         self._outputs.record_current_stream()
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
@@ -379,7 +380,7 @@ class ExtendedParams(UnshardedParams):
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
-                with use_gather_stream(self.device):  # owner of the memory
+                with self.streams.use_gather_stream():  # owner of the memory
                     pending.wait()
         finally:
             self._inputs, self._metadata = (), None

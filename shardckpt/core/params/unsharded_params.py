@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup, allocate
-from shardckpt.core.comm.streams import ResizableStorage, make_gathers_wait, use_gather_stream, wait_for_gather
-from shardckpt.core.modules.autograd_hooks import GradientWatch
-from shardckpt.core.modules.profiler_ranges import profile_range
+from shardckpt.core.comm.streams import ResizableStorage, get_device_streams
+from shardckpt.core.modules.autograd_hooks import GradientWatch, profile_range
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
-from shardckpt.devices import Event, record_event, record_stream
+from shardckpt.devices import Event, get_current_stream, record_stream
 
 
 class ParamPlacement(Protocol):
@@ -96,6 +95,7 @@ class UnshardedParams:
     Attributes:
         watch: Watch for the first gradient of a leaf.
         device: Compute device of the unit.
+        streams: Streams of that device.
         is_aliased: Whether the full parameters alias the shard, which is never freed.
         is_unsharded: Whether the full parameters can be read.
         custom_all_gather: Custom all-gather of a user; None for torch's.
@@ -127,7 +127,7 @@ class UnshardedParams:
     def _build(self, device: torch.device, trains: Sequence[bool]) -> None:
         """Create the full parameters, without values unless they alias the shard."""
         data, dtypes = self._stored.data, self._stored.dtypes
-        self.device = device
+        self.device, self.streams = device, get_device_streams(device)
         self.is_aliased = self._layout.keeps_full and dtypes.compute == dtypes.stored and data.device == device
         self.is_unsharded = self.is_aliased
         if self.is_aliased:
@@ -237,13 +237,13 @@ class UnshardedParams:
             return False
         if full_precision and not self.is_full_precision:
             self._use_stored_dtype()
-        with profile_range("all_gather", self._layout.name.text), use_gather_stream(self.device):
+        with profile_range("all_gather", self._layout.name.text), self.streams.use_gather_stream():
             try:
                 self._pending = self._launch_all_gather(self._current.buffer)
             except BaseException:  # out of memory: a buffer without values must not seem to be unsharded
                 self.reshard(keep_partial_shard=True)
                 raise
-            self._gather_event = record_event(self.device)
+            self._gather_event = self.streams.record_event()
         return True
 
     def _use_stored_dtype(self) -> None:
@@ -263,7 +263,7 @@ class UnshardedParams:
             numel = self._layout.packing.all_gather_numel
             incoming = self._gather_output = allocate(self.custom_all_gather, numel, dtype, self.device)
         if self._partial_shard is not None and self.post_forward_group is not None:
-            make_gathers_wait(self.device, self._partial_shard_event)
+            self.streams.make_gathers_wait(self._partial_shard_event)
             return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
         own = self._stored.data.detach()
         if own.dtype != dtype or own.device != incoming.device:
@@ -282,10 +282,11 @@ class UnshardedParams:
             return
         pending, self._pending = self._pending, None
         pending.wait()
-        wait_for_gather(self.device, self._gather_event)
         buffer = self._current.buffer
         gathered = buffer.tensor if self._gather_output is None else self._gather_output
-        record_stream(gathered)  # its memory belongs to the all-gather stream
+        if self._gather_event is not None:  # not for all-gathers that were started later
+            get_current_stream(self.device).wait_event(self._gather_event)
+            record_stream(gathered)  # its memory belongs to the all-gather stream
         if keep_partial_shard:
             self._keep_partial_shard(gathered)
         if self._gather_output is not None:
@@ -301,7 +302,7 @@ class UnshardedParams:
         if group is not None and self._partial_shard is None and self._current is self._leaves:
             numel = gathered.numel() // group.size
             self._partial_shard = gathered[group.rank * numel : (group.rank + 1) * numel].clone()
-            self._partial_shard_event = record_event(self.device)
+            self._partial_shard_event = self.streams.record_event()
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameters, unless they alias the shard; allocates no memory.
@@ -314,7 +315,7 @@ class UnshardedParams:
             self._partial_shard = None
         try:
             if pending is not None:
-                with use_gather_stream(self.device):  # owner of the memory
+                with self.streams.use_gather_stream():  # owner of the memory
                     pending.wait()
         finally:
             self._gather_output = None

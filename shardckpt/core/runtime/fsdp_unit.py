@@ -32,12 +32,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardckpt.core.comm.streams import RateLimiter, make_gathers_wait
+from shardckpt.core.comm.streams import DeviceStreams, RateLimiter, get_device_streams
 from shardckpt.core.config import UnitConfig
-from shardckpt.core.modules.autograd_hooks import BufferOwners
+from shardckpt.core.modules.autograd_hooks import BufferOwners, profile_range
 from shardckpt.core.modules.compile_guard import apply_compiler_disable
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
-from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.params.grad_accum import has_gradient_hooks, is_read_at_once
 from shardckpt.core.params.gradient_reduction import PendingFlags, ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
@@ -46,7 +45,7 @@ from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, ForwardCall
 from shardckpt.core.runtime.mixed_precision import Buffers
-from shardckpt.devices import Event, has_streams
+from shardckpt.devices import Event
 
 
 class Phase(Enum):
@@ -494,7 +493,7 @@ class FSDPUnit:
                 root.owners.by_address.pop(address, None)
         params.reshard(keep_partial_shard=keep_partial_shard)
         if root is not None and self.config.limit_all_gathers and params.registrations and not unconditionally:
-            root.limiter.record_free_event(params.registrations[0].bucket.unsharded.device)
+            root.limiter.record_free_event(params.registrations[0].bucket.unsharded.streams)
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -513,7 +512,7 @@ class FSDPUnit:
                 self.buffers.cast(precision.buffer_dtype)
         if is_root:
             device = active[0].bucket.unsharded.device if active else self._device
-            if device is not None and has_streams(device):
+            if device is not None and get_device_streams(device).is_async:
                 with profile_range("inputs_to_device"):
                     inputs, event = mixed_precision.move_tensors(inputs, device)
                 self._inputs_event = event or self._inputs_event
@@ -667,21 +666,19 @@ class ShardWrites:
     def begin_iteration(self) -> None:
         """Make all-gathers wait for the event, which is used once, or for queued work."""
         event, self._post_optim_event = self._post_optim_event, None
-        self._make_gathers_wait(event)
+        self.make_gathers_wait(event)
 
-    def make_gathers_wait(self) -> None:
-        """Make all-gathers wait for queued work and for the event."""
-        self._make_gathers_wait()
-        if self._post_optim_event is not None:  # the optimizer runs on another stream
-            self._make_gathers_wait(self._post_optim_event)
-
-    def _make_gathers_wait(self, event: Event | None = None) -> None:
-        devices: set[torch.device] = set()
+    def make_gathers_wait(self, event: Event | None = None) -> None:
+        """Make all-gathers wait for an event; without one for queued work and the optimizer's event."""
+        late = self._post_optim_event if event is None else None  # the optimizer runs on another stream
+        devices: set[DeviceStreams] = set()
         for unit in self._units:
             for registration in unit.params.registrations:
-                devices.add(registration.bucket.unsharded.device)
-        for device in devices:
-            make_gathers_wait(device, event)
+                devices.add(registration.bucket.unsharded.streams)
+        for streams in devices:
+            streams.make_gathers_wait(event)
+            if late is not None:
+                streams.make_gathers_wait(late)
 
 
 class UnshardHandle:

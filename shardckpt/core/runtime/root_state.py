@@ -13,15 +13,13 @@ from shardckpt.core.api import BackwardPrefetch
 from shardckpt.core.comm import rank_checks
 from shardckpt.core.comm.streams import RateLimiter
 from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward
+from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward, profile_range
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.core.modules.profiler_ranges import profile_range
 from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, ShardWrites, run_all
-from shardckpt.devices import has_streams
 from shardckpt.errors import RankError, ShardckptError
 
 
@@ -263,13 +261,10 @@ class RootState:
         if self._rank_checks is not None:
             self._rank_checks.order.backward_begins()
         autograd_hooks.queue_backward_callback(self._finalize_backward)
-        is_async = False
         for unit in self.units:
             for registration in unit.params.active:
-                is_async = is_async or has_streams(registration.bucket.unsharded.device)
                 registration.restore_unsharded_grads()
-        if is_async:  # a user may have written to shards since forward: torch's own load_state_dict, for one
-            self.shard_writes.make_gathers_wait()
+        self.shard_writes.make_gathers_wait()  # a user may have written since forward: by torch's load_state_dict
 
     def pre_backward(self, call: ForwardCall[FSDPUnit]) -> None:
         """Prepare the backward of a call when a gradient of an output arrives. Collective."""
