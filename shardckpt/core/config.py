@@ -120,9 +120,3 @@ class UnitConfig:
     all_reduce: bool = True
     reduce_scatter_unused_params: bool = False
     reduce_scatter_max_input_buffers: int = 1
-
-    def stays_after_backward(self, *, is_unsynced: bool) -> bool:
-        """Return True if full parameters stay after a backward, with or without sync."""
-        return not self.reshard_after_backward or (
-            is_unsynced and self.keeps_unsharded_without_sync and not self.reshard_after_forward
-        )

@@ -93,26 +93,24 @@ class ResizableStorage:
 class DeviceStreams:
     """Streams of the engine on one device; without streams, all operations run at once.
 
-    Args:
-        device: Device of the streams.
-
     Attributes:
+        device: Device of the streams.
         is_async: Whether the device has streams: it runs operations asynchronously to the host.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self.is_async = has_streams(device)
         self._gather_stream: Stream | None = None
         self._reduce_stream: Stream | None = None
 
     def use_gather_stream(self) -> AbstractContextManager[object]:
         """Return a context of the stream for all all-gathers of the device."""
-        return use_stream(self._get_gather_stream(), self._device) if self.is_async else nullcontext()
+        return use_stream(self._get_gather_stream(), self.device) if self.is_async else nullcontext()
 
     def _get_gather_stream(self) -> Stream:
         if self._gather_stream is None:
-            self._gather_stream = make_stream(self._device, priority=-1)
+            self._gather_stream = make_stream(self.device, priority=-1)
         return self._gather_stream
 
     def make_gathers_wait(self, event: Event | None = None) -> None:
@@ -126,11 +124,11 @@ class DeviceStreams:
         if event is not None:
             self._get_gather_stream().wait_event(event)
         else:
-            self._get_gather_stream().wait_stream(get_current_stream(self._device))
+            self._get_gather_stream().wait_stream(get_current_stream(self.device))
 
     def record_event(self) -> Event | None:
         """Return an event after the work that is queued on the current stream; None without streams."""
-        return record_event(self._device) if self.is_async else None
+        return record_event(self.device) if self.is_async else None
 
     def use_reduce_stream(self) -> AbstractContextManager[object]:
         """Return a context of the stream for all reductions; the device must have streams.
@@ -138,14 +136,14 @@ class DeviceStreams:
         The stream waits for the work that is queued now on the current stream.
         """
         if self._reduce_stream is None:
-            self._reduce_stream = make_stream(self._device)
-        self._reduce_stream.wait_stream(get_current_stream(self._device))
-        return use_stream(self._reduce_stream, self._device)
+            self._reduce_stream = make_stream(self.device)
+        self._reduce_stream.wait_stream(get_current_stream(self.device))
+        return use_stream(self._reduce_stream, self.device)
 
     def wait_for_reductions(self) -> None:
         """Make work that is queued later on the current stream wait for queued reductions."""
         if self._reduce_stream is not None:
-            get_current_stream(self._device).wait_stream(self._reduce_stream)
+            get_current_stream(self.device).wait_stream(self._reduce_stream)
 
 
 _device_streams: dict[torch.device, DeviceStreams] = {}

@@ -254,14 +254,6 @@ class ExtendedParams(UnshardedParams):
         return self._pending is not None or self.is_unsharded
 
     @property
-    def address(self) -> int:
-        """Address of the all-gather output; 0 while it is freed."""
-        outputs = self._outputs
-        return (
-            outputs.gathered[0].tensor.untyped_storage().data_ptr() if outputs is not None and self.is_unsharded else 0
-        )
-
-    @property
     def gradients(self) -> list[torch.Tensor | None]:
         """The leaf's gradient as a plain tensor."""
         return [None if leaf.grad is None else self._placement.gradient(leaf.grad) for leaf in self.params]
@@ -336,11 +328,11 @@ class ExtendedParams(UnshardedParams):
         shape = self._layout.packing.layout.specs[0].shape
         return chunk_range(shape[0], self._layout.group.size, 0)[1]
 
-    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
+    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
         """Wait for the all-gather, and call `fsdp_post_all_gather` for the full parameter."""
         del keep_partial_shard
         if self._pending is None:
-            return
+            return 0
         pending, self._pending = self._pending, None
         pending.wait()
         if self._gather_event is not None:
@@ -364,6 +356,7 @@ class ExtendedParams(UnshardedParams):
             record_stream(each)  # its memory belongs to the all-gather stream
         self._inputs, self._metadata = (), None
         self.is_unsharded = True
+        return self._outputs.gathered[0].tensor.untyped_storage().data_ptr()
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
         stood = self._leaves.params[0]

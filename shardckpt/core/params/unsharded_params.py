@@ -198,12 +198,6 @@ class UnshardedParams:
         return self._current.buffer.alive or self._gather_output is not None
 
     @property
-    def address(self) -> int:
-        """Address of the full buffer; 0 while it has no storage."""
-        buffer = self._current.buffer
-        return buffer.tensor.untyped_storage().data_ptr() if buffer.alive else 0
-
-    @property
     def trains(self) -> list[bool]:
         """Whether each full parameter requires gradients."""
         return [leaf.requires_grad for leaf in self._leaves.params]
@@ -272,14 +266,17 @@ class UnshardedParams:
             own = incoming[rank * chunk : (rank + 1) * chunk].copy_(own, non_blocking=True)
         return self._layout.group.all_gather(incoming, own, what, self.custom_all_gather)
 
-    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
+    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
         """Wait for the all-gather, so that the full parameters can be read.
 
         Args:
             keep_partial_shard: Keep this rank's shard over `post_forward_group` for the unshard in backward.
+
+        Returns:
+            Address of the full buffer; 0 if it is empty, or if no all-gather was pending.
         """
         if self._pending is None:
-            return
+            return 0
         pending, self._pending = self._pending, None
         pending.wait()
         buffer = self._current.buffer
@@ -295,6 +292,7 @@ class UnshardedParams:
                 self._layout.packing.unpack(self._gather_output, buffer.tensor)
             self._gather_output = None
         self.is_unsharded = True
+        return buffer.tensor.untyped_storage().data_ptr()
 
     def _keep_partial_shard(self, gathered: torch.Tensor) -> None:
         """Keep this rank's shard over `post_forward_group`, in the compute dtype."""

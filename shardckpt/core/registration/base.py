@@ -323,10 +323,14 @@ class PerParamRegistration(ParamRegistration):
         bucket: Bucket of the parameters.
         unit: Name of the unit, for messages.
         parameters: Parameters that an optimizer updates.
+        computes_sharded: Whether the modules can compute with the registered parameters while sharded.
     """
 
-    def __init__(self, bucket: Bucket, unit: Name, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, bucket: Bucket, unit: Name, parameters: Sequence[nn.Parameter], *, computes_sharded: bool = False
+    ) -> None:
         super().__init__(bucket, unit)
+        self._computes_sharded = computes_sharded
         self._parameters = list(parameters)
         self._views = bucket.local_shards
         homes = {place.module: member.fqn for member in reversed(bucket.members) for place in member.places}
@@ -347,11 +351,6 @@ class PerParamRegistration(ParamRegistration):
         for guard in self._guards:
             guard.remove()
 
-    def _refuse_forward(self) -> None:
-        """Refuse to compute with shards of parameters."""
-        for guard in self._guards:
-            guard.install()
-
     def alias_shard(self) -> None:
         """Make the registered parameters alias the shard."""
         self._views = self.bucket.local_shards
@@ -367,7 +366,6 @@ class PerParamRegistration(ParamRegistration):
         if self._kept.versions:
             self._kept.check_unmodified()
         self._register(self.bucket.unsharded.params)
-        self._allow_forward()
 
     def register_post_forward(self) -> None:
         """Keep the unsharded leaves registered."""
@@ -377,16 +375,21 @@ class PerParamRegistration(ParamRegistration):
         """Register the sharded parameters."""
         if self._kept.versions:
             self._kept.write_back()
-        self._register(self._parameters)
-        self._refuse_forward()
+        self._register(self._parameters, are_shards=True)
 
-    def _register(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _register(self, parameters: Sequence[nn.Parameter], *, are_shards: bool = False) -> None:
+        """Register parameters; modules do not compute with shards."""
         for member, parameter in zip(self.bucket.members, parameters, strict=True):
             for place in member.places:
                 if place.is_plain:
                     place.module._parameters[place.attribute] = parameter
                 else:
                     register(place, parameter)
+        for guard in self._guards:
+            if not are_shards:
+                guard.remove()
+            elif not self._computes_sharded:
+                guard.install()
 
     def has_user_changes(self) -> bool:
         """Return True if a registered parameter may have changed; cheap to check."""

@@ -140,7 +140,6 @@ class DTensorRegistration(PerParamRegistration):
             assign_gradient(full, None if grad is None else placement.full(grad))
             registered.append(full)
         self._register(registered)
-        self._allow_forward()
         return registered
 
     def unregister_summoned(self) -> None:

@@ -25,7 +25,8 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
     """
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
-        super().__init__(bucket, unit, [member.parameter for member in bucket.members])
+        parameters = [member.parameter for member in bucket.members]
+        super().__init__(bucket, unit, parameters, computes_sharded=bucket.keeps_full)
         self._grads_before: list[torch.Tensor | None] | None = None
         self.register_sharded()
 
@@ -49,10 +50,6 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self._kept.write_back()
         self._reset_data()
         super().register_sharded()
-
-    def _refuse_forward(self) -> None:
-        if not self.bucket.keeps_full:
-            super()._refuse_forward()
 
     def pull_user_changes(self) -> None:
         """Copy parameters that a user registered, and changed data, into the bucket."""
@@ -110,7 +107,6 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             if gradients is not None:
                 assign_gradient(original, gradients[index])
         self._register(self._parameters)
-        self._allow_forward()
         return [self._register_full(index, grads=gradients is not None) for index in range(len(values))]
 
     def _register_full(self, index: int, *, grads: bool) -> nn.Parameter:
@@ -139,8 +135,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
                 restore_gradient(original, before)
             elif original.grad is not None and original.grad.shape != view.shape and not self.has_unsharded_grads:
                 original.grad = None  # a gradient of a backward with the full parameters
-        self._register(self._parameters)
-        self._refuse_forward()
+        self._register(self._parameters, are_shards=True)
 
     def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         pairs = zip(self._parameters, self.bucket.unsharded.own_gradients(), strict=True)

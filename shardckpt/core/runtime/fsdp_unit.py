@@ -189,14 +189,6 @@ class UnitParams:
             is_changed |= registration.has_user_changes()
         return is_changed
 
-    def find_sharded_buckets(self) -> list[Bucket]:
-        """Return the buckets that have to be gathered."""
-        sharded = []
-        for registration in self.active:
-            if not registration.bucket.unsharded.has_storage:
-                sharded.append(registration.bucket)
-        return sharded
-
     def pull_user_changes(self, *, all_buckets: bool = False) -> None:
         """Copy a user's changes of registered parameters into the sharded buckets.
 
@@ -210,10 +202,9 @@ class UnitParams:
     def wait_all_gather(self, *, keep_partial_shard: bool) -> None:
         """Wait for the all-gathers, and register the full parameters on the modules."""
         for registration in self.active:
-            if not registration.bucket.unsharded.is_unsharded:
-                registration.bucket.unsharded.wait_all_gather(keep_partial_shard=keep_partial_shard)
-                if registration.bucket.unsharded.address:
-                    self.addresses.append(registration.bucket.unsharded.address)
+            address = registration.bucket.unsharded.wait_all_gather(keep_partial_shard=keep_partial_shard)
+            if address:
+                self.addresses.append(address)
             registration.register_unsharded()
         self.is_registered = True
 
@@ -301,18 +292,6 @@ class RootHooks(Protocol):
     """Interface of the root for its units: shared state, and hooks called by autograd."""
 
     @property
-    def compares_ranks(self) -> bool:
-        """Whether debug mode is enabled."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a forward or backward of any unit is running."""
-
-    @property
-    def shard_writes(self) -> ShardWrites:
-        """Dependencies of all-gathers on writes to shards."""
-
-    @property
     def limiter(self) -> RateLimiter:
         """Limit of all-gathers of all units."""
 
@@ -320,10 +299,10 @@ class RootHooks(Protocol):
     def owners(self) -> BufferOwners:
         """Owners of unsharded buffers, which are units."""
 
-    def check_unshard_order(self, unit: FSDPUnit) -> None:
-        """Compare, in debug mode, which unit the ranks unshard next."""
+    def begin_all_gather(self, unit: FSDPUnit) -> None:
+        """Prepare the all-gathers of a unit."""
 
-    def start_backward(self) -> None:
+    def start_backward(self) -> object:
         """Start a backward unless one is running."""
 
     def enter_backward(self, unit: FSDPUnit, *, needs_params: bool) -> None:
@@ -361,7 +340,7 @@ class FSDPUnit:
         self.params.set_callbacks(self.on_gradient, self.unshard_for_backward)
         self.config = config
         self.buffers = buffers if buffers is not None else Buffers(())
-        self._device = device
+        self._streams = get_device_streams(device) if device is not None else None
         self.units_to_prefetch: dict[Phase, Sequence[FSDPUnit]] = {}  # keys: FORWARD, PRE_BACKWARD
         self.phase = Phase.IDLE
         self.root: RootHooks | None = None
@@ -377,7 +356,8 @@ class FSDPUnit:
         """Return a unit of the copied modules, sharded, idle and without a root."""
         if self.root is not None:
             self.reshard()
-        copied = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config, device=self._device)
+        copied = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config)
+        copied._streams = self._streams
         for registration in self.registrations:
             registration.copy_parameters(memo)
         copied.params = UnitParams(copy.deepcopy(self.registrations, memo))
@@ -418,16 +398,6 @@ class FSDPUnit:
 
     # ----------------------------------------------------------------------------------------- full parameters
 
-    @contextmanager
-    def check_out_params(self) -> Iterator[tuple[ParamRegistration, ...]]:
-        """Yield the resharded buckets; inside the context, the unit computes without them."""
-        if self.root is not None:
-            self.root.recover()
-            self.reshard()
-        self.pull_user_changes()
-        with self.params.check_out() as registrations:
-            yield registrations
-
     def pull_user_changes(self) -> None:
         """Copy a user's changes of registered parameters into the buckets.
 
@@ -447,15 +417,13 @@ class FSDPUnit:
         if self.params.has_user_changes():
             self.bind_extensions()
             self.params.pull_user_changes()
-        sharded = self.params.find_sharded_buckets()
+        sharded: list[Bucket] = []
+        for registration in self.params.active:
+            if not registration.bucket.unsharded.has_storage:
+                sharded.append(registration.bucket)
         if not sharded:
             return
-        if not self.root.is_running:  # a running forward has done this already
-            self.root.shard_writes.make_gathers_wait()
-        if self.root.compares_ranks:
-            self.root.check_unshard_order(self)
-        if self.config.limit_all_gathers:
-            self.root.limiter.wait()
+        self.root.begin_all_gather(self)
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
         for bucket in sharded:
@@ -511,10 +479,10 @@ class FSDPUnit:
             else:
                 self.buffers.cast(precision.buffer_dtype)
         if is_root:
-            device = active[0].bucket.unsharded.device if active else self._device
-            if device is not None and get_device_streams(device).is_async:
+            streams = active[0].bucket.unsharded.streams if active else self._streams
+            if streams is not None and streams.is_async:
                 with profile_range("inputs_to_device"):
-                    inputs, event = mixed_precision.move_tensors(inputs, device)
+                    inputs, event = mixed_precision.move_tensors(inputs, streams.device)
                 self._inputs_event = event or self._inputs_event
         casts = precision.cast_inputs or (precision.cast_root_inputs and is_root)
         if not casts or precision.param_dtype is None or self.params.is_checked_out or self.runs_in_full_precision:
@@ -613,7 +581,7 @@ class FSDPUnit:
         self.phase = Phase.POST_BACKWARD
         is_unsynced = not self.config.sync_gradients
         self._has_unsynced_grads |= is_unsynced
-        if not self.config.stays_after_backward(is_unsynced=is_unsynced):
+        if not _stays_after_backward(self.config, is_unsynced=is_unsynced):
             self.reshard()
 
     def finalize_backward(self) -> None:
@@ -623,7 +591,7 @@ class FSDPUnit:
         if self.pending_forward_ids and self.phase not in _BACKWARD:
             return  # the backward of this unit has not started
         is_unsynced, self._has_unsynced_grads = self._has_unsynced_grads, False
-        stays = self.config.stays_after_backward(is_unsynced=is_unsynced)
+        stays = _stays_after_backward(self.config, is_unsynced=is_unsynced)
         if not stays:
             self.reshard()
         if is_unsynced:
@@ -645,6 +613,13 @@ class FSDPUnit:
         run_all([self.params.forget_gradients, *resets, partial(self.reshard, unconditionally=True)])
 
 
+def _stays_after_backward(config: UnitConfig, *, is_unsynced: bool) -> bool:
+    """Return True if full parameters stay after a backward, with or without sync."""
+    return not config.reshard_after_backward or (
+        is_unsynced and config.keeps_unsharded_without_sync and not config.reshard_after_forward
+    )
+
+
 class ShardWrites:
     """Dependencies of all-gathers on writes of an optimizer, or a user, to shards.
 
@@ -663,22 +638,24 @@ class ShardWrites:
         """
         self._post_optim_event = event
 
-    def begin_iteration(self) -> None:
-        """Make all-gathers wait for the event, which is used once, or for queued work."""
-        event, self._post_optim_event = self._post_optim_event, None
-        self.make_gathers_wait(event)
+    def make_gathers_wait(self, *, begins_iteration: bool = False) -> None:
+        """Make all-gathers wait for queued work, and for the optimizer's event.
 
-    def make_gathers_wait(self, event: Event | None = None) -> None:
-        """Make all-gathers wait for an event; without one for queued work and the optimizer's event."""
-        late = self._post_optim_event if event is None else None  # the optimizer runs on another stream
+        Args:
+            begins_iteration: Wait only for the event, if there is one; it is used once.
+        """
+        event = self._post_optim_event  # the optimizer runs on another stream
+        if begins_iteration:
+            self._post_optim_event = None
         devices: set[DeviceStreams] = set()
         for unit in self._units:
             for registration in unit.params.registrations:
                 devices.add(registration.bucket.unsharded.streams)
         for streams in devices:
-            streams.make_gathers_wait(event)
-            if late is not None:
-                streams.make_gathers_wait(late)
+            if event is not None:
+                streams.make_gathers_wait(event)
+            if event is None or not begins_iteration:
+                streams.make_gathers_wait()
 
 
 class UnshardHandle:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardckpt.core.modules.pytree import mapped
-from shardckpt.devices import Event, has_streams, record_event
+from shardckpt.devices import Event, record_event
 
 FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """Environment variable; if it is 1, units in eval mode compute in the stored dtypes."""
@@ -33,13 +33,11 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
-    """Move all tensors in a value to a device, if it has streams.
+    """Move all tensors in a value to a device with streams.
 
     Returns:
         The value; the event to wait for before the pinned memory of tensors is written again, None if there is none.
     """
-    if not has_streams(device):
-        return value, None
     is_pinned = False
 
     def move(tensor: torch.Tensor) -> torch.Tensor:

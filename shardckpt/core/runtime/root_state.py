@@ -98,22 +98,20 @@ class RootState:
         self._has_kept_params = False
         for name, unit in units:
             unit.attach(self, name)
-        self.compares_ranks = rank_checks.is_debug_mode()
-        self._rank_checks = _build_rank_checks(root, self.units) if self.compares_ranks else None
+        self._rank_checks = _build_rank_checks(root, self.units) if rank_checks.is_debug_mode() else None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether a backward waits for its last reductions, or the next one does."""
         self._is_last_backward = is_last_backward
 
-    @property
-    def is_running(self) -> bool:
-        """Return True if a forward or backward of any unit is running."""
-        return self._forward_depth > 0 or autograd_hooks.in_backward()
-
-    def check_unshard_order(self, unit: FSDPUnit) -> None:
-        """Compare, in debug mode, which unit the ranks unshard next."""
+    def begin_all_gather(self, unit: FSDPUnit) -> None:
+        """Prepare the all-gathers of a unit: order them, and limit how far they run ahead."""
+        if not (self._forward_depth or autograd_hooks.in_backward()):  # a running pass has done this already
+            self.shard_writes.make_gathers_wait()
         if self._rank_checks is not None:
             self._rank_checks.order.gathers(self.units.index(unit))
+        if unit.config.limit_all_gathers:
+            self.limiter.wait()
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -198,7 +196,7 @@ class RootState:
                 unit.reshard()
         if self._rank_checks is not None:
             self._rank_checks.forward_begins()
-        self.shard_writes.begin_iteration()
+        self.shard_writes.make_gathers_wait(begins_iteration=True)
         self._prefetcher.begin_iteration()
         self._calls = []
 
@@ -251,48 +249,47 @@ class RootState:
 
     # ------------------------------------------------------------------------------------------------ backward
 
-    def start_backward(self) -> None:
-        """Start a backward unless one is running: queue the final callback, prepare units."""
+    def start_backward(self) -> BackwardOrder[FSDPUnit]:
+        """Start a backward unless one is running: queue the final callback, prepare units.
+
+        Returns:
+            The order of the running backward.
+        """
         if self._order is not None:
             while self._reducing_units and self._reducing_units[0].params.is_reduced:  # frees their buffers early
                 self._finish_reductions(len(self._reducing_units) - 1)
-            return
+            return self._order
         self._order = BackwardOrder(self._calls)
         if self._rank_checks is not None:
             self._rank_checks.order.backward_begins()
-        autograd_hooks.queue_backward_callback(self._finalize_backward)
+        autograd_hooks.queue_backward_callback(partial(self._finalize_backward, self._order))
         for unit in self.units:
             for registration in unit.params.active:
                 registration.restore_unsharded_grads()
         self.shard_writes.make_gathers_wait()  # a user may have written since forward: by torch's load_state_dict
+        return self._order
 
     def pre_backward(self, call: ForwardCall[FSDPUnit]) -> None:
         """Prepare the backward of a call when a gradient of an output arrives. Collective."""
         unit = call.unit
         if torch.is_grad_enabled() and not all(bucket.unsharded.is_aliased for bucket in unit.buckets):
             raise _double_backward_error(unit)
-        self.start_backward()
-        self._run_steps(self._running_order.enter(call))
+        self._run_steps(self.start_backward().enter(call))
         self.enter_backward(unit, needs_params=unit.config.unshard_in_backward)
 
     def enter_backward(self, unit: FSDPUnit, *, needs_params: bool) -> None:
         """Unshard a unit for its backward if necessary; prefetch the next one. Collective."""
-        self.start_backward()
+        order = self.start_backward()
         if unit.pre_backward(needs_params=needs_params):
-            self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE, self._running_order)
+            self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE, order)
 
     def post_backward(self, call: ForwardCall[FSDPUnit]) -> None:
         """Finish a call with complete gradients; the unit's last call reduces. Collective."""
-        self.start_backward()
-        self._run_steps(self._running_order.leave(call))
+        order = self.start_backward()
+        self._run_steps(order.leave(call))
         call.unit.open_calls.discard(call)
         if not call.unit.open_calls:
-            self._reduce(call.unit)
-
-    @property
-    def _running_order(self) -> BackwardOrder[FSDPUnit]:
-        assert self._order is not None, "a backward has started"
-        return self._order
+            self._reduce(call.unit, order)
 
     def _run_steps(self, steps: Steps[FSDPUnit]) -> None:
         """Run the hooks of other calls that precede a call. Collective."""
@@ -303,11 +300,11 @@ class RootState:
             if step is Step.CLOSE or (step is Step.SKIP and call in unit.open_calls):
                 self.post_backward(call)
 
-    def _reduce(self, unit: FSDPUnit, forward_ids: set[int] | None = None) -> None:
+    def _reduce(self, unit: FSDPUnit, order: BackwardOrder[FSDPUnit], forward_ids: set[int] | None = None) -> None:
         """Reshard a unit and start its reduction if gradient sync is enabled. Collective."""
         with unit.profile_range("post_backward_reshard"):
             unit.post_backward(forward_ids)
-        self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST, self._running_order)
+        self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST, order)
         if not (unit.config.sync_gradients and unit.params.requires_grad):
             return
         if self._rank_checks is not None:
@@ -324,32 +321,28 @@ class RootState:
             with unit.profile_range("post_backward_rs_wait"):
                 unit.params.finish_reduction(unit.config)
 
-    def _finalize_backward(self) -> None:
-        with profile_range("root_post_backward_callback"):
-            self._end_backward()
-
-    def _end_backward(self) -> None:
+    def _finalize_backward(self, order: BackwardOrder[FSDPUnit]) -> None:
         """End a backward: reduce remaining gradients in the order of units; reshard all."""
-        order = self._running_order
-        for unit in reversed(self.units):
-            # Gradients came through tensors that are not outputs, whose forward is unknown. If no forward of the unit
-            # was reached, all its forwards count, so that all ranks reduce like a rank whose outputs were reached
-            if RECOMPUTED in unit.pending_forward_ids and order.forward_ids.isdisjoint(unit.pending_forward_ids):
-                order.forward_ids |= unit.pending_forward_ids - {RECOMPUTED}
-        self._run_steps(order.finish())
-        for unit in reversed(self.units):
-            if not unit.pending_forward_ids.isdisjoint({RECOMPUTED, *order.forward_ids}):
-                self._reduce(unit, order.forward_ids)
-        if self._is_last_backward:
-            self._finish_reductions(0)
-        for unit in self.units:
-            unit.params.finish_gradients()
-        for unit in self.units:
-            unit.finalize_backward()
-        if self._rank_checks is not None:
-            self._rank_checks.order.backward_ends()
-        self._order = None
-        self._has_kept_params &= any(unit.pending_forward_ids for unit in self.units)
+        with profile_range("root_post_backward_callback"):
+            for unit in reversed(self.units):
+                # Gradients came through tensors that are not outputs, whose forward is unknown. If no forward of the
+                # unit was reached, all its forwards count: all ranks reduce like a rank whose outputs were reached
+                if RECOMPUTED in unit.pending_forward_ids and order.forward_ids.isdisjoint(unit.pending_forward_ids):
+                    order.forward_ids |= unit.pending_forward_ids - {RECOMPUTED}
+            self._run_steps(order.finish())
+            for unit in reversed(self.units):
+                if not unit.pending_forward_ids.isdisjoint({RECOMPUTED, *order.forward_ids}):
+                    self._reduce(unit, order, order.forward_ids)
+            if self._is_last_backward:
+                self._finish_reductions(0)
+            for unit in self.units:
+                unit.params.finish_gradients()
+            for unit in self.units:
+                unit.finalize_backward()
+            if self._rank_checks is not None:
+                self._rank_checks.order.backward_ends()
+            self._order = None
+            self._has_kept_params &= any(unit.pending_forward_ids for unit in self.units)
 
     # ------------------------------------------------------------------------------------------------ recovery
 

@@ -103,8 +103,19 @@ def _check_idle(unit: FSDPUnit) -> None:
 
 
 @contextmanager
+def _check_out_params(unit: FSDPUnit) -> Iterator[tuple[ParamRegistration, ...]]:
+    """Yield the resharded buckets of a unit; inside the context, it computes without them."""
+    if unit.root is not None:
+        unit.root.recover()
+        unit.reshard()
+    unit.pull_user_changes()
+    with unit.params.check_out() as registrations:
+        yield registrations
+
+
+@contextmanager
 def _summon_unit(unit: FSDPUnit, options: SummonOptions) -> Iterator[None]:
-    with unit.check_out_params() as registrations, ExitStack() as stack:
+    with _check_out_params(unit) as registrations, ExitStack() as stack:
         for registration in registrations:
             opened = _SummonedBucket(registration, options, persists=unit.config.keeps_full)
             stack.callback(opened.close)
@@ -290,13 +301,13 @@ def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     units = _units(module, recurse=True)
     for unit in units:
         _check_idle(unit)
-        with unit.check_out_params():
+        with _check_out_params(unit):
             pass  # the unit takes over parameters that a user registered
     _refuse_parts(module, units)
     yield from _unmanaged_params(module, units)
     names = {each: clean(name) for name, each in module.named_modules()}
     for unit in units:
-        with unit.check_out_params() as registrations:
+        with _check_out_params(unit) as registrations:
             for registration in registrations:
                 yield from _gather_params(registration, names)
 
