@@ -191,7 +191,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.gathers_by_extensions,
         EACH,
     ),
-    "core.params.tensor_extension:_All.wait:wait": (scenarios.gathers_by_extensions, EACH),
+    "core.params.tensor_extension:_PendingAll.wait:wait": (scenarios.gathers_by_extensions, EACH),
     "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait": (scenarios.trains, FLAT),
     "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_event": (
         scenarios.trains_without_shards_in_low_precision,

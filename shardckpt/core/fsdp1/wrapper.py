@@ -150,20 +150,20 @@ class FullyShardedDataParallel(StateStatics):
     # ----------------------------------------------------------------------------------------- construction
 
     def _prepare_module(
-        self, module: nn.Module, ignored: Ignored, policy: Policy | None, own: Mapping[str, Any]
+        self, module: nn.Module, ignored: Ignored, policy: Policy | None, settings: Mapping[str, Any]
     ) -> tuple[Buffers, list[ParamInfo]]:
         """Wrap submodules, materialize and move states; return the unit's parameters.
 
         Collective.
         """
-        initializer = self._initializer(own["param_init_fn"])
+        initializer = self._initializer(settings["param_init_fn"])
         initializer.run_early(self._build_scope(module, ignored))
         reopened = self._restore_shared_units(module)
         with ties_below(module):
-            for each in reopened:
-                each._rebuild_unit()
+            for instance in reopened:
+                instance._rebuild_unit()
             if policy is not None:
-                self._wrap_children(module, policy, ignored, own)
+                self._wrap_children(module, policy, ignored, settings)
             scope = self._build_scope(module, ignored)
             initializer.run(scope)
             materialize.move(scope, self._device)
@@ -208,11 +208,11 @@ class FullyShardedDataParallel(StateStatics):
 
     def _broadcast(self, module: nn.Module, managed: list[ParamInfo]) -> None:
         """Broadcast values of rank 0 that a nested instance has not broadcast. Collective."""
-        done = {id(b) for each in _instances(module) if each._syncs_module_states for b in each.buffers()}
+        done = {id(b) for instance in _instances(module) if instance._syncs_module_states for b in instance.buffers()}
         buffers = [buffer for buffer in module.buffers() if id(buffer) not in done]
-        materialize.broadcast([*(each.parameter for each in managed), *buffers], self._group)
+        materialize.broadcast([*(member.parameter for member in managed), *buffers], self._group)
 
-    def _wrap_children(self, module: nn.Module, policy: Policy, ignored: Ignored, own: Mapping[str, Any]) -> None:
+    def _wrap_children(self, module: nn.Module, policy: Policy, ignored: Ignored, inherited: Mapping[str, Any]) -> None:
         """Wrap submodules by a policy, with the groups and the settings of this instance."""
         pair = (self._group.shard, self._group.replicate)
         settings = {
@@ -226,7 +226,7 @@ class FullyShardedDataParallel(StateStatics):
             "limit_all_gathers": self.limit_all_gathers,
             "use_orig_params": self._use_orig_params,
             "ignored_states": ignored.parameters,
-            **own,
+            **inherited,
         }
         if self._device_mesh is not None:
             settings |= {"process_group": None, "device_mesh": self._device_mesh}
@@ -235,7 +235,7 @@ class FullyShardedDataParallel(StateStatics):
     @staticmethod
     def _restore_shared_units(module: nn.Module) -> list[FullyShardedDataParallel]:
         """Restore and return nested instances whose parameters other instances share."""
-        owners = {each._unit: each for each in _instances(module)}
+        owners = {instance._unit: instance for instance in _instances(module)}
         return [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
 
     def _rebuild_unit(self) -> None:
@@ -406,9 +406,9 @@ class FullyShardedDataParallel(StateStatics):
             hook, root, [(instance._unit, instance.sharding_strategy, instance._comm_hook) for instance in instances]
         )
         for instance in instances:
-            instance._take_hook(state, hook)
+            instance._set_comm_hook(state, hook)
 
-    def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def _set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._hook = CommHook(state, hook)
         for bucket in self._unit.buckets:
             bucket.set_collectives(hook=self._hook)
@@ -419,7 +419,7 @@ class FullyShardedDataParallel(StateStatics):
 
     @_comm_hook.setter
     def _comm_hook(self, hook: Callable[..., Any]) -> None:
-        self._take_hook(self._comm_hook_state, hook)
+        self._set_comm_hook(self._comm_hook_state, hook)
 
     @property
     def _comm_hook_state(self) -> object:

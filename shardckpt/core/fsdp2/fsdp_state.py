@@ -141,7 +141,7 @@ class FSDPState:
         self.root_state: RootState | None = None
         self._is_last_backward = True
         module = self._one_module
-        owners: dict[FSDPUnit, FSDPState] = {each.unit: each for each in fsdp_states_below(module)}
+        owners: dict[FSDPUnit, FSDPState] = {nested.unit: nested for nested in fsdp_states_below(module)}
         reopened = [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
         with ties_below(module):
             for state in reopened:
@@ -227,14 +227,16 @@ class FSDPState:
 
     def _move(self, managed: Sequence[ParamInfo]) -> None:
         device = self._options.info.device
-        buffers = [each for module in self._own_modules() for each in module._buffers.values() if each is not None]
-        materialize.move_states([each.parameter for each in managed], device)
+        buffers = [
+            buffer for module in self._own_modules() for buffer in module._buffers.values() if buffer is not None
+        ]
+        materialize.move_states([member.parameter for member in managed], device)
         materialize.move_states(buffers, device)
 
     def _build_registration(
         self, name: Name, members: Sequence[tuple[ParamInfo, MeshPlacement]], config: UnitConfig
     ) -> DTensorRegistration:
-        placements = tuple(each for _, each in members)
+        placements = tuple(placement for _, placement in members)
         info = placements[0].info
         group = info.group
         if placements[0].dim is None:
@@ -243,7 +245,7 @@ class FSDPState:
         neighbours = _group_for_slices(group, count) if count and group.shard else None
         spec = ShardSpec(keeps_full=placements[0].dim is None, placements=placements, post_forward_group=neighbours)
         kind = ExtensionBucket if needs_extension(placements[0].local(members[0][0].parameter)) else Bucket
-        bucket = kind([each for each, _ in members], group, name, spec, config.precision, config.offload)
+        bucket = kind([member for member, _ in members], group, name, spec, config.precision, config.offload)
         registered = ExtensionRegistration if isinstance(bucket, ExtensionBucket) else DTensorRegistration
         return registered(bucket, name, placements)
 
@@ -312,11 +314,11 @@ class FSDPState:
 
     def _refuse_foreign_params(self, known: Iterable[FSDPState]) -> None:
         """Refuse a parameter that another root's unit owns: both would train it."""
-        units = [each.unit for each in known]
-        units += [each.sharding_unit for each in FullyShardedDataParallel.fsdp_modules(self.modules[0])]
+        units = [state.unit for state in known]
+        units += [wrapper.sharding_unit for wrapper in FullyShardedDataParallel.fsdp_modules(self.modules[0])]
         ours = {member.identity for unit in units for member in unit.params.members}  # gathered parameters too
         held = [(name, identity(p)) for name, p in self.modules[0].named_parameters() if is_held(p)]
-        strange = [name for name, each in held if each not in ours]
+        strange = [name for name, mark in held if mark not in ours]
         if strange:
             raise StateError(
                 "parameters are shared with a module elsewhere, whose unit has sharded them",

@@ -577,7 +577,7 @@ class FSDPModule:
             MisuseError: Custom collectives are set; they allocate their buffers themselves.
             BackendError: The backend does not have an allocator.
         """
-        self._refuse_own_comms("set_allocate_memory_from_process_group()")
+        self._refuse_custom_comms("set_allocate_memory_from_process_group()")
         state = self._fsdp_state
         collectives = state.collectives
         if not enable:
@@ -599,10 +599,10 @@ class FSDPModule:
             MisuseError: Custom collectives are set; they allocate their buffers themselves.
             BackendError: The process group's backend does not support symmetric memory.
         """
-        self._refuse_own_comms("set_symm_mem()")
+        self._refuse_custom_comms("set_symm_mem()")
         self._refuse_backend(f"symmetric memory of {backend}, which this version gathers without,")
 
-    def _refuse_own_comms(self, called: str) -> None:
+    def _refuse_custom_comms(self, called: str) -> None:
         comms = self._fsdp_state.collectives.comms
         for kind, own in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
             if own is not None and not isinstance(own, (PooledAllGather, PooledReduceScatter)):

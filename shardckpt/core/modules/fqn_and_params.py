@@ -97,8 +97,8 @@ class Identity:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
         """Return a new identity, for a copied parameter that is not sharded yet."""
-        made = memo[id(self)] = Identity()
-        return made
+        copied = memo[id(self)] = Identity()
+        return copied
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Pickle as an empty value: a loaded parameter is not known to any unit.
@@ -123,17 +123,17 @@ _IDENTITY = "_shardckpt_identity"
 
 def is_held(parameter: nn.Parameter) -> bool:
     """Return True if a unit has sharded a parameter."""
-    found: Any = parameter.__dict__.get(_IDENTITY)
-    return isinstance(found, Identity) and found.held
+    mark: Any = parameter.__dict__.get(_IDENTITY)
+    return isinstance(mark, Identity) and mark.held
 
 
 def identity(parameter: nn.Parameter) -> Identity:
     """Return the identity of a parameter; the first call creates it."""
-    found: Any = parameter.__dict__.get(_IDENTITY)
-    if isinstance(found, Identity):
-        return found
-    made = parameter.__dict__[_IDENTITY] = Identity()
-    return made
+    mark: Any = parameter.__dict__.get(_IDENTITY)
+    if isinstance(mark, Identity):
+        return mark
+    new = parameter.__dict__[_IDENTITY] = Identity()
+    return new
 
 
 @dataclass(eq=False)
@@ -217,29 +217,29 @@ def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[Par
         module: Module of the unit.
         exempt: Parameters of nested units, and ignored parameters.
     """
-    found: dict[nn.Parameter, ParamInfo] = {}
-    for prefix, each in walk(module, is_incompatible):
-        for name, parameter in each._parameters.items():
+    managed: dict[nn.Parameter, ParamInfo] = {}
+    for prefix, owner in walk(module, is_incompatible):
+        for name, parameter in owner._parameters.items():
             if parameter is None or parameter in exempt or identity(parameter).held:
                 continue  # shared with a unit that has sharded it: left to the unit above both
             fqn = clean(f"{prefix}.{name}" if prefix else name)
-            entry = found.setdefault(parameter, ParamInfo(parameter))
-            if not any(p.module is each and p.attribute == name for p in entry.places):
-                entry.places.append(ParamLocation(each, name, fqn))
+            entry = managed.setdefault(parameter, ParamInfo(parameter))
+            if not any(p.module is owner and p.attribute == name for p in entry.places):
+                entry.places.append(ParamLocation(owner, name, fqn))
     expected = _TIES.get()
-    return [entry for entry in found.values() if len(entry.places) >= expected.get(entry.parameter, 1)]
+    return [entry for entry in managed.values() if len(entry.places) >= expected.get(entry.parameter, 1)]
 
 
 _TIES: ContextVar[Mapping[nn.Parameter, int]] = ContextVar("ties", default=MappingProxyType({}))
 
 
 def _places(module: nn.Module) -> dict[nn.Parameter, set[tuple[int, str]]]:
-    found: dict[nn.Parameter, set[tuple[int, str]]] = {}
-    for _, each in walk(module, is_incompatible):
-        for name, parameter in each._parameters.items():
+    places: dict[nn.Parameter, set[tuple[int, str]]] = {}
+    for _, owner in walk(module, is_incompatible):
+        for name, parameter in owner._parameters.items():
             if parameter is not None:
-                found.setdefault(parameter, set()).add((id(each), name))
-    return found
+                places.setdefault(parameter, set()).add((id(owner), name))
+    return places
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def register(place: ParamLocation, value: nn.Parameter) -> None:
 def find_user_param(member: ParamInfo, registered: nn.Parameter, leaf: nn.Parameter) -> nn.Parameter | None:
     """Return the parameter that a user registered instead of a managed one, or None."""
     for place in member.places:
-        found = place.module._parameters.get(place.attribute)
-        if found is not None and found is not registered and found is not leaf:
-            return found
+        current = place.module._parameters.get(place.attribute)
+        if current is not None and current is not registered and current is not leaf:
+            return current
     return None

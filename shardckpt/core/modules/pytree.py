@@ -19,31 +19,31 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors(each)
+        for item in value.values():
+            yield from tensors(item)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors(each)
+        for item in value:
+            yield from tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for each in dataclasses.fields(value):
-            yield from tensors(getattr(value, each.name, None))
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name, None))
 
 
-def find_grad_tensors(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+def find_grad_tensors(value: Any, grad_tensors: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """Return the tensors in a value that require gradients, in the order of `tensors`."""
-    found = [] if found is None else found
+    grad_tensors = [] if grad_tensors is None else grad_tensors
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
-            found.append(value)
+            grad_tensors.append(value)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            find_grad_tensors(each, found)
+        for item in value:
+            find_grad_tensors(item, grad_tensors)
     elif isinstance(value, Mapping):
-        for each in value.values():
-            find_grad_tensors(each, found)
+        for item in value.values():
+            find_grad_tensors(item, grad_tensors)
     else:
-        found.extend(each for each in tensors(value) if each.requires_grad)
-    return found
+        grad_tensors.extend(tensor for tensor in tensors(value) if tensor.requires_grad)
+    return grad_tensors
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -65,9 +65,9 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return _packed_sequence(value, change)
     if isinstance(value, (tuple, list)):
         items, is_changed = [], False
-        for each in value:
-            items.append(mapped(each, change))
-            is_changed |= items[-1] is not each
+        for item in value:
+            items.append(mapped(item, change))
+            is_changed |= items[-1] is not item
         if not is_changed:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -77,30 +77,30 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _packed_sequence(value: PackedSequence, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
     """Replace the data only: the batch sizes have to stay on the CPU."""
     data, indices = change(value.data), (value.sorted_indices, value.unsorted_indices)
-    changed = [None if each is None else change(each) for each in indices]
+    changed = [None if tensor is None else change(tensor) for tensor in indices]
     if data is value.data and all(after is before for after, before in zip(changed, indices, strict=True)):
         return value
     return PackedSequence(data, value.batch_sizes, *changed)
 
 
 def _mapping(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    made = None
+    copied = None
     for key, before in tuple(value.items()):
         after = mapped(before, change)
         if after is not before:
-            made = copy.copy(value) if made is None else made
-            made[key] = after
-    return value if made is None else made
+            copied = copy.copy(value) if copied is None else copied
+            copied[key] = after
+    return value if copied is None else copied
 
 
 def _dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    made = None
-    for each in dataclasses.fields(value):
-        before = getattr(value, each.name, None)
+    copied = None
+    for field in dataclasses.fields(value):
+        before = getattr(value, field.name, None)
         after = mapped(before, change)
         if after is not before:
-            made = copy.copy(value) if made is None else made
-            object.__setattr__(made, each.name, after)
-            if isinstance(made, dict) and each.name in made:
-                made[each.name] = after
-    return value if made is None else made
+            copied = copy.copy(value) if copied is None else copied
+            object.__setattr__(copied, field.name, after)
+            if isinstance(copied, dict) and field.name in copied:
+                copied[field.name] = after
+    return value if copied is None else copied

@@ -300,7 +300,7 @@ class DimPacking(Packing):
     def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of full values, as views of them."""
         pairs = zip(values, self._boxes, strict=True)
-        return [None if value is None else _inside(value, boxes[rank]) for value, boxes in pairs]
+        return [None if value is None else _narrow_to_box(value, boxes[rank]) for value, boxes in pairs]
 
     def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
         """Copy gathered shards to the full buffer; do nothing if `is_direct`."""
@@ -322,7 +322,7 @@ class DimPacking(Packing):
                 places[index].view(world, n).copy_(rows[:, at : at + n])
                 continue
             for row, box in zip(rows, self._boxes[index], strict=True):
-                _inside(views[index], box).copy_(row[at : at + box.volume].view(box.size))
+                _narrow_to_box(views[index], box).copy_(row[at : at + box.volume].view(box.size))
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield each full parameter, unpacked from the shards of the ranks."""
@@ -334,7 +334,7 @@ class DimPacking(Packing):
                 flat.view(world, n).copy_(rows[:, at : at + n])
             else:
                 for row, box in zip(rows, self._boxes[index], strict=True):
-                    _inside(value, box).copy_(row[at : at + box.volume].view(box.size))
+                    _narrow_to_box(value, box).copy_(row[at : at + box.volume].view(box.size))
             yield value
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
@@ -346,11 +346,11 @@ class DimPacking(Packing):
                 rows[:, at : at + n].copy_(value.reshape(self._layout.world, n))
             else:
                 for row, box in zip(rows, self._boxes[index], strict=True):
-                    row[at : at + box.volume].view(box.size).copy_(_inside(value, box))
+                    row[at : at + box.volume].view(box.size).copy_(_narrow_to_box(value, box))
                     row[at + box.volume : at + n].zero_()
 
 
-def _inside(value: torch.Tensor, box: Box) -> torch.Tensor:
+def _narrow_to_box(value: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the elements of a full value inside a box, as a view."""
     for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
         if size != value.shape[dim]:

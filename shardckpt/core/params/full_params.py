@@ -36,12 +36,12 @@ def gather_full(bucket: Bucket, shard: torch.Tensor) -> FullValues:
         bucket: Bucket of the parameters.
         shard: 1-D shard of this rank, such as the stored parameters or a gradient.
     """
-    own = shard.to(bucket.compute_device)
+    shard = shard.to(bucket.compute_device)
     if bucket.keeps_full:
-        return FullValues(bucket.packing.views(own))
-    incoming = ResizableStorage(bucket.packing.all_gather_numel, own.dtype, own.device)
-    bucket.group.all_gather(incoming.tensor, own, f"gather {bucket.name}").wait()
-    return _unpacked(bucket, incoming)
+        return FullValues(bucket.packing.views(shard))
+    incoming = ResizableStorage(bucket.packing.all_gather_numel, shard.dtype, shard.device)
+    bucket.group.all_gather(incoming.tensor, shard, f"gather {bucket.name}").wait()
+    return _unpack(bucket, incoming)
 
 
 class Staging:
@@ -82,19 +82,19 @@ def gather_copies(
         The full value of each parameter; with `first_only` None on all ranks except rank 0 of the shard group and
         replicas. With tensor parallelism there is one such rank per TP rank.
     """
-    own, group, what = shard.to(bucket.compute_device), bucket.group, f"gather {bucket.name}"
+    shard, group, what = shard.to(bucket.compute_device), bucket.group, f"gather {bucket.name}"
     wanted = group.is_first or not first_only
     if group.size == 1 or bucket.keeps_full:
-        return bucket.packing.copy_full_params(own) if wanted else None
-    incoming = staging.place(bucket.packing.all_gather_numel, own.dtype, own.device) if wanted else None
+        return bucket.packing.copy_full_params(shard) if wanted else None
+    incoming = staging.place(bucket.packing.all_gather_numel, shard.dtype, shard.device) if wanted else None
     if first_only:
-        group.gather_to_rank0(incoming, own, what)
+        group.gather_to_rank0(incoming, shard, what)
     elif incoming is not None:
-        group.all_gather(incoming, own, what).wait()
+        group.all_gather(incoming, shard, what).wait()
     return None if incoming is None else bucket.packing.copy_full_params(incoming)
 
 
-def _unpacked(bucket: Bucket, incoming: ResizableStorage) -> FullValues:
+def _unpack(bucket: Bucket, incoming: ResizableStorage) -> FullValues:
     packing = bucket.packing
     if packing.is_direct:
         return FullValues(packing.views(incoming.tensor), incoming)
@@ -126,7 +126,7 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
     incoming = ResizableStorage(world * chunk, dtype, row.device)
     incoming.tensor.view(world, chunk).copy_(table[:, :chunk])
     has = (table[:, chunk:] != 0).any(0).tolist()
-    values = _unpacked(bucket, incoming).values
+    values = _unpack(bucket, incoming).values
     return [value if there else None for value, there in zip(values, has, strict=True)]
 
 

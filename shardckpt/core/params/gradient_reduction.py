@@ -232,8 +232,8 @@ class GradientReducer:
         device = how.device
         if size > 1 and self._unsharded.streams.is_async:
             row += -row % (_ROW_ALIGNMENT // how.dtype.itemsize)
-        own = self._comms.reduce_scatter
-        source = allocate(own, size * row, how.dtype, device)
+        custom = self._comms.reduce_scatter
+        source = allocate(custom, size * row, how.dtype, device)
         rows = source.view(size, row)
         has = tuple(gradient is not None for gradient in gradients)
         self._layout.packing.pack(_pop_all(gradients), rows)
@@ -241,11 +241,11 @@ class GradientReducer:
         before, _ = how.divisors(self._group.world)
         if before != 1:
             source.div_(before)
-        if size == 1 and own is None:
+        if size == 1 and custom is None:
             return _Reduction(how, source, source, has, Pending(None, ""))
         out = torch.empty(row, dtype=how.dtype, device=device)
-        pending = self._group.reduce_scatter(out, source, f"reduce {self._layout.name}", own)
-        is_kept = own is not None or self._unsharded.streams.is_async
+        pending = self._group.reduce_scatter(out, source, f"reduce {self._layout.name}", custom)
+        is_kept = custom is not None or self._unsharded.streams.is_async
         return _Reduction(how, out, source if is_kept else None, has, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:

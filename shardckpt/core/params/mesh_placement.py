@@ -210,7 +210,7 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
     shard = _flat(mesh, dims.shard_names)
     if not dims.replicate_names:
         return FSDPMeshInfo(shard, 0, None, dims, mesh)
-    return HSDPMeshInfo(_joined([_flat(mesh, dims.replicate_names), shard]), 1, 0, dims, mesh)
+    return HSDPMeshInfo(_join_meshes([_flat(mesh, dims.replicate_names), shard]), 1, 0, dims, mesh)
 
 
 # DeviceMesh does not have a public API for these; a mesh built otherwise would not equal any mesh of the user.
@@ -221,14 +221,14 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-def _joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def _join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return a mesh of the dimensions of several submeshes of one mesh."""
     if len(meshes) == 1:
         return meshes[0]
-    if any(each.mesh_dim_names is None for each in meshes):
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise PlacementError(
             "a parameter's mesh and the data-parallel mesh are joined by the names of their dimensions",
-            found=[each.mesh_dim_names for each in meshes],
+            found=[mesh.mesh_dim_names for mesh in meshes],
             fix="Give mesh_dim_names to init_device_mesh, and take both meshes from one.",
         )
     return concatenate_meshes(meshes)
@@ -249,10 +249,12 @@ def join_placements(
         The joint mesh and the placements on it; None if the meshes are not parts of one mesh with names.
     """
     try:
-        both = _joined([mesh, inner])
+        both = _join_meshes([mesh, inner])
     except (PlacementError, RuntimeError, ValueError):
         return None
-    data_parallel = _build_shard_placement(dim, [(each, inner.size(at)) for at, each in enumerate(placements)])
+    data_parallel = _build_shard_placement(
+        dim, [(placement, inner.size(at)) for at, placement in enumerate(placements)]
+    )
     return both, (*[Replicate()] * (mesh.ndim - 1), data_parallel, *placements)
 
 
@@ -294,8 +296,8 @@ class _Inner:
         Data-parallel dimensions are not redistributed.
         """
         wanted = [
-            found if dim in self.data_parallel else own
-            for dim, (own, found) in enumerate(zip(self.placements, grad.placements, strict=True))
+            actual if dim in self.data_parallel else expected
+            for dim, (expected, actual) in enumerate(zip(self.placements, grad.placements, strict=True))
         ]
         if list(grad.placements) != wanted:
             grad = grad.redistribute(placements=wanted)
@@ -389,7 +391,9 @@ def place_param(
             f"(e.g. via distribute_module). Got plain tensor for parameter '{name}'.",
         )
     placement = Replicate() if dim is None else Shard(dim)
-    return MeshPlacement(info, dim, info.mesh, info.over(placement), parameter.size(), _steps(parameter.size()))
+    return MeshPlacement(
+        info, dim, info.mesh, info.over(placement), parameter.size(), _row_major_strides(parameter.size())
+    )
 
 
 def _chosen(
@@ -429,7 +433,7 @@ def _dimension(name: str, parameter: nn.Parameter, wanted: Shard | None, dims: i
     return dim
 
 
-def _steps(shape: torch.Size) -> tuple[int, ...]:
+def _row_major_strides(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a row-major tensor."""
     return tuple(prod(max(n, 1) for n in shape[at + 1 :]) for at in range(len(shape)))
 
@@ -443,16 +447,18 @@ def _build_shard_placement(dim: int | None, inner: Sequence[tuple[Placement, int
     """
     if dim is None:
         return Replicate()
-    pieces = prod(ranks for each, ranks in inner if isinstance(each, (Shard, _StridedShard)) and each.dim == dim)
+    pieces = prod(
+        ranks for placement, ranks in inner if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+    )
     return _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
 
 
 def _place_dtensor(name: str, parameter: DTensor, info: DataParallelMeshInfo, dim: int | None) -> MeshPlacement:
-    own = parameter.device_mesh
-    if own.device_type != info.mesh.device_type:
+    mesh = parameter.device_mesh
+    if mesh.device_type != info.mesh.device_type:
         raise ArgumentError(
             "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
-            f"{own.device_type} for DTensor and {info.mesh.device_type} for FSDP",
+            f"{mesh.device_type} for DTensor and {info.mesh.device_type} for FSDP",
             where=name,
         )
     if info.is_spmd_mesh:
@@ -463,10 +469,14 @@ def _place_dtensor(name: str, parameter: DTensor, info: DataParallelMeshInfo, di
             where=name,
             fix="Pass the mesh of everything with dp_mesh_dims.",
         )
-    inner = _Inner(own, tuple(parameter.placements), parameter.size(), parameter.stride())
-    data_parallel = _build_shard_placement(dim, [(each, own.size(at)) for at, each in enumerate(parameter.placements)])
+    inner = _Inner(mesh, tuple(parameter.placements), parameter.size(), parameter.stride())
+    data_parallel = _build_shard_placement(
+        dim, [(placement, mesh.size(at)) for at, placement in enumerate(parameter.placements)]
+    )
     placements = (*info.over(data_parallel), *parameter.placements)
-    return MeshPlacement(info, dim, _joined([info.mesh, own]), placements, parameter.size(), parameter.stride(), inner)
+    return MeshPlacement(
+        info, dim, _join_meshes([info.mesh, mesh]), placements, parameter.size(), parameter.stride(), inner
+    )
 
 
 def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshInfo, dim: int | None) -> MeshPlacement:
@@ -479,8 +489,8 @@ def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshIn
             found=mesh,
             expected=info.spmd_mesh,
         )
-    shard = [mesh.mesh_dim_names.index(each) for each in dims.shard_names]
-    copies = [mesh.mesh_dim_names.index(each) for each in dims.replicate_names]
+    shard = [mesh.mesh_dim_names.index(dim_name) for dim_name in dims.shard_names]
+    copies = [mesh.mesh_dim_names.index(dim_name) for dim_name in dims.replicate_names]
     for at, role in [*((at, "shard") for at in shard), *((at, "replicate") for at in copies)]:
         if not isinstance(parameter.placements[at], Replicate):
             raise ArgumentError(
@@ -499,14 +509,14 @@ def _sharded_on_everything(
     parameter: DTensor, info: DataParallelMeshInfo, dim: int | None, shard: list[int], copies: list[int]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements of the sharded DTensor, with joined shard dimensions."""
-    mesh, found = parameter.device_mesh, list(parameter.placements)
+    mesh, inner = parameter.device_mesh, list(parameter.placements)
     assert mesh.mesh_dim_names is not None
     if not shard:
-        return mesh, tuple(found)
-    data_parallel = _build_shard_placement(dim, [(found[at], mesh.size(at)) for at in range(shard[0] + 1, mesh.ndim)])
+        return mesh, tuple(inner)
+    data_parallel = _build_shard_placement(dim, [(inner[at], mesh.size(at)) for at in range(shard[0] + 1, mesh.ndim)])
     if len(shard) == 1:
-        found[shard[0]] = data_parallel
-        return mesh, tuple(found)
+        inner[shard[0]] = data_parallel
+        return mesh, tuple(inner)
     meshes: list[DeviceMesh] = []
     placements: list[Placement] = []
     for at, name in enumerate(mesh.mesh_dim_names):
@@ -515,5 +525,5 @@ def _sharded_on_everything(
             placements.extend(info.over(data_parallel))
         elif at not in shard and at not in copies:
             meshes.append(mesh[name])
-            placements.append(found[at])
-    return _joined(meshes), tuple(placements)
+            placements.append(inner[at])
+    return _join_meshes(meshes), tuple(placements)

@@ -295,12 +295,12 @@ class ExtendedParams(UnshardedParams):
             self._outputs.allocate()
             pairs = zip(self._outputs.gathered, self._inputs, strict=True)
             what = f"gather {self._layout.name}"
-            own = self.custom_all_gather
+            custom = self.custom_all_gather
             works: list[Pending] = []
-            self._pending = _All(works, what)
+            self._pending = _PendingAll(works, what)
             try:
                 for out, part in pairs:
-                    works.append(self._layout.group.all_gather(out.tensor, part.reshape(-1), what, own))
+                    works.append(self._layout.group.all_gather(out.tensor, part.reshape(-1), what, custom))
             except BaseException:
                 self.reshard()
                 raise
@@ -318,9 +318,9 @@ class ExtendedParams(UnshardedParams):
             policy = MixedPrecisionPolicy(known.param_dtype, known.reduce_dtype, known.output_dtype, known.cast_inputs)
             shape = torch.Size(self._layout.packing.layout.specs[0].shape)
             module = self._member.places[0].module
-            inputs, metadata = before(self._placement.ring, shape, _steps(shape), module, policy)
+            inputs, metadata = before(self._placement.ring, shape, _row_major_strides(shape), module, policy)
         rows = self._rows
-        return tuple(_padded(each.to(self.device), part.shape, rows) for each in inputs), metadata
+        return tuple(_pad_rows(tensor.to(self.device), part.shape, rows) for tensor in inputs), metadata
 
     @property
     def _rows(self) -> int:
@@ -340,31 +340,33 @@ class ExtendedParams(UnshardedParams):
         assert self._outputs is not None, "a gather has been begun"
         self._outputs.record_current_stream()
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
-        gathered = tuple(out.tensor.view(-1, *each.shape[1:]) for out, each in pairs)
-        behind = getattr(self._extended_tensor, _POST)
+        gathered = tuple(out.tensor.view(-1, *part.shape[1:]) for out, part in pairs)
+        post_all_gather = getattr(self._extended_tensor, _POST)
         with profile_range("all_gather_copy_out", self._layout.name.text), torch.no_grad():
             if self._shown is None:
-                made, inner = behind(gathered, self._metadata, self._stored.dtypes.compute)
+                value, inner = post_all_gather(gathered, self._metadata, self._stored.dtypes.compute)
                 self._outputs.add(inner)
-                self._shown = self._leaf(made)
+                self._shown = self._leaf(value)
                 self._is_watched = False
                 self._watch_shown()
             else:
                 # through `data`, which does not change the version of tensors that autograd has saved
-                behind(gathered, self._metadata, self._stored.dtypes.compute, out=self._shown.data)
-        for each in _plain_tensors((self._inputs, self._metadata)):
-            record_stream(each)  # its memory belongs to the all-gather stream
+                post_all_gather(gathered, self._metadata, self._stored.dtypes.compute, out=self._shown.data)
+        for tensor in _plain_tensors((self._inputs, self._metadata)):
+            record_stream(tensor)  # its memory belongs to the all-gather stream
         self._inputs, self._metadata = (), None
         self.is_unsharded = True
         return self._outputs.gathered[0].tensor.untyped_storage().data_ptr()
 
-    def _leaf(self, made: torch.Tensor) -> nn.Parameter:
-        stood = self._leaves.params[0]
+    def _leaf(self, value: torch.Tensor) -> nn.Parameter:
+        previous = self._leaves.params[0]
         shape = self._layout.packing.layout.specs[0].shape
-        full = torch.as_strided(made, shape, _steps(shape), storage_offset=0)
-        leaf = nn.Parameter(self._placement.full(full), requires_grad=stood.requires_grad)
+        full = torch.as_strided(value, shape, _row_major_strides(shape), storage_offset=0)
+        leaf = nn.Parameter(self._placement.full(full), requires_grad=previous.requires_grad)
         # a user's attributes, without inner tensors of a subclass
-        leaf.__dict__.update({name: value for name, value in stood.__dict__.items() if name not in leaf.__dict__})
+        leaf.__dict__.update(
+            {name: attribute for name, attribute in previous.__dict__.items() if name not in leaf.__dict__}
+        )
         return leaf
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
@@ -382,7 +384,7 @@ class ExtendedParams(UnshardedParams):
             self.is_unsharded = False
 
 
-class _All(Pending):
+class _PendingAll(Pending):
     """Several pending collectives."""
 
     def __init__(self, parts: Sequence[Pending], what: str) -> None:
@@ -391,11 +393,11 @@ class _All(Pending):
 
     def wait(self) -> None:
         """Wait until all results can be read."""
-        for each in self._parts:
-            each.wait()
+        for part in self._parts:
+            part.wait()
 
 
-def _padded(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:
+def _pad_rows(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:
     """Pad a tensor with as many rows as `part` by zeros; return others unchanged."""
     if tensor.shape[:1] != part[:1] or tensor.shape[0] == rows:
         return tensor.contiguous()
@@ -414,6 +416,6 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def _steps(shape: Sequence[int]) -> tuple[int, ...]:
+def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a row-major tensor."""
     return torch.empty(shape, device="meta").stride()

@@ -82,7 +82,7 @@ class TPShardedParam(LocalParam):
 
     def count_replicas(self, mesh: DeviceMesh) -> int:
         """Return the number of ranks of a mesh that have the same TP shard."""
-        return math.prod(mesh.size(dim) for dim, each in enumerate(self.placements) if each.is_replicate())
+        return math.prod(mesh.size(dim) for dim, placement in enumerate(self.placements) if placement.is_replicate())
 
 
 def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
@@ -94,7 +94,7 @@ def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
     Raises:
         ArgumentError: The buckets have more than one such mesh.
     """
-    meshes = [each.mesh for bucket in buckets for each in bucket.placements if isinstance(each, TPShardedParam)]
+    meshes = [place.mesh for bucket in buckets for place in bucket.placements if isinstance(place, TPShardedParam)]
     if any(mesh != meshes[0] for mesh in meshes):
         raise ArgumentError("the units of one tree have DTensors on several meshes", found=set(map(str, meshes)))
     return meshes[0] if meshes else None
@@ -115,9 +115,9 @@ def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
 def build_tp_params(members: Sequence[ParamInfo]) -> tuple[LocalParam, ...]:
     """Return the tensor-parallel sharding of parameters; empty if none is sharded."""
     parameters = [member.parameter for member in members]
-    if not any(isinstance(each, DTensor) for each in parameters):
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return ()
-    return tuple(_build_tp_param(each) for each in parameters)
+    return tuple(map(_build_tp_param, parameters))
 
 
 def _build_tp_param(parameter: nn.Parameter) -> LocalParam:

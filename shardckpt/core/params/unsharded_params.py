@@ -259,12 +259,12 @@ class UnshardedParams:
         if self._partial_shard is not None and self.post_forward_group is not None:
             self.streams.make_gathers_wait(self._partial_shard_event)
             return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
-        own = self._stored.data.detach()
-        if own.dtype != dtype or own.device != incoming.device:
-            chunk = own.numel()  # cast into the output: an all-gather may read its input there
+        shard = self._stored.data.detach()
+        if shard.dtype != dtype or shard.device != incoming.device:
+            chunk = shard.numel()  # cast into the output: an all-gather may read its input there
             rank = self._layout.group.rank
-            own = incoming[rank * chunk : (rank + 1) * chunk].copy_(own, non_blocking=True)
-        return self._layout.group.all_gather(incoming, own, what, self.custom_all_gather)
+            shard = incoming[rank * chunk : (rank + 1) * chunk].copy_(shard, non_blocking=True)
+        return self._layout.group.all_gather(incoming, shard, what, self.custom_all_gather)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
         """Wait for the all-gather, so that the full parameters can be read.
@@ -342,7 +342,7 @@ class UnshardedParams:
         pairs = zip(self._placements, grads, strict=True)
         return [None if grad is None else placement.gradient(grad) for placement, grad in pairs]
 
-    def own_gradients(self) -> list[torch.Tensor | None]:
+    def unwrap_gradients(self) -> list[torch.Tensor | None]:
         """Return the leaves' gradients as plain tensors, and set these on the leaves."""
         grads = self.gradients
         for placement, leaf, grad in zip(self._placements, self._leaves.params, grads, strict=False):

@@ -105,16 +105,16 @@ class ParamRegistration(ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
         """Return the registration for a copy of bucket and model, without gradients."""
-        made = object.__new__(type(self))
-        memo[id(self)] = made
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
         for name, value in self.__dict__.items():
-            made.__dict__[name] = copy.deepcopy(value, memo)
-        for ours, copied in zip(self.parameters, made.parameters, strict=True):
-            copied.__dict__.update(copy.deepcopy(ours.__dict__, memo))
-        for member in made.bucket.members:
-            member.identity.hold(made)
-        made.alias_shard()
-        return made
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        for original, duplicate in zip(self.parameters, copied.parameters, strict=True):
+            duplicate.__dict__.update(copy.deepcopy(original.__dict__, memo))
+        for member in copied.bucket.members:
+            member.identity.hold(copied)
+        copied.alias_shard()
+        return copied
 
     def copy_parameters(self, memo: dict[int, Any]) -> None:
         """Copy the parameters that `deepcopy` cannot copy, before all others."""
@@ -266,8 +266,8 @@ class ForwardGuard:
         if id(self) not in memo:
             memo[id(self)] = ForwardGuard(copied or nn.Module(), copy.deepcopy(self._unit, memo), self._fqn)
             memo[id(self)]._is_allowed = self._is_allowed
-        found: ForwardGuard = memo[id(self)]
-        return found
+        guard: ForwardGuard = memo[id(self)]
+        return guard
 
     def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
         """Set the method that unshards the unit in backward; keeps a weak reference."""
@@ -296,7 +296,7 @@ class ForwardGuard:
         unshard = self._unshard() if self._unshard is not None and autograd_hooks.in_backward() else None
         if unshard is not None:
             unshard()
-        if self._is_allowed or any(isinstance(each, DTensor) for each in args):
+        if self._is_allowed or any(isinstance(argument, DTensor) for argument in args):
             return self.__func__(self._module(), *args, **kwargs)
         raise NotGatheredError(
             f"the module of parameter {self._fqn} is called outside its unit's forward, while sharded",

@@ -175,17 +175,17 @@ class FlatParamRegistration(UnshardedGradRegistration):
         module, attribute = self._home.module, self._home.attribute
         module._parameters[attribute] = None  # keeps the position for the flat parameter
         pairs = zip(values, self.bucket.unsharded.params, strict=True)
-        made = [
+        parameters = [
             nn.Parameter(self.bucket.wrap_unsharded(index, value), requires_grad=leaf.requires_grad)
             for index, (value, leaf) in enumerate(pairs)
         ]
-        for index, (member, parameter) in enumerate(zip(self.bucket.members, made, strict=True)):
+        for index, (member, parameter) in enumerate(zip(self.bucket.members, parameters, strict=True)):
             grad = gradients[index] if gradients is not None else None
             assign_gradient(parameter, None if grad is None else self.bucket.wrap_unsharded(index, grad))
             for place in member.places:
                 place.module.__dict__.pop(place.attribute, None)
                 register(place, parameter)
-        return made
+        return parameters
 
     def unregister_summoned(self) -> None:
         """Register the flat parameter again."""

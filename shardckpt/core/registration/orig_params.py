@@ -138,7 +138,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self._register(self._parameters, are_shards=True)
 
     def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        pairs = zip(self._parameters, self.bucket.unsharded.own_gradients(), strict=True)
+        pairs = zip(self._parameters, self.bucket.unsharded.unwrap_gradients(), strict=True)
         return [(original, grad) for original, grad in pairs if grad is not None]
 
     def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:

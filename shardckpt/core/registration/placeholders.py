@@ -61,11 +61,11 @@ class ShardedPlaceholder(nn.Parameter):
         name = getattr(func, "__name__", "")
         if func == torch.Tensor.device.__get__:
             return args[0].true_device
-        refused = any(func == each for each in _OF_VALUES)
+        refused = any(func == attribute for attribute in _OF_VALUES)
         if not refused and (name in _READABLE or (name in ("__repr__", "__set__") and len(types) == 1)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        used = next((each for each in args if isinstance(each, ShardedPlaceholder)), None)
+        used = next((value for value in args if isinstance(value, ShardedPlaceholder)), None)
         raise NotGatheredError(
             f"parameter {used.fqn if used is not None else ''} is used outside its unit's forward, while sharded",
             where=used.unit if used is not None else "",

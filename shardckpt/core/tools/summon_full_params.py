@@ -159,16 +159,18 @@ class _SummonedBucket:
         gradients = self._gradients() if options.with_grads else None
         if options.rank0_only and not bucket.group.is_first:
             return
-        self._given = [self._own(value) for value in full.values]
+        self._given = [self._prepare_value(value) for value in full.values]
         if self._given[0] is full.values[0]:
             self._full = full  # memory accounting counts it while this reference exists
-        shown = None if gradients is None else [None if grad is None else self._own(grad) for grad in gradients]
+        shown = (
+            None if gradients is None else [None if grad is None else self._prepare_value(grad) for grad in gradients]
+        )
         self._parameters = self._registration.register_summoned(self._given, shown)
         for parameter in self._parameters:
             if parameter.requires_grad and not any(parameter is sharded for sharded in self._registration.parameters):
                 parameter.register_hook(self._refuse_late_backward)  # type: ignore[no-untyped-call]
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _prepare_value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a full value on the requested device; a copy if changes must not persist."""
         moved = tensor.cpu() if self._options.offload_to_cpu else tensor
         stored = self._bucket.keeps_full and moved is tensor
@@ -185,11 +187,11 @@ class _SummonedBucket:
     def _gradients(self) -> list[torch.Tensor | None]:
         """Return full gradients; unreduced ones (no_sync) have local values. Collective."""
         registration = self._registration
-        own = registration.gradients()
+        gradients = registration.gradients()
         if not registration.has_unsharded_grads:
-            return gather_some(self._bucket, own, self._bucket.stored.dtypes.gradient)
-        gather_some(self._bucket, [None] * len(own), self._bucket.stored.dtypes.gradient)
-        return [None if grad is None else grad.clone() for grad in own]
+            return gather_some(self._bucket, gradients, self._bucket.stored.dtypes.gradient)
+        gather_some(self._bucket, [None] * len(gradients), self._bucket.stored.dtypes.gradient)
+        return [None if grad is None else grad.clone() for grad in gradients]
 
     def close(self) -> None:
         """Register the sharded parameters again, after writing back changes.
