@@ -67,24 +67,17 @@ def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ..
 class Packing(ABC):
     """Layout of a bucket in shards, in the all-gather output, and in the full buffer."""
 
-    @property
-    @abstractmethod
-    def layout(self) -> Layout:
-        """Layout of the parameters in every rank's shard."""
+    layout: Layout
+    """Layout of the parameters in every rank's shard."""
 
     @property
     def all_gather_numel(self) -> int:
-        """Number of elements of the shards of all ranks, including padding."""
+        """Number of elements of the shards of all ranks, and of the full buffer, including padding."""
         return self.layout.chunk * self.layout.world
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packing:
         """Return itself: it is immutable, and copies share it."""
         return self
-
-    @property
-    @abstractmethod
-    def unsharded_numel(self) -> int:
-        """Number of elements of the full buffer."""
 
     is_direct = True
     """Whether the all-gather output is the full buffer."""
@@ -154,27 +147,17 @@ class FlatPacking(Packing):
     ) -> None:
         rows = zip(names, values, aliases, strict=True)
         specs = tuple(build_param_spec(name, value, other, memory_order(value)) for name, value, other in rows)
-        self._layout = FlatLayout(specs, world, alignment)
-
-    @property
-    def layout(self) -> FlatLayout:
-        """Layout of the parameters in every rank's shard."""
-        return self._layout
-
-    @property
-    def unsharded_numel(self) -> int:
-        """Number of elements of the full buffer."""
-        return self.all_gather_numel
+        self.layout: FlatLayout = FlatLayout(specs, world, alignment)
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of the full buffer."""
-        places = zip(self._layout.specs, self._layout.offsets, strict=True)
+        places = zip(self.layout.specs, self.layout.offsets, strict=True)
         return [view_in_order(full[at : at + spec.numel], spec.shape, spec.order) for spec, at in places]
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return each parameter's part of a rank's shard, as a 1-D view."""
-        parts = [shard[0:0]] * len(self._layout.specs)
-        for run in self._layout.runs(rank):
+        parts = [shard[0:0]] * len(self.layout.specs)
+        for run in self.layout.runs(rank):
             parts[run.index] = shard[run.offset : run.offset + run.numel]
         return parts
 
@@ -182,7 +165,7 @@ class FlatPacking(Packing):
         """Return a rank's parts of full values, 1-D."""
         nothing = next((value.new_empty(0) for value in values if value is not None), None)
         parts = [None if value is None else nothing for value in values]
-        for run in self._layout.runs(rank):
+        for run in self.layout.runs(rank):
             value = values[run.index]
             if value is not None:
                 parts[run.index] = self._flat(value, run.index)[run.start : run.stop]
@@ -209,17 +192,17 @@ class FlatPacking(Packing):
                     place.copy_(flat[run.start : run.stop])
 
     def _flat(self, value: torch.Tensor, index: int) -> torch.Tensor:
-        order = self._layout.specs[index].order
+        order = self.layout.specs[index].order
         return (value.permute(order) if order else value).reshape(-1)
 
     @cached_property
     def _runs(self) -> tuple[tuple[ShardRun, ...], ...]:
-        return tuple(tuple(self._layout.runs(rank)) for rank in range(self._layout.world))
+        return tuple(tuple(self.layout.runs(rank)) for rank in range(self.layout.world))
 
     @cached_property
     def _runs_by_param(self) -> tuple[tuple[tuple[int, ShardRun], ...], ...]:
         """For each parameter, the ranks that have a part of it, each with the run."""
-        runs_by_param: list[list[tuple[int, ShardRun]]] = [[] for _ in self._layout.specs]
+        runs_by_param: list[list[tuple[int, ShardRun]]] = [[] for _ in self.layout.specs]
         for rank, runs in enumerate(self._runs):
             for run in runs:
                 runs_by_param[run.index].append((rank, run))
@@ -234,7 +217,7 @@ class FlatPacking(Packing):
             for run in runs:
                 holes.append((rank, at, run.offset))
                 at = run.offset + run.numel
-            holes.append((rank, at, self._layout.chunk))
+            holes.append((rank, at, self.layout.chunk))
         return tuple(hole for hole in holes if hole[1] < hole[2])
 
 
@@ -263,37 +246,27 @@ class DimPacking(Packing):
         dims: Sequence[int],
     ) -> None:
         rows = zip(names, values, aliases, strict=True)
-        self._layout = DimLayout(tuple(build_param_spec(*row) for row in rows), world, tuple(dims))
+        self.layout: DimLayout = DimLayout(tuple(build_param_spec(*row) for row in rows), world, tuple(dims))
         self._orders = tuple(memory_order(value) for value in values)
-        self._boxes = [[self._layout.box(i, rank) for rank in range(world)] for i in range(len(values))]
+        self._boxes = [[self.layout.box(i, rank) for rank in range(world)] for i in range(len(values))]
         self._volumes = [[box.volume for box in boxes] for boxes in self._boxes]
         self._sizes = [volumes[0] for volumes in self._volumes]
         plain = zip(dims, self._orders, strict=True)
         self._rowwise = [dim == 0 and not order for dim, order in plain]
         self.is_direct = world == 1 and all(self._rowwise)
 
-    @property
-    def layout(self) -> DimLayout:
-        """Layout of the parameters in every rank's shard."""
-        return self._layout
-
-    @property
-    def unsharded_numel(self) -> int:
-        """Number of elements of the full buffer, including padding."""
-        return self.all_gather_numel
-
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of the full buffer."""
         params = []
-        for spec, place, order in zip(self._layout.specs, self._layout.places, self._orders, strict=True):
-            at = place * self._layout.world
+        for spec, place, order in zip(self.layout.specs, self.layout.places, self._orders, strict=True):
+            at = place * self.layout.world
             params.append(view_in_order(full[at : at + spec.numel], spec.shape, order))
         return params
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return each parameter's part of a rank's shard, in its shape."""
         parts = []
-        for boxes, volumes, place in zip(self._boxes, self._volumes, self._layout.places, strict=True):
+        for boxes, volumes, place in zip(self._boxes, self._volumes, self.layout.places, strict=True):
             parts.append(shard[place : place + volumes[rank]].view(boxes[rank].size))
         return parts
 
@@ -306,8 +279,8 @@ class DimPacking(Packing):
         """Copy gathered shards to the full buffer; do nothing if `is_direct`."""
         if self.is_direct:
             return
-        world, rows = self._layout.world, gathered.view(self._layout.world, -1)
-        places = [full[at * world : (at + n) * world] for at, n in zip(self._layout.places, self._sizes, strict=True)]
+        world, rows = self.layout.world, gathered.view(self.layout.world, -1)
+        places = [full[at * world : (at + n) * world] for at, n in zip(self.layout.places, self._sizes, strict=True)]
         if all(self._rowwise):
             torch.split_with_sizes_copy(
                 rows,
@@ -317,7 +290,7 @@ class DimPacking(Packing):
             )
             return
         views = self.views(full)
-        for index, (at, n) in enumerate(zip(self._layout.places, self._sizes, strict=True)):
+        for index, (at, n) in enumerate(zip(self.layout.places, self._sizes, strict=True)):
             if self._rowwise[index]:
                 places[index].view(world, n).copy_(rows[:, at : at + n])
                 continue
@@ -326,8 +299,8 @@ class DimPacking(Packing):
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield each full parameter, unpacked from the shards of the ranks."""
-        world, rows = self._layout.world, gathered.view(self._layout.world, -1)
-        for index, (spec, at, n) in enumerate(zip(self._layout.specs, self._layout.places, self._sizes, strict=True)):
+        world, rows = self.layout.world, gathered.view(self.layout.world, -1)
+        for index, (spec, at, n) in enumerate(zip(self.layout.specs, self.layout.places, self._sizes, strict=True)):
             flat = gathered.new_empty(spec.numel)
             value = view_in_order(flat, spec.shape, self._orders[index])
             if self._rowwise[index] and spec.numel == n * world:
@@ -339,11 +312,11 @@ class DimPacking(Packing):
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Copy full values to the rows of ranks that have parts, with zeros elsewhere."""
-        for index, (value, at, n) in enumerate(zip(values, self._layout.places, self._sizes, strict=True)):
+        for index, (value, at, n) in enumerate(zip(values, self.layout.places, self._sizes, strict=True)):
             if value is None:
                 rows[:, at : at + n].zero_()
-            elif self._rowwise[index] and value.numel() == n * self._layout.world:
-                rows[:, at : at + n].copy_(value.reshape(self._layout.world, n))
+            elif self._rowwise[index] and value.numel() == n * self.layout.world:
+                rows[:, at : at + n].copy_(value.reshape(self.layout.world, n))
             else:
                 for row, box in zip(rows, self._boxes[index], strict=True):
                     row[at : at + box.volume].view(box.size).copy_(_narrow_to_box(value, box))

@@ -98,7 +98,7 @@ def _unpack(bucket: Bucket, incoming: ResizableStorage) -> FullValues:
     packing = bucket.packing
     if packing.is_direct:
         return FullValues(packing.views(incoming.tensor), incoming)
-    buffer = ResizableStorage(packing.unsharded_numel, incoming.tensor.dtype, incoming.tensor.device)
+    buffer = ResizableStorage(packing.all_gather_numel, incoming.tensor.dtype, incoming.tensor.device)
     packing.unpack(incoming.tensor, buffer.tensor)
     incoming.free()
     return FullValues(packing.views(buffer.tensor), buffer)

@@ -17,7 +17,9 @@ def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
         _add(parameter.grad, grad)
     for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(parameter)
-    _step_in_backward(parameter)
+    for optimizer in getattr(parameter, "_in_backward_optimizers", ()):  # of `_apply_optimizer_in_backward`
+        optimizer.step()
+        parameter.grad = None
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -46,13 +48,6 @@ def _add(held: torch.Tensor, grad: torch.Tensor) -> None:
 def _is_placed_like(one: DTensor, other: DTensor) -> bool:
     meshes = one.device_mesh == other.device_mesh
     return meshes and one.placements == other.placements and one.shape == other.shape
-
-
-def _step_in_backward(parameter: nn.Parameter) -> None:
-    """Step the optimizers of `_apply_optimizer_in_backward`; its hook never fires."""
-    for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-        optimizer.step()
-        parameter.grad = None
 
 
 def restore_gradient(parameter: nn.Parameter, grad: torch.Tensor) -> None:

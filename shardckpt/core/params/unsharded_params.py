@@ -139,7 +139,7 @@ class UnshardedParams:
         self._current = self._leaves
 
     def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Leaves:
-        buffer = ResizableStorage(self._layout.packing.unsharded_numel, dtype, self.device)
+        buffer = ResizableStorage(self._layout.packing.all_gather_numel, dtype, self.device)
         leaves = _Leaves(self._layout.packing, self._placements, buffer, trains, self.watch)
         leaves.buffer.free()
         return leaves

@@ -48,7 +48,7 @@ def test_gathered_shards_are_the_full_parameters(case):
     packing, full = case
     gathered = torch.cat(shards(packing, full))
     assert gathered.numel() == packing.all_gather_numel
-    whole = gathered if packing.is_direct else torch.full((packing.unsharded_numel,), -2.0)
+    whole = gathered if packing.is_direct else torch.full((packing.all_gather_numel,), -2.0)
     packing.unpack(gathered, whole)
     for view, value in zip(packing.views(whole), full, strict=True):
         assert torch.equal(view, value)
