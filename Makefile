@@ -37,8 +37,8 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu/test_gpu.py $(PYTEST_ARGS) || [ $$? = 5 ]
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
-# The suite with four versions of torch and of Python, each in an environment of several gigabytes below build/matrix: an
-# hour and more. Writes the table of docs/compatibility.md. For one pair: make matrix PAIRS=3.11:2.6.0
+# The suite with several versions of torch and of Python, each in an environment of several gigabytes below build/matrix: hours.
+# Writes rows of the table in docs/compatibility.md. For one pair: make matrix PAIRS=3.11:2.6.0
 PAIRS ?=
 matrix: $(STAMP)
 	$(BIN)/python tests/versions/matrix.py $(addprefix --pair ,$(PAIRS)) -- -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -3,8 +3,9 @@
     python tests/versions/matrix.py [--pair PYTHON:TORCH ...] [--root FOLDER] [--table FILE] [-- ARGUMENTS OF PYTEST]
 
 Each pair gets a virtual environment of its own below the root (`build/matrix`), which is used again: several gigabytes
-each. Behind the suite, what each version writes is read by all (`cross_version.py`). The table is
-`docs/compatibility.md`; the exit code is 0 if every pair that could be run passed.
+each. Behind the suite, what each version below the root writes is read by all (`cross_version.py`). The table is in
+`docs/compatibility.md`: a run replaces the rows of its own pairs and tests, and keeps the others. The exit code is 0 if
+every pair ran and passed.
 """
 
 from __future__ import annotations
@@ -50,8 +51,16 @@ class Pair:
         return f"python-{self.python}-torch-{self.torch}"
 
 
-PAIRS = [Pair("3.10", "2.6.0"), Pair("3.12", "2.9.1"), Pair("3.11", "2.13.0"), Pair("3.13", "2.15.0")]
-"""The oldest, one in the middle, the pinned and the newest torch; the oldest Python and the newest that is at hand."""
+PAIRS = [
+    Pair("3.10", "2.6.0"),
+    Pair("3.12", "2.9.1"),
+    Pair("3.11", "2.13.0"),
+    Pair("3.13", "2.15.0"),
+    Pair("3.14", "2.15.0"),
+]
+"""The oldest, one in the middle, the pinned and the newest torch, and each Python."""
+KEY_COLUMNS = ("torch", "Python", "tests")
+COLUMNS = (*KEY_COLUMNS, "passed", "failed", "skipped", "checkpoints of all versions read", "date", "commit")
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,15 @@ def make_environment(pair: Pair, root: Path) -> Path:
     run_checked([*install, "-c", str(constraints), "--editable", f"{ROOT}[test]"], PIP_CONFIG_FILE=os.devnull)
     (folder / ".installed").touch()
     return python
+
+
+def find_installed(root: Path) -> dict[Pair, Path]:
+    """Return the Python of each environment below the root."""
+    found = {}
+    for mark in sorted(root.glob("python-*-torch-*/.installed")):
+        _, python, _, torch = mark.parent.name.split("-")
+        found[Pair(python, torch)] = mark.with_name("bin") / "python"
+    return found
 
 
 def find_python(version: str) -> str:
@@ -170,39 +188,80 @@ def read_across(pythons: dict[Pair, Path], folder: Path) -> dict[Pair, tuple[int
 # -------------------------------------------------------------------------------------------------------- table
 
 
-def build_table(results: list[Result], date: datetime.date, arguments: Sequence[str] = ()) -> str:
-    """Return the table in Markdown."""
-    part = f"tests `{' '.join(arguments)}`" if arguments else "the fast part of the suite"
-    head = f"Run on {date.isoformat()} with `make matrix`, {part}:\n\n"
-    head += "| torch | Python | passed | failed | skipped | checkpoints of all versions read |\n"
-    return head + "|---|---|---|---|---|---|\n" + "".join(map(_build_row, results))
+@dataclass(frozen=True)
+class Source:
+    """What a run tested.
+
+    Attributes:
+        date: Day of the run.
+        commit: Abbreviated commit; `-dirty` behind it if files differ from it.
+        arguments: Tests that pytest was given; empty for all.
+    """
+
+    date: datetime.date
+    commit: str
+    arguments: tuple[str, ...] = ()
 
 
-def _build_row(result: Result) -> str:
-    versions = f"| {result.pair.torch} | {result.pair.python} |"
-    if result.counts is None:
-        return f"{versions} not run: {result.note} | | | |\n"
-    counts, (read, of) = result.counts, result.reading
-    return f"{versions} {counts.passed:,} | {len(counts.failed)} | {counts.skipped} | {read} of {of} |\n"
+def find_commit() -> str:
+    """Return the commit that is checked out; `unknown` outside a repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
-def replace_table(page: str, table: str) -> str:
-    """Return a page with another table between its two marks."""
+def build_row(result: Result, source: Source) -> str:
+    """Return a line of the table in Markdown."""
+    part = f"`{' '.join(source.arguments)}`" if source.arguments else "all fast ones"
+    outcomes = [f"not run: {result.note}", "", "", ""]
+    if result.counts is not None:
+        counts, (read, of) = result.counts, result.reading
+        outcomes = [f"{counts.passed:,}", f"{len(counts.failed)}", f"{counts.skipped:,}", f"{read} of {of}"]
+    return _join([result.pair.torch, result.pair.python, part, *outcomes, source.date.isoformat(), source.commit])
+
+
+def merge_rows(page: str, rows: Sequence[str]) -> str:
+    """Return a page in whose table rows replace those of the same versions and tests; others stay.
+
+    Raises:
+        ValueError: The page has no place for the table.
+    """
     before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
+    old, found, after = rest.partition(END)
     if not found:
         raise ValueError(f"the page must have the lines {BEGIN.strip()} and {END.strip()}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    head = _join(COLUMNS) + _join(["---"] * len(COLUMNS))
+    kept = [line for line in old.splitlines(keepends=True) if re.match(r"\| \d", line)]
+    merged = {_split(row)[: len(KEY_COLUMNS)]: row for row in (*kept, *rows)}
+    return f"{before}{BEGIN}\n{head}{''.join(merged[key] for key in sorted(merged, key=_rank))}\n{END}{after}"
+
+
+def _join(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _split(row: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in row.strip().strip("|").split("|"))
+
+
+def _rank(key: tuple[str, ...]) -> tuple[list[int], list[int], str]:
+    torch, python, part = key
+    return [*map(int, torch.split("."))], [*map(int, python.split("."))], part
 
 
 def main(argv: list[str]) -> int:
     """Run the pairs, write the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pair", action="append", type=Pair.parse, help="PYTHON:TORCH; the four of the table if none")
+    parser.add_argument("--pair", action="append", type=Pair.parse, help="PYTHON:TORCH; by default those of PAIRS")
     parser.add_argument("--root", type=Path, default=ROOT / "build" / "matrix")
     parser.add_argument("--table", type=Path, default=ROOT / "docs" / "compatibility.md")
     parser.add_argument("pytest", nargs="*")
     options = parser.parse_args(argv)
+    source = Source(
+        datetime.datetime.now(datetime.timezone.utc).date(),
+        find_commit(),
+        tuple(each for each in options.pytest if each.startswith("tests")),
+    )
     pythons, results = {}, []
     for pair in options.pair or PAIRS:
         try:
@@ -211,14 +270,13 @@ def main(argv: list[str]) -> int:
             results.append(Result(pair, note=str(error)))
     counts = {pair: run_suite(python, options.pytest) for pair, python in pythons.items()}
     with tempfile.TemporaryDirectory() as folder:
-        reading = read_across(pythons, Path(folder))
+        reading = read_across(find_installed(options.root.resolve()), Path(folder))
     results += [Result(pair, counts[pair], reading[pair]) for pair in pythons]
-    chosen = [each for each in options.pytest if each.startswith("tests")]
-    table = build_table(results, datetime.datetime.now(datetime.timezone.utc).date(), chosen)
-    print(table)
+    rows = [build_row(result, source) for result in results]
+    print("".join(rows))
     for pair, found in counts.items():
         print("".join(f"{pair.name} failed: {name}\n" for name in found.failed), end="")
-    options.table.write_text(replace_table(options.table.read_text(encoding="utf-8"), table), encoding="utf-8")
+    options.table.write_text(merge_rows(options.table.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return 0 if all(result.is_clean for result in results) else 1
 
 

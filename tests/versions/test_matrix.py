@@ -1,16 +1,18 @@
-"""`make matrix`: pairs are parsed, pins are kept except torch's, and the table replaces the last one."""
+"""`make matrix`: pairs are parsed, pins are kept except torch's, and rows replace those of the same pairs."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+from pathlib import Path
 
 import matrix
 import pytest
-from matrix import Pair, Result
+from matrix import Pair, Result, Source
 from repeat import Counts
 
-DATE = datetime.date(2026, 11, 23)
+SOURCE = Source(datetime.date(2026, 11, 23), "1a2b3c4")
 
 
 def test_a_pair_is_python_and_torch() -> None:
@@ -42,28 +44,44 @@ def test_a_failure_an_unread_form_and_a_pair_that_was_not_run_are_not_clean() ->
 
 
 def test_a_row_has_the_counts_or_the_reason() -> None:
-    found = matrix.build_table(
-        [Result(Pair("3.11", "2.13.0"), Counts(10_000, ["a"], 3, 1), (23, 24)), Result(Pair("3.9", "2.6.0"), note="x")],
-        DATE,
-    )
-    assert "Run on 2026-11-23" in found
-    assert "the fast part of the suite" in found
-    assert "tests `tests/core tests/state`" in matrix.build_table([], DATE, ["tests/core", "tests/state"])
-    assert "| 2.13.0 | 3.11 | 10,000 | 1 | 3 | 23 of 24 |" in found
-    assert "| 2.6.0 | 3.9 | not run: x | | | |" in found
+    found = matrix.build_row(Result(Pair("3.11", "2.13.0"), Counts(10_000, ["a"], 3, 1), (23, 24)), SOURCE)
+    assert found == "| 2.13.0 | 3.11 | all fast ones | 10,000 | 1 | 3 | 23 of 24 | 2026-11-23 | 1a2b3c4 |\n"
+    part = dataclasses.replace(SOURCE, arguments=("tests/core", "tests/state"))
+    found = matrix.build_row(Result(Pair("3.9", "2.6.0"), note="no such Python"), part)
+    assert found.startswith("| 2.6.0 | 3.9 | `tests/core tests/state` | not run: no such Python |")
+    assert found.count("|") == len(matrix.COLUMNS) + 1
 
 
-def test_a_table_replaces_the_one_before_and_nothing_else() -> None:
+def row(torch: str, passed: int, *tests: str) -> str:
+    result = Result(Pair("3.11", torch), Counts(passed, [], 0, 0), (6, 6))
+    return matrix.build_row(result, dataclasses.replace(SOURCE, arguments=tests))
+
+
+def test_rows_replace_those_of_the_same_versions_and_tests_and_nothing_else() -> None:
     page = f"# Versions\n{matrix.BEGIN}old\n{matrix.END}rest\n"
-    once = matrix.replace_table(page, "new\n")
-    assert once == f"# Versions\n{matrix.BEGIN}\nnew\n\n{matrix.END}rest\n"
-    assert matrix.replace_table(once, "new\n") == once
+    once = matrix.merge_rows(page, [row("2.13.0", 10), row("2.9.1", 20), row("2.9.1", 2, "tests/core")])
+    assert once.startswith(f"# Versions\n{matrix.BEGIN}\n| torch | Python |")
+    assert once.endswith(f"\n{matrix.END}rest\n")
+    assert "old" not in once
+
+    again = matrix.merge_rows(once, [row("2.9.1", 30)])
+    lines = [line + "\n" for line in again.splitlines() if line.startswith("| 2")]
+    assert lines == [row("2.9.1", 2, "tests/core"), row("2.9.1", 30), row("2.13.0", 10)]
     with pytest.raises(ValueError, match="must have the lines"):
-        matrix.replace_table("# Versions\n", "new\n")
+        matrix.merge_rows("# Versions\n", [])
 
 
-def test_the_page_has_a_place_for_the_table() -> None:
-    matrix.replace_table((matrix.ROOT / "docs" / "compatibility.md").read_text(), "new\n")
+def test_the_page_has_rows_that_a_run_can_replace() -> None:
+    page = (matrix.ROOT / "docs" / "compatibility.md").read_text()
+    assert matrix.merge_rows(page, []) == page
+
+
+def test_environments_are_found_by_their_mark(tmp_path: Path) -> None:
+    for name in ("python-3.10-torch-2.6.0", "python-3.13-torch-2.15.0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "python-3.10-torch-2.6.0" / ".installed").touch()
+    python = tmp_path / "python-3.10-torch-2.6.0" / "bin" / "python"
+    assert matrix.find_installed(tmp_path) == {Pair("3.10", "2.6.0"): python}
 
 
 def test_a_python_that_is_not_there_is_named() -> None:
