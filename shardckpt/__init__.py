@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.write.report import (
         Comparison,
         Inspection,
+        LayerDifference,
         Progress,
         Report,
         TensorDifference,
@@ -95,6 +96,7 @@ _HOMES = {
     "shardckpt.offline.write.report": (
         "Comparison",
         "Inspection",
+        "LayerDifference",
         "Progress",
         "Report",
         "TensorDifference",
@@ -128,6 +130,7 @@ __all__ = [
     "FormatError",
     "IncompleteError",
     "Inspection",
+    "LayerDifference",
     "MismatchError",
     "MissingFileError",
     "MissingTorchError",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +12,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Comparison, TensorDifference, ValueDifference
+    from shardckpt import Comparison, LayerDifference, TensorDifference, ValueDifference
 
 
 def diff(
@@ -23,12 +25,18 @@ def diff(
     rtol: Annotated[float, typer.Option("--rtol", help="Tolerance relative to the value in B.")] = 0.0,
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of A; repeatable.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
+    sort: Annotated[str, typer.Option("--sort", help="Order of tensors: name, rel (relative L2), l2 or max.")] = "name",
+    top: Annotated[int, typer.Option("--top", help="Show only the first N rows; 0 shows all.", min=0)] = 0,
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="A row for each layer instead of each tensor.")] = False,
     base: options.Base = None,
+    html: options.Html = "",
     as_json: options.AllAsJson = False,
 ) -> None:
     """Compare tensors and other values; exit 0 if all are compared and equal."""
     import shardckpt
 
+    if sort not in _ORDERS:
+        raise typer.BadParameter(f"--sort must be one of {', '.join(_ORDERS)}, got {sort}")
     result = shardckpt.diff(
         a,
         b,
@@ -40,28 +48,63 @@ def diff(
         rules=rules,
         rename=rename or (),
         base=base or (),
+        html=html,
     )
     if as_json:
         print(output.as_json(result))
     else:
-        _show(result)
+        _show(result, by_layer, sort, top)
+        if html:
+            print(f"wrote {html}")
     raise typer.Exit(0 if result.same else 1)
 
 
-def _show(result: Comparison) -> None:
+def _show(result: Comparison, by_layer: bool, sort: str, top: int) -> None:
     from shardckpt.errors import escape
 
     output.warn(result.warnings)
     for name, why in result.not_compared.items():
         print(f"not compared: {escape(name)}: {escape(why)}", file=sys.stderr)
     output.left_out(result.left_out)
-    rows = [*map(_tensor_row, result.differences), *map(_value_row, result.value_differences)]
-    output.show_table(rows)
+    order = _ORDERS[sort]
+    tensors = (
+        [*map(_layer_row, sorted(result.layers, key=order))]
+        if by_layer
+        else [*map(_tensor_row, sorted(result.differences, key=order))]
+    )
+    rows = [*tensors, *map(_value_row, result.value_differences)]
+    output.show_table(rows[: top or None])
+    if top and len(rows) > top:
+        print(f"{output.count(len(rows) - top, 'row')} more")
     compared = output.count(result.compared, "tensor")
     values = f" and {output.count(result.compared_values, 'other value')}" if result.compared_values else ""
     equal = result.equal + result.equal_values
     refused = f", {len(result.not_compared)} not compared" if result.not_compared else ""
-    print(f"{compared}{values} in both, {equal} equal, {output.count(len(rows), 'difference')}{refused}")
+    differences = output.count(len(result.differences) + len(result.value_differences), "difference")
+    print(f"{compared}{values} in both, {equal} equal, {differences}{refused}")
+
+
+def _fall(number: float | None) -> float:
+    """Return a key that sorts large numbers first, and None last."""
+    return math.inf if number is None else -number
+
+
+# Sorting is stable: equal tensors stay in the order of their names.
+_ORDERS: dict[str, Callable[[TensorDifference | LayerDifference], float]] = {
+    "name": lambda _: 0.0,
+    "rel": lambda found: _fall(found.relative_l2),
+    "l2": lambda found: _fall(found.l2),
+    "max": lambda found: _fall(found.max_abs),
+}
+
+
+def _layer_row(found: LayerDifference) -> tuple[str, ...]:
+    from shardckpt.errors import escape
+
+    numbers = ""
+    if found.l2 is not None:
+        numbers = f"max abs {found.max_abs:.3g}, L2 {found.l2:.3g}, rel L2 {found.relative_l2:.3g}"
+    return escape(found.name), output.count(found.tensors, "tensor"), numbers
 
 
 def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
@@ -69,7 +112,10 @@ def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
 
     numbers = ""
     if found.max_abs is not None:
-        numbers = f"max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}, NaN {found.nans[0]} / {found.nans[1]}"
+        numbers = (
+            f"max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}, NaN {found.nans[0]} / {found.nans[1]},"
+            f" L2 {found.l2:.3g}, rel L2 {found.relative_l2:.3g}"
+        )
         if found.kind == "values" and found.max_abs == 0:
             numbers += ": other bits of equal numbers (-0.0, or a NaN)"
     return escape(found.name), found.kind, _both(found.a, found.b), numbers

@@ -9,20 +9,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardckpt.dtypes import bits
-from shardckpt.errors import UsageError
-from shardckpt.format.chunk_reader import read_blocks
+from shardckpt.errors import UsageError, escape
 from shardckpt.format.native.base_store import select_bases
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import detect, open_checkpoint, open_source
 from shardckpt.format.remap import read_rules
-from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, dotted
+from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry
 from shardckpt.offline.compare.canonical import Canonical, read_canonical
 from shardckpt.offline.compare.group_alignment import NO_GROUPS, align
 from shardckpt.offline.compare.leaves import (
@@ -34,10 +28,12 @@ from shardckpt.offline.compare.leaves import (
     format_leaf,
     have_same_types,
 )
+from shardckpt.offline.compare.tensor_distance import compare_tensors, describe_tensor
+from shardckpt.offline.report_html.difference_list import describe_comparison
+from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import PARTS, Part
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
 from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
@@ -64,6 +60,7 @@ def diff(
     rules: str = "",
     rename: Sequence[str] = (),
     base: NamedBases = "",
+    html: str | os.PathLike[str] = "",
 ) -> Comparison:
     """Compare all tensors and other values of two checkpoints by canonical names.
 
@@ -87,18 +84,29 @@ def diff(
         rules: TOML file, or name of a built-in set of rules, that convert the names and shapes of `a` to those of `b`.
         rename: `FROM=TO`, applied in order after `rules`.
         base: Folders of moved base checkpoints, as for `load`.
+        html: Path or URL of a file to write: one page that shows the differences, sorted and by layer.
 
     Returns:
         Entries that only one has, entries that differ, skipped entries, and entries that could not be compared.
 
     Raises:
         UsageError: A source does not exist or is not recognized; a glob matches nothing, or nothing remains; a
-            tolerance is negative or NaN.
+            tolerance is negative or NaN; `html` names another file than an earlier report.
         CheckpointError: A checkpoint is damaged or incomplete.
         StorageError: Reading failed.
     """
-    a, b = os.fspath(a), os.fspath(b)
-    asked = _DiffOptions(_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol))
+    a, b, html = os.fspath(a), os.fspath(b), os.fspath(html)
+    if html:
+        require_report_target(html)
+    result = _diff(
+        a, b, _DiffOptions(_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol)), rules, rename, base
+    )
+    if html:
+        write_page(render_page(f"{escape(a)} and {escape(b)}", describe_comparison(result)), html)
+    return result
+
+
+def _diff(a: str, b: str, asked: _DiffOptions, rules: str, rename: Sequence[str], base: NamedBases) -> Comparison:
     for_a, for_b = _split_bases(a, b, base)
     found_rules = (rules, rename) if rules or rename else None
     first, second = _open(a, b, for_a, asked, found_rules), _open(b, a, for_b, asked, None)
@@ -289,7 +297,7 @@ def _most_values(reader: Reader) -> int:
 
 def _tensor_and_value(name: str, a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> ValueDifference:
     words = [
-        _words(side.tensors[name]) if name in side.tensors else format_leaf(leaves.values[name])
+        describe_tensor(side.tensors[name]) if name in side.tensors else format_leaf(leaves.values[name])
         for side, leaves in ((a, in_a), (b, in_b))
     ]
     return ValueDifference(name, "type", words[0], words[1])
@@ -316,111 +324,9 @@ def _compare(name: str, a: _Side, b: _Side, tolerance: Tolerance) -> TensorDiffe
         return None
     if left is None or right is None:
         kind = "only in a" if right is None else "only in b"
-        return TensorDifference(name, kind, _words(left), _words(right))
+        return TensorDifference(name, kind, describe_tensor(left), describe_tensor(right))
     if left.shape != right.shape:
-        return TensorDifference(name, "shape", _words(left), _words(right))
+        return TensorDifference(name, "shape", describe_tensor(left), describe_tensor(right))
     [left] = locate(a.reader, a.reader.manifest, [left])
     [right] = locate(b.reader, b.reader.manifest, [right])
-    return _values(name, a.reader, left, b.reader, right, tolerance)
-
-
-def _words(entry: TensorEntry | None) -> str:
-    return "" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-
-
-def _values(
-    name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntry, tolerance: Tolerance
-) -> TensorDifference | None:
-    """Compare block by block; both tensors are split at the same elements."""
-    same_type = a.dtype == b.dtype
-    is_tolerant = same_type and not tolerance.is_exact and _is_tolerated(a.dtype)
-    have_numbers = same_type or (bits(a.dtype) % 8 == bits(b.dtype) % 8 == 0)
-    found = _Distance()
-    equal = same_type
-    elements = max(_BLOCK_BYTES * 8 // max(bits(a.stored), bits(b.stored)), 1)
-    from_a = read_blocks(in_a, a, elements * bits(a.stored) // 8)
-    from_b = read_blocks(in_b, b, elements * bits(b.stored) // 8)
-    for raw_a, raw_b in zip(from_a, from_b, strict=True):
-        x, y = _convert(raw_a, a), _convert(raw_b, b)
-        if same_type and x == y:
-            continue
-        u, v = (_numbers(x, a.dtype), _numbers(y, b.dtype)) if have_numbers else (None, None)
-        if u is None or v is None or not (is_tolerant and _are_close(u, v, tolerance)):
-            equal = False
-        if u is not None and v is not None:
-            found = found.with_block(u, v)
-    if equal:
-        return None
-    kind = "values" if same_type else "dtype"
-    if not have_numbers:
-        return TensorDifference(name, kind, _words(a), _words(b))
-    return TensorDifference(
-        name, kind, _words(a), _words(b), found.max_abs, found.max_rel, (found.nans_a, found.nans_b)
-    )
-
-
-def _convert(data: bytearray, entry: TensorEntry) -> bytearray:
-    """Return elements in the dtype that readers deliver."""
-    if entry.dtype == entry.stored:
-        return data
-    out = bytearray(len(data) * bits(entry.dtype) // bits(entry.stored))
-    name = dotted(entry.path)
-    cast_into(memoryview(data), entry.stored, memoryview(out), entry.dtype, name=name, allow_overflow=True)
-    return out
-
-
-def _is_tolerated(dtype: str) -> bool:
-    """Return True if tolerances apply to a dtype.
-
-    They apply to floating-point and complex dtypes that can be read as numbers.
-    """
-    return dtype.startswith(("float", "bfloat", "complex")) and bits(dtype) % 8 == 0
-
-
-def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
-    """Return True if all numbers are within the tolerance.
-
-    Complex numbers are compared by parts.
-    """
-    if x.dtype.kind == "c":
-        x, y = x.view(np.float64), y.view(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        is_near = np.abs(x - y) <= tolerance.atol + tolerance.rtol * np.abs(y)
-    is_near &= np.isfinite(x) & np.isfinite(y)
-    return bool(np.all(is_near | (x == y) | (np.isnan(x) & np.isnan(y))))
-
-
-@dataclass(frozen=True, slots=True)
-class _Distance:
-    """Largest differences of two arrays, over the blocks that differ so far."""
-
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    nans_a: int = 0
-    nans_b: int = 0
-
-    def with_block(self, x: NDArray[Any], y: NDArray[Any]) -> _Distance:
-        nans_x, nans_y = np.isnan(x), np.isnan(y)
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            gap = np.where((x == y) | (nans_x & nans_y), 0.0, np.abs(x - y))
-            scale = np.maximum(np.abs(x), np.abs(y))
-            relative = np.where(gap == 0, 0.0, gap / scale)
-        gap, relative = (np.where(np.isnan(v), np.inf, v) for v in (gap, relative))
-        return _Distance(
-            max(self.max_abs, float(gap.max(initial=0.0))),
-            max(self.max_rel, float(relative.max(initial=0.0))),
-            self.nans_a + int(nans_x.sum()),
-            self.nans_b + int(nans_y.sum()),
-        )
-
-
-def _numbers(data: bytearray, dtype: str) -> NDArray[Any]:
-    """Return elements as float64 or complex128; as bytes if NumPy lacks the dtype."""
-    if dtype == "complex32":
-        return np.frombuffer(data, np.float16).astype(np.float64).view(np.complex128)
-    try:
-        kind = numpy_dtype(dtype)
-    except TypeError:
-        return np.frombuffer(data, np.uint8).astype(np.float64)
-    values = np.frombuffer(data, kind)
-    return values.astype(np.complex128 if kind.kind == "c" else np.float64)
+    return compare_tensors(name, (a.reader, left), (b.reader, right), tolerance)

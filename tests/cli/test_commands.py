@@ -99,6 +99,20 @@ class TestExitCodes:
         assert run_here("verify", src).code == 1
         assert not (tmp_path / "out").exists()
 
+    def test_differences_are_sorted_summed_by_layer_and_cut(self, tmp_path: Path) -> None:
+        tensors = {f"layers.{at}.w": torch.ones(4) for at in range(12)}
+        save_file(tensors, tmp_path / "a.safetensors")
+        changed = {name: tensor + 10.0 ** -(at % 5) for at, (name, tensor) in enumerate(tensors.items())}
+        save_file(changed | {"layers.3.w": tensors["layers.3.w"]}, tmp_path / "b.safetensors")
+        command = ("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        lines = run_here(*command, "--sort", "rel", "--top", "3").out.splitlines()
+        assert [line.split()[0] for line in lines] == ["layers.0.w", "layers.10.w", "layers.5.w", "8", "12"]
+        assert "L2 2, rel L2 0.5" in lines[0]
+        assert lines[3:] == ["8 rows more", "12 tensors in both, 1 equal, 11 differences"]
+        lines = run_here(*command, "--by-layer").out.splitlines()
+        assert [line.split()[0] for line in lines[:-1]] == [f"layers.{at}" for at in range(12) if at != 3]
+        assert "--sort must be one of" in run_here(*command, "--sort", "size").err
+
     def test_checkpoints_that_differ_are_1(self, src: Path, tmp_path: Path) -> None:
         save_file({"a.w": torch.zeros(6), "b": torch.ones(2)}, tmp_path / "b.safetensors")
         found = run_here("diff", src, tmp_path / "b.safetensors")

@@ -61,6 +61,52 @@ def test_the_largest_difference_of_many_blocks_is_found(tmp_path: Path) -> None:
     assert only(tmp_path, a, b).max_abs == 7.0
 
 
+def test_distances_are_norms_of_all_blocks_equal_ones_included(tmp_path: Path) -> None:
+    b = torch.arange(1.0, 3_000_001)
+    a = b.clone()
+    a[-1], a[7] = a[-1] + 3, a[7] - 4
+    found = only(tmp_path, a, b)
+    assert found.l2 == 5.0
+    assert found.norm == pytest.approx(float(b.double().norm()), rel=1e-12)
+    assert found.relative_l2 == found.l2 / found.norm
+
+
+def test_a_distance_from_zeros_or_infinities_is_infinite(tmp_path: Path) -> None:
+    found = only(tmp_path, torch.ones(4), torch.zeros(4))
+    assert (found.l2, found.norm, found.relative_l2) == (2.0, 0.0, math.inf)
+    found = only(tmp_path, torch.tensor([math.inf, 1.0]), torch.tensor([3.0, 4.0]))
+    assert (found.l2, found.norm, found.relative_l2) == (math.inf, 5.0, math.inf)
+
+
+def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = ["head", *(f"layers.{at}.{name}" for at in (0, 2, 10) for name in ("weight", "bias"))]
+    a = {name: torch.zeros(1 if name == "head" else 4) for name in names}
+    b = {name: tensor + 1 for name, tensor in a.items()}
+    b |= {"layers.0.weight": a["layers.0.weight"], "layers.2.bias": torch.zeros(5)}
+    layers = shardckpt.diff(*files(tmp_path, a, b)).layers
+    assert [(layer.name, layer.tensors, layer.l2) for layer in layers] == [
+        ("head", 1, 1.0),
+        ("layers.0", 1, 2.0),
+        ("layers.2", 2, 2.0),
+        ("layers.10", 2, pytest.approx(8**0.5)),
+    ]
+    assert [layer.max_abs for layer in layers] == [1.0] * 4
+    assert layers[2].relative_l2 == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.3.mlp.w.weight", "model.layers.3"),
+        ("model.layers.3.mlp.experts.7.w/exp_avg", "model.layers.3"),
+        ("model.embed.weight", "model.embed"),
+        ("head", "head"),
+    ],
+)
+def test_the_layer_of_a_tensor_ends_at_its_first_number(name: str, layer: str) -> None:
+    assert TensorDifference(name, "values", "", "").layer == layer
+
+
 def test_nans_are_counted_and_equal_to_themselves(tmp_path: Path) -> None:
     a = torch.tensor([math.nan, 1.0, 2.0])
     assert shardckpt.diff(*files(tmp_path, {"w": a}, {"w": a.clone()})).same

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -172,6 +174,8 @@ class TensorDifference:
         max_abs: Largest absolute difference; None if values were not compared.
         max_rel: Largest difference relative to the larger magnitude; None if values were not compared.
         nans: Number of NaNs in the first and in the second.
+        l2: L2 norm of the difference, infinite if it is not finite; None if values were not compared.
+        norm: L2 norm of the finite elements of the second; None if values were not compared.
     """
 
     name: str
@@ -181,6 +185,57 @@ class TensorDifference:
     max_abs: float | None = None
     max_rel: float | None = None
     nans: tuple[int, int] = (0, 0)
+    l2: float | None = None
+    norm: float | None = None
+
+    @property
+    def relative_l2(self) -> float | None:
+        """L2 norm of the difference relative to that of the second; infinite if only the latter is 0."""
+        return None if self.l2 is None or self.norm is None else divide_norms(self.l2, self.norm)
+
+    @property
+    def layer(self) -> str:
+        """Name of the layer, as `find_layer` returns it."""
+        return find_layer(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """Differences of the tensors of one layer.
+
+    Attributes:
+        name: Name of the layer, as `find_layer` returns it.
+        tensors: Number of tensors that differ.
+        l2: L2 norm of the differences of values; None if no values were compared.
+        norm: L2 norm of these tensors in the second checkpoint; None if no values were compared.
+        max_abs: Largest absolute difference; None if no values were compared.
+    """
+
+    name: str
+    tensors: int
+    l2: float | None
+    norm: float | None
+    max_abs: float | None
+
+    @property
+    def relative_l2(self) -> float | None:
+        """L2 norm of the differences relative to that of the second; infinite if only the latter is 0."""
+        return None if self.l2 is None or self.norm is None else divide_norms(self.l2, self.norm)
+
+
+def divide_norms(distance: float, norm: float) -> float:
+    """Return a distance relative to a norm: 0 without a distance, infinite if only the norm is 0."""
+    return 0.0 if distance == 0 else distance / norm if norm else math.inf
+
+
+def find_layer(name: str) -> str:
+    """Return the layer of a tensor: its name up to the first number, else up to its last dot.
+
+    Optimizer state (`<fqn>/<slot>`) belongs to the layer of its parameter.
+    """
+    segments = name.partition("/")[0].split(".")
+    numbers = (at for at, segment in enumerate(segments) if segment.isdecimal())
+    return ".".join(segments[: next(numbers, len(segments) - 2) + 1]) or name
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +286,27 @@ class Comparison:
     left_out: tuple[str, ...] = ()
 
     @property
+    def layers(self) -> tuple[LayerDifference, ...]:
+        """Layers with tensors that differ, in natural order: numbers in names count as numbers."""
+        members: dict[str, list[TensorDifference]] = {}
+        for difference in self.differences:
+            members.setdefault(difference.layer, []).append(difference)
+        return tuple(_sum_layer(name, members[name]) for name in sorted(members, key=natural_order))
+
+    @property
     def same(self) -> bool:
         """Whether everything requested was compared, and nothing differs."""
         return not self.differences and not self.value_differences and not self.not_compared
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names with the numbers in them as numbers."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
+
+
+def _sum_layer(name: str, differences: Sequence[TensorDifference]) -> LayerDifference:
+    compared = [difference for difference in differences if difference.l2 is not None]
+    if not compared:
+        return LayerDifference(name, len(differences), None, None, None)
+    l2, norm = (math.hypot(*(getattr(each, field) for each in compared)) for field in ("l2", "norm"))
+    return LayerDifference(name, len(differences), l2, norm, max(each.max_abs or 0.0 for each in compared))

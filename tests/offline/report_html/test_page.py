@@ -202,3 +202,26 @@ def test_a_hundred_thousand_tensors_open_and_scroll(page, tmp_path):
     assert page.run("document.querySelector('.detail h3').textContent") == "model.layers.1999.block.49.weight"
     assert page.run("document.querySelectorAll('.row').length") < 60
     assert page.run("document.querySelectorAll('*').length") < 12_000
+
+
+def test_a_comparison_names_the_first_difference_and_sorts_by_distance(page, tmp_path):
+    tensors = {f"layers.{at}.w": torch.full((4,), 2.0) for at in range(12)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    changed = {name: tensor + 2.0 ** (at - 12) for at, (name, tensor) in enumerate(tensors.items()) if at > 1}
+    save_file(tensors | changed | {"layers.5.w": torch.tensor(float("nan")).repeat(4)}, tmp_path / "b.safetensors")
+    found = shardckpt.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", html=tmp_path / "diff.html")
+    page.errors.clear()
+    page.open((tmp_path / "diff.html").as_uri())
+    assert "layers.2.w" in page.run("document.getElementById('first').textContent")
+    grids = page.run("[...document.querySelectorAll('.grid')].map((grid) => grid.getAttribute('aria-rowcount'))")
+    assert grids == [str(1 + len(found.layers)), str(1 + len(found.differences))]
+    rows = "[...document.querySelectorAll('.grid')[1].querySelectorAll('[role=rowgroup] .row')]"
+    names = page.run(f"{rows}.map((row) => row.firstChild.textContent)")
+    assert names[:3] == ["layers.5.w", "layers.11.w", "layers.10.w"]
+    assert page.errors == []
+
+
+def test_the_page_of_equal_checkpoints_says_so(page, source, tmp_path):
+    shardckpt.diff(source, source, html=tmp_path / "diff.html")
+    page.open((tmp_path / "diff.html").as_uri())
+    assert "is equal" in page.run("document.body.textContent") and page.errors == []

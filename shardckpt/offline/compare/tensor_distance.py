@@ -1,0 +1,161 @@
+"""Compare two tensors block by block, in bounded memory: bits, tolerances, distances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.dtypes import bits
+from shardckpt.format.chunk_reader import read_blocks
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import TensorEntry, dotted
+from shardckpt.offline.compare.leaves import Tolerance
+from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
+from shardckpt.offline.write.report import TensorDifference
+
+_BLOCK_BYTES = 1 << 21
+
+StoredTensor = tuple[Reader, TensorEntry]
+"""A tensor of an open checkpoint, without `Lazy` pieces."""
+
+
+def describe_tensor(entry: TensorEntry | None) -> str:
+    """Return dtype and shape as text; empty for None."""
+    return "" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+
+
+def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tolerance) -> TensorDifference | None:
+    """Return the difference of two tensors of one shape; None if they are equal.
+
+    Both are split at the same elements. Blocks of the same bits have no distance, so their numbers are not looked at:
+    if other blocks differ, the second tensor is read once more for its norm.
+
+    Raises:
+        CheckpointError: Bytes are damaged or missing.
+        StorageError: Reading failed.
+    """
+    (_, left), (_, right) = a, b
+    same_type = left.dtype == right.dtype
+    have_numbers = same_type or (bits(left.dtype) % 8 == bits(right.dtype) % 8 == 0)
+    is_tolerant = same_type and not tolerance.is_exact and _is_tolerated(left.dtype)
+    distance = _Distance()
+    equal = same_type
+    elements = max(_BLOCK_BYTES * 8 // max(bits(left.stored), bits(right.stored)), 1)
+    for x, y in zip(_read_values(a, elements), _read_values(b, elements), strict=True):
+        if same_type and x == y:
+            continue
+        u, v = (_numbers(x, left.dtype), _numbers(y, right.dtype)) if have_numbers else (None, None)
+        if u is None or v is None or not (is_tolerant and _are_close(u, v, tolerance)):
+            equal = False
+        if u is not None and v is not None:
+            distance = distance.with_block(u, v)
+    if equal:
+        return None
+    kind, words = "values" if same_type else "dtype", (describe_tensor(left), describe_tensor(right))
+    if not have_numbers:
+        return TensorDifference(name, kind, *words)
+    return TensorDifference(
+        name,
+        kind,
+        *words,
+        max_abs=distance.max_abs,
+        max_rel=distance.max_rel,
+        nans=(distance.nans_a, distance.nans_b),
+        l2=math.sqrt(distance.squares),
+        norm=_compute_norm(b, elements),
+    )
+
+
+def _read_values(tensor: StoredTensor, elements: int) -> Iterator[bytearray]:
+    """Yield the elements, in blocks, in the dtype that readers deliver."""
+    reader, entry = tensor
+    for raw in read_blocks(reader, entry, elements * bits(entry.stored) // 8):
+        yield _convert(raw, entry)
+
+
+def _compute_norm(tensor: StoredTensor, elements: int) -> float:
+    """Return the L2 norm of the finite elements."""
+    total = 0.0
+    for data in _read_values(tensor, elements):
+        total += _sum_squares(_numbers(data, tensor[1].dtype))
+    return math.sqrt(total)
+
+
+def _sum_squares(values: NDArray[Any]) -> float:
+    flat = np.abs(values).ravel()
+    flat = np.where(np.isfinite(flat), flat, 0.0)
+    return float(np.dot(flat, flat))
+
+
+def _convert(data: bytearray, entry: TensorEntry) -> bytearray:
+    """Return elements in the dtype that readers deliver."""
+    if entry.dtype == entry.stored:
+        return data
+    out = bytearray(len(data) * bits(entry.dtype) // bits(entry.stored))
+    name = dotted(entry.path)
+    cast_into(memoryview(data), entry.stored, memoryview(out), entry.dtype, name=name, allow_overflow=True)
+    return out
+
+
+def _is_tolerated(dtype: str) -> bool:
+    """Return True if tolerances apply to a dtype.
+
+    They apply to floating-point and complex dtypes that can be read as numbers.
+    """
+    return dtype.startswith(("float", "bfloat", "complex")) and bits(dtype) % 8 == 0
+
+
+def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
+    """Return True if all numbers are within the tolerance.
+
+    Complex numbers are compared by parts.
+    """
+    if x.dtype.kind == "c":
+        x, y = x.view(np.float64), y.view(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        is_near = np.abs(x - y) <= tolerance.atol + tolerance.rtol * np.abs(y)
+    is_near &= np.isfinite(x) & np.isfinite(y)
+    return bool(np.all(is_near | (x == y) | (np.isnan(x) & np.isnan(y))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Distance:
+    """Differences of two arrays, over the blocks that differ so far; `squares` is the sum of their squares."""
+
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    nans_a: int = 0
+    nans_b: int = 0
+    squares: float = 0.0
+
+    def with_block(self, x: NDArray[Any], y: NDArray[Any]) -> _Distance:
+        nans_x, nans_y = np.isnan(x), np.isnan(y)
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            gap = np.where((x == y) | (nans_x & nans_y), 0.0, np.abs(x - y))
+            scale = np.maximum(np.abs(x), np.abs(y))
+            relative = np.where(gap == 0, 0.0, gap / scale)
+        gap, relative = (np.where(np.isnan(v), np.inf, v) for v in (gap, relative))
+        return _Distance(
+            max(self.max_abs, float(gap.max(initial=0.0))),
+            max(self.max_rel, float(relative.max(initial=0.0))),
+            self.nans_a + int(nans_x.sum()),
+            self.nans_b + int(nans_y.sum()),
+            self.squares + float(np.dot(gap, gap)),
+        )
+
+
+def _numbers(data: bytearray, dtype: str) -> NDArray[Any]:
+    """Return elements as float64 or complex128; as bytes if NumPy lacks the dtype."""
+    if dtype == "complex32":
+        return np.frombuffer(data, np.float16).astype(np.float64).view(np.complex128)
+    try:
+        kind = numpy_dtype(dtype)
+    except TypeError:
+        return np.frombuffer(data, np.uint8).astype(np.float64)
+    values = np.frombuffer(data, kind)
+    return values.astype(np.complex128 if kind.kind == "c" else np.float64)
