@@ -127,13 +127,13 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
     try:
         missing = run_within(seconds + _GRACE_S, lambda: _missing(store, own, keys, seconds))
     except (TimeoutError, RuntimeError) as error:
-        raise RankError(_SILENT.format(size=size, error=error), rank=0, fix=_FIX) from error
+        raise RankError(_SILENT.format(size=size, error=error), rank=0, fix=LOST_RANK_FIX) from error
     if missing:
         # Ranks that arrive later must see that this rank no longer waits.
         with suppress(RuntimeError, TimeoutError):
             run_within(ASK_S, lambda: store.delete_key(own))
         named = ", ".join(f"rank {each}" for each in missing)
-        raise RankError(f"{named} of {size} did not come to the first save in time", rank=missing[0], fix=_FIX)
+        raise RankError(f"{named} of {size} did not come to the first save in time", rank=missing[0], fix=LOST_RANK_FIX)
     _CALLS[group] = number
 
 
@@ -152,7 +152,7 @@ _SILENT = (
     "rank 0 of {size} is gone or did not answer in time: the store that the ranks meet through, which rank 0 hosts "
     "unless a launcher does, does not answer ({error})"
 )
-_FIX = "Its own log says why; the others have stopped. Saves and loads are calls that every rank makes."
+LOST_RANK_FIX = "Its own log says why; the others have stopped. Saves and loads are calls that every rank makes."
 
 
 def make_group(
@@ -179,4 +179,4 @@ def make_group(
             silent = [0]
         named = f"; no word from {', '.join(f'rank {each}' for each in silent)}" if silent else ""
         text = f"the ranks could not connect to each other{named}: {' '.join(str(error).split())[:300]}"
-        raise RankError(text, rank=silent[0] if silent else -1, fix=_FIX) from error
+        raise RankError(text, rank=silent[0] if silent else -1, fix=LOST_RANK_FIX) from error

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardckpt import errors
 from shardckpt.errors import RankError, ShardckptError, UsageError
-from shardckpt.rendezvous import BoundedStore, make_group, meet
+from shardckpt.rendezvous import LOST_RANK_FIX, BoundedStore, make_group, meet
 from shardckpt.torch_features import get_group_store
 
 
@@ -307,11 +307,7 @@ def _build_error(kind: str, text: str, rank: int) -> ShardckptError:
 
 
 def _build_lost_error(text: str, rank: int) -> RankError:
-    return RankError(
-        text,
-        rank=rank,
-        fix="Its own log says why; the others have stopped. Saves and loads are calls that every rank makes.",
-    )
+    return RankError(text, rank=rank, fix=LOST_RANK_FIX)
 
 
 def new_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:

@@ -231,6 +231,12 @@ class Format:
         return self.names is None or any(map(self.names.fullmatch, source.listing))
 
 
+def missing_shapes_error(reader: Reader, fix: str) -> UsageError:
+    """Return the error for flat parameters whose members are unknown."""
+    what = "these are flat parameters of FSDP1, and no file has the shapes of their members"
+    return UsageError(what, where=reader.store.url, fix=fix)
+
+
 def require_size(store: Store, name: str, size: int, needed: int) -> None:
     """Require that a file is long enough for a planned read.
 

@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardckpt.errors import UsageError, require_torch
+from shardckpt.errors import require_torch
 from shardckpt.format.registry import detect, open_source
 from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files
-from shardckpt.offline.select.options import Options
+from shardckpt.offline.select.options import Options, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported
 from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion, write_alone
 from shardckpt.offline.write.report import OnProgress, Report
-from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.optim.output_keys import rekey_state
-from shardckpt.storage.publish import overlaps
+from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import kind
 
 _CONFIGS = frozenset({CONFIG, "adapter_config.json"})
@@ -140,8 +139,7 @@ def export(
         ShardckptError: As for `consolidate`.
     """
     watch = Stopwatch()
-    if overlaps(src, dst):
-        raise UsageError("source and target overlap", found=dst, where=src, fix="Write to another folder.")
+    require_apart(src, dst)
     target = choose_target(options.to, dst)
     target.check(options)
     is_file = dst.endswith(target.suffixes)
@@ -163,7 +161,7 @@ def export(
         reader,
         files=target.plan(conversion),
         report=_build_report(src, conversion),
-        max_memory=parse_size(options.max_memory),
+        max_memory=parse_memory(options.max_memory),
         overwrite=options.overwrite,
         jobs=options.jobs,
         allow_overflow=options.allow_overflow,

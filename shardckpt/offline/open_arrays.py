@@ -16,7 +16,7 @@ from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.format.opened.mapping import Opened, StoredTensor
 from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
-from shardckpt.format.reader import NamedBases
+from shardckpt.format.reader import NamedBases, missing_shapes_error
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
@@ -45,11 +45,8 @@ class ArraySource:
     def __init__(self, url: str, verify: bool, bases: NamedBases) -> None:
         reader = open_checkpoint(url, bases)
         if reader.needs_param_shapes:
-            raise UsageError(
-                "these are flat parameters of FSDP1, and no file has the shapes of their members",
-                where=reader.store.url,
-                fix="Open the result of `shardckpt consolidate SRC DST --shapes-from MODEL --part all`.",
-            )
+            fix = "Open the result of `shardckpt consolidate SRC DST --shapes-from MODEL --part all`."
+            raise missing_shapes_error(reader, fix)
         self.url = url
         self._reader = reader
         self._manifest = split_flat_names(reader.manifest)

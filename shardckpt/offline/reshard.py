@@ -9,14 +9,14 @@ from shardckpt.errors import UsageError
 from shardckpt.format.reader import NamedBases
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import dotted
-from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES
+from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.targets.base import RankOptions
 from shardckpt.offline.targets.target_registry import find_rank_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion
 from shardckpt.offline.write.report import OnProgress, Report
 from shardckpt.plan.layout.output_files import parse_size
-from shardckpt.storage.publish import overlaps
+from shardckpt.storage.publish import require_apart
 
 MOST_RANKS = 100_000
 
@@ -70,7 +70,10 @@ def reshard(
     src, dst = os.fspath(src), os.fspath(dst)
     watch = Stopwatch()
     target = find_rank_target(to, dst)
-    memory = _check(src, dst, world_size, max_memory)
+    if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
+        raise UsageError("--world-size is not a number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
+    memory = parse_memory(max_memory)
+    require_apart(src, dst)
     reader = load_param_shapes(open_checkpoint(src, base), os.fspath(shapes_from))
     watch.end_phase("open")
     options = RankOptions(world_size, parse_size(max_shard_size), tuple(keep_whole), allow_loss)
@@ -89,15 +92,3 @@ def reshard(
     )
     plan = ConversionPlan(reader, ranks.files, report, memory, overwrite=overwrite)
     return run_conversion(plan, watch, on_progress)
-
-
-def _check(src: str, dst: str, world_size: int, max_memory: int | str) -> int:
-    """Return the memory limit in bytes after checking the arguments."""
-    if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
-        raise UsageError("--world-size is not a number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
-    memory = parse_size(max_memory)
-    if memory < LEAST_MEMORY_BYTES:
-        raise UsageError("--max-memory is too small to work in", found=str(max_memory), expected="24MiB or more")
-    if overlaps(src, dst):
-        raise UsageError("source and target overlap", found=dst, where=src, fix="Write to another folder.")
-    return memory

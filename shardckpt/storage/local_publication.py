@@ -23,7 +23,7 @@ from shardckpt.storage.orphans import (
     sweep,
     take,
 )
-from shardckpt.storage.publication import REPLACE_IT, Publication
+from shardckpt.storage.publication import Publication, folder_exists_error, target_exists_error
 from shardckpt.storage.replaceable import FileKind, Kind, find_replaceable_files, require_file
 from shardckpt.storage.store import Listed, convert_os_errors, storage_error
 
@@ -169,7 +169,7 @@ class LocalPublication(Publication):
                 self._move_aside()
         except OSError as error:
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-                raise _exists_error(self._target) from error
+                raise target_exists_error(self._target) from error
             raise
 
     def _move_aside(self) -> None:
@@ -298,18 +298,13 @@ def _entries(root: str, folder: str) -> list[Listed]:
 def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None:
     if _is_vacant(target) and not (single_file and os.path.isdir(target)):
         return
-    if single_file == os.path.isdir(target):
-        raise TargetExistsError(
-            "the target is a folder, but the result is one file" if single_file else "the target is a file",
-            where=target,
-            fix="Choose another name.",
-        )
+    is_folder = os.path.isdir(target)
+    if single_file and is_folder:
+        raise folder_exists_error(target)
+    if not single_file and not is_folder:
+        raise TargetExistsError("the target is a file", where=target, fix="Choose another name.")
     if not overwrite and not (single_file and os.path.getsize(target) == 0):
-        raise _exists_error(target)
-
-
-def _exists_error(target: str) -> TargetExistsError:
-    return TargetExistsError("the target exists already", where=target, fix=REPLACE_IT)
+        raise target_exists_error(target)
 
 
 def _require_space(target: str, needed_bytes: int) -> None:

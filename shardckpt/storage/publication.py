@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from shardckpt.errors import TargetExistsError
 from shardckpt.storage.store import Writer
 
-REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
+_REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
+
+
+def target_exists_error(target: str) -> TargetExistsError:
+    """Return the error for a complete result at the target."""
+    return TargetExistsError("the target exists already", where=target, fix=_REPLACE_IT)
+
+
+def folder_exists_error(target: str) -> TargetExistsError:
+    """Return the error for a folder at the place of a file."""
+    return TargetExistsError(
+        "the target is a folder, but the result is one file", where=target, fix="Choose another name."
+    )
+
+
 """Remedy for messages about an existing target."""
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from shardckpt.errors import MissingFileError, StorageError
+from shardckpt.errors import MissingFileError, StorageError, UsageError
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder
@@ -192,6 +192,12 @@ def overlaps(source: str, target: str) -> bool:
     if one is None or other is None:
         return _is_within(_tidy(source), _tidy(target))
     return _is_within(os.path.realpath(one), os.path.realpath(other))
+
+
+def require_apart(source: str, target: str) -> None:
+    """Require that neither of two URLs is in the other. Raises UsageError."""
+    if overlaps(source, target):
+        raise UsageError("source and target overlap", found=target, where=source, fix="Write to another folder.")
 
 
 def _tidy(url: str) -> str:

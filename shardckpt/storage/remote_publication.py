@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.orphans import is_partial
-from shardckpt.storage.publication import REPLACE_IT, Publication
+from shardckpt.storage.publication import Publication, folder_exists_error, target_exists_error
 from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, find_replaceable_files, require_file
 from shardckpt.storage.resolve_url import kind as kind_at
 from shardckpt.storage.resolve_url import open_remote, split
@@ -280,11 +280,9 @@ class RemoteFile(Publication):
     def __init__(self, url: str, kind: FileKind, *, overwrite: bool) -> None:
         what = kind_at(url)
         if what == "folder":
-            raise TargetExistsError(
-                "the target is a folder, but the result is one file", where=url, fix="Choose another name."
-            )
+            raise folder_exists_error(url)
         if what == "file" and not overwrite:
-            raise TargetExistsError("the target exists already", where=url, fix=REPLACE_IT)
+            raise target_exists_error(url)
         parent, self._name = split(url)
         self._store = open_remote(parent)
         self._is_new = what == "missing"
@@ -323,10 +321,9 @@ def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
     for name in files_below(store.list, "", url):
         if not is_partial(name):
             is_complete = last is None or any(entry.name == last for entry in store.list())
-            raise TargetExistsError(
-                "the target exists already" if is_complete else f"the target holds files, but no {last}",
-                where=url,
-                fix=REPLACE_IT if is_complete else "If a killed run left them, pass overwrite=True (--overwrite).",
-            )
+            if is_complete:
+                raise target_exists_error(url)
+            fix = "If a killed run left them, pass overwrite=True (--overwrite)."
+            raise TargetExistsError(f"the target holds files, but no {last}", where=url, fix=fix)
         partials.append(name)
     return partials

@@ -14,7 +14,7 @@ from shardckpt import dtypes
 from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, LoadPlanBuilder, Put, Taker, model_names
 from shardckpt.checkpoint.load.optim_load_plan import OptimizerLoadPlanner
 from shardckpt.checkpoint.load.source import CheckpointSource
-from shardckpt.checkpoint.load.stateful_fill import hand_over
+from shardckpt.checkpoint.load.stateful_fill import hand_over, require_depth
 from shardckpt.checkpoint.stateful.flatten import (
     LocalModels,
     require_no_flat_shard,
@@ -31,7 +31,7 @@ from shardckpt.checkpoint.stateful.stateful import (
 )
 from shardckpt.checkpoint.stateful.variant import EXTRAS, Variant
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
+from shardckpt.format.encodings.tagged_json import path_key
 from shardckpt.format.opened.state_tree import TensorRef, iter_refs
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.adapters.flat_shard_check import FlatShards
@@ -106,8 +106,7 @@ class _LoadPlanner:
 
     def visit(self, value: Any, path: Path, put: Put) -> None:
         """Plan the load of a value and everything in it."""
-        if len(path) > MAX_DEPTH:
-            raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
+        require_depth(path)
         if is_sharded_tensor(value):
             self._builder.add_array(path, path, get_tensor_shards(view_as_dtensor(value, path)))
         elif isinstance(value, torch.Tensor):

@@ -19,7 +19,7 @@ from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError
 from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
-from shardckpt.format.reader import NamedBases, ParamShapes, Reader
+from shardckpt.format.reader import NamedBases, ParamShapes, Reader, missing_shapes_error
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.format.remap import remap_reader
 from shardckpt.manifest import Path, TensorEntry, dotted
@@ -258,10 +258,9 @@ def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -
     if known is not None:
         reader = reader.with_param_shapes(known)
     if reader.needs_param_shapes:
-        raise UsageError(
-            "these are flat parameters of FSDP1, and no file has the shapes of their members",
-            where=reader.store.url,
-            fix="Load into the model, `load({'model': model}, path)`; or load what `shardckpt consolidate SRC DST"
+        raise missing_shapes_error(
+            reader,
+            "Load into the model, `load({'model': model}, path)`; or load what `shardckpt consolidate SRC DST"
             " --shapes-from MODEL --part all` writes.",
         )
     return reader

@@ -108,12 +108,17 @@ class _Match:
         return saved
 
 
+def require_depth(path: Path) -> None:
+    """Raise UsageError for a value that is nested too deep."""
+    if len(path) > MAX_DEPTH:
+        raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
+
+
 def _expanded(own: Any, path: Path) -> Any:
     """Return a tree with objects replaced by their states."""
     if is_optimizer(own) or is_stateful(own):
         own = own.state_dict()
-    if len(path) > MAX_DEPTH:
-        raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
+    require_depth(path)
     if isinstance(own, Mapping):
         return {key: _expanded(item, (*path, path_key(key))) for key, item in own.items()}
     if isinstance(own, (list, tuple)):

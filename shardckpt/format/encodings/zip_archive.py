@@ -444,13 +444,13 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
     at = 0
     while True:
         if len(front) < at + _LOCAL.size:
-            raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
+            raise _front_ends_early(front, where)
         signature, _, flags, method, _, _, _, _, size, n, extra = _local(front, at)
         if signature != LOCAL_SIGNATURE or method != STORED:
             raise FormatError("no stored zip entry starts here", where=where, found=f"byte {at}")
         start = at + _LOCAL.size + n + extra
         if len(front) < start:
-            raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
+            raise _front_ends_early(front, where)
         name = _name(front[at + _LOCAL.size : at + _LOCAL.size + n], where)
         if is_wanted(name):
             return ArchiveFront(contents, name, start)
@@ -461,8 +461,12 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
         else:
             stop = at = start + size
             if len(front) < stop:
-                raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
+                raise _front_ends_early(front, where)
         contents[name] = front[start:stop]
+
+
+def _front_ends_early(front: bytes, where: str) -> TruncatedError:
+    return TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
 
 
 def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
@@ -487,4 +491,4 @@ def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]
         at = front.find(_DESCRIPTOR_SIGNATURE, at + 1)
     if at >= 0:
         raise FormatError("an entry of the archive seems to end again and again", where=where, found=f"byte {start}")
-    raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
+    raise _front_ends_early(front, where)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shardckpt.errors import FormatError, IncompleteError, describe_missing
-from shardckpt.format.huggingface.index_files import read_index
+from shardckpt.errors import IncompleteError, describe_missing
+from shardckpt.format.huggingface.index_files import read_index, two_files_error, unindexed_error
 from shardckpt.format.ranks.fsdp1_metadata import read_metadata
 from shardckpt.format.ranks.merged_reader import merge_rank_files
 from shardckpt.format.reader import Evidence, Format, Reader, Source
@@ -149,19 +149,11 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
         if len(path) == 2 and weight_map.get(str(path[1]), file) != file:
             continue
         if name in tensors:
-            raise FormatError(
-                f"tensor {name[-1]!r} is in two files",
-                where=f"{store.url}/{file}",
-                found=tensors[name].pieces[0].file,
-            )
+            raise two_files_error(str(name[-1]), f"{store.url}/{file}", tensors[name].pieces[0].file)
         tensors[name] = entry._replace(path=name)
     for wanted, file in weight_map.items():
         if (*root, wanted) not in tensors:
-            raise IncompleteError(
-                f"tensor {wanted!r} is not in the file the index names",
-                where=f"{store.url}/{file}",
-                found="no such key",
-            )
+            raise unindexed_error(wanted, f"{store.url}/{file}")
     objects = {moved(path): replace(entry, path=moved(path)) for path, entry in manifest.objects.items()}
     kept = {moved(a): moved(b) for a, b in manifest.aliases.items()}
     aliases = {a: b for a, b in kept.items() if a in tensors and b in tensors}

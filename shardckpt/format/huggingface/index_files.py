@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from shardckpt.errors import FormatError, UnsafeError
+from shardckpt.errors import FormatError, IncompleteError, UnsafeError
 from shardckpt.format.budget import require_small
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.storage.store import Store, read_bytes
@@ -151,6 +151,16 @@ def _read_index(store: Store, name: str) -> _Index:
     _require_plain((*(files or ()), str(groups) or PARAM_GROUPS), f"{store.url}/{name}")
     folder = name.rpartition("/")[0]
     return _Index({key: f"{folder}/{file}" if folder else file for key, file in weight_map.items()}, files, str(groups))
+
+
+def two_files_error(name: str, where: str, other: str) -> FormatError:
+    """Return the error for a tensor that two files of a model contain."""
+    return FormatError(f"tensor {name!r} is in two files", where=where, found=other)
+
+
+def unindexed_error(name: str, where: str) -> IncompleteError:
+    """Return the error for a tensor that the file named in the index lacks."""
+    return IncompleteError(f"tensor {name!r} is not in the file the index names", where=where, found="no such key")
 
 
 def _require_plain(files: Iterable[str], where: str) -> None:

@@ -12,7 +12,7 @@ from itertools import chain
 
 from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.dtypes import UNKNOWN
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError
+from shardckpt.errors import CheckpointError, FormatError
 from shardckpt.format.encodings.safetensors import Header, looks_like_safetensors, parse_json, read_headers
 from shardckpt.format.huggingface.index_files import (
     INDEX_SUFFIX,
@@ -22,6 +22,8 @@ from shardckpt.format.huggingface.index_files import (
     choose,
     payload_sizes,
     read_json,
+    two_files_error,
+    unindexed_error,
 )
 from shardckpt.format.huggingface.optimizer_keys import OptimizerFile
 from shardckpt.format.native.payload import KEY
@@ -147,16 +149,14 @@ def _full_tensors(
             path = (name,)
             if path in tensors:
                 other = tensors[path].pieces[0].file
-                raise FormatError(f"tensor {name!r} is in two files", where=f"{store.url}/{file}", found=other)
+                raise two_files_error(name, f"{store.url}/{file}", other)
             span = Span(header.data_start + begin, end - begin)
             tensors[path] = TensorEntry(path, shape, dtype, (Piece(full_box(shape), file, span),))
     for name, file in weight_map.items():
         if (name,) in tensors:
             continue
         if file in headers:
-            raise IncompleteError(
-                f"tensor {name!r} is not in the file the index names", where=f"{store.url}/{file}", found="no such key"
-            )
+            raise unindexed_error(name, f"{store.url}/{file}")
         tensors[(name,)] = TensorEntry((name,), (), UNKNOWN, (Piece(full_box(()), file, Span(0, 0)),))
     return tensors
 

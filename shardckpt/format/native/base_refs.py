@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from typing import NamedTuple
 
 from shardckpt.errors import UnsafeError, UsageError
@@ -54,6 +55,14 @@ def _parent(url: str) -> tuple[str, str]:
     return parent, name
 
 
+def require_base_url(url: object, where: object) -> str:
+    """Return a reference to a base. Raises UnsafeError for any other text."""
+    if not isinstance(url, str) or not is_base_url(url):
+        what, found = "this is not a reference to a base", url if isinstance(url, str) else reprlib.repr(url)
+        raise UnsafeError(what, where=where, found=found, expected="../NAME, or absolute")
+    return url
+
+
 def resolve_base(step: str, url: str) -> str:
     """Return the URL of a base.
 
@@ -64,8 +73,7 @@ def resolve_base(step: str, url: str) -> str:
     Raises:
         UnsafeError: The text is not a valid reference.
     """
-    if not is_base_url(url):
-        raise UnsafeError("this is not a reference to a base", where=step, found=url, expected="../NAME, or absolute")
+    require_base_url(url, step)
     name = sibling(url)
     return url if name is None else f"{_parent(step)[0].rstrip('/')}/{name}"
 

@@ -25,6 +25,7 @@ from shardckpt.errors import (
 from shardckpt.format.budget import require_small
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native import base_refs
+from shardckpt.format.native.base_refs import require_base_url
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.format.native.payload import HF_INDEX, VERSION, encode_canonical
 from shardckpt.format.native.records import (
@@ -34,7 +35,6 @@ from shardckpt.format.native.records import (
     field_error,
     group_files_by_base,
     plain_name,
-    read_base_url,
     read_fields,
     read_fixed,
     read_integer,
@@ -191,7 +191,7 @@ def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
         raise UnsafeError("too many bases", where=where, found=len(entries), expected=MAX_BASES)
     for entry in entries:
         url, files = read_fixed(entry, 2, "bases", where)
-        if read_base_url(url, where) in bases:
+        if require_base_url(url, where) in bases:
             raise field_error("a base is listed twice", url, "", where)
         bases[url] = _sizes(files, where)
     return bases

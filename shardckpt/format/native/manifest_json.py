@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings.safetensors import parse_json, require_affordable
-from shardckpt.format.native.base_refs import Base
+from shardckpt.format.native.base_refs import Base, require_base_url
 from shardckpt.format.native.payload import VERSION, PayloadFile, encode_canonical
 from shardckpt.format.native.records import (
     DIGEST_BYTES,
@@ -20,7 +20,6 @@ from shardckpt.format.native.records import (
     field_error,
     files_json,
     read_arrays,
-    read_base_url,
     read_fields,
     read_files,
     read_fixed,
@@ -213,9 +212,9 @@ def _read_bases(value: object, where: object) -> tuple[Base, ...]:
 def _read_base(entry: object, where: object) -> Base:
     url, save, sha256 = read_fixed(entry, 3, "bases", where)
     if save == sha256 == "":
-        return Base(read_base_url(url, where))
+        return Base(require_base_url(url, where))
     sha256 = read_sha256(sha256, "the digest of a base", where)
-    return Base(read_base_url(url, where), read_save(save, where), sha256)
+    return Base(require_base_url(url, where), read_save(save, where), sha256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings.safetensors import require_dims
-from shardckpt.format.native.base_refs import is_base_url
 from shardckpt.format.native.payload import BLOCK_BYTES, VERSION, BlockHasher
 from shardckpt.manifest import Path, Piece, Span, dotted
 
@@ -97,15 +96,6 @@ def plain_name(value: object, where: object) -> str:
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
         raise UnsafeError("this is not the name of a file in the step's folder", where=where, found=format_value(value))
     return value
-
-
-def read_base_url(url: object, where: object) -> str:
-    """Return a reference to a base. Raises UnsafeError for any other text."""
-    if not is_base_url(url):
-        raise UnsafeError(
-            "this is not a reference to a base", where=where, found=format_value(url), expected="../NAME, or absolute"
-        )
-    return str(url)
 
 
 def read_save(value: object, where: object) -> str:

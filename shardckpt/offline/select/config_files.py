@@ -104,8 +104,7 @@ def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]
         if not e.is_folder and is_config.fullmatch(e.name) and e.name not in carried.files
     }
     for name, size in sizes.items():
-        if size > _MAX_CONFIG_BYTES:
-            raise FormatError("too large for a model's config", where=f"{target}/{name}", found=f"{size} bytes")
+        _require_config_size(size, f"{target}/{name}")
     kept = {name: read_bytes(store, name, 0, size) for name, size in sizes.items()}
     config = carried.config or read_config(store, sizes.get(CONFIG, -1))
     return replace(carried, kept=kept, config=config)
@@ -129,12 +128,16 @@ def read_config(store: Store, size: int) -> dict[str, object]:
     if size < 0:
         return {}
     where = f"{store.url}/{CONFIG}"
-    if size > _MAX_CONFIG_BYTES:
-        raise FormatError("too large for a model's config", where=where, found=f"{size} bytes")
+    _require_config_size(size, where)
     config = parse_json(read_bytes(store, CONFIG, 0, size), where=where)
     if not isinstance(config, dict):
         raise FormatError("no JSON object", where=where)
     return config
+
+
+def _require_config_size(size: int, where: str) -> None:
+    if size > _MAX_CONFIG_BYTES:
+        raise FormatError("too large for a model's config", where=where, found=f"{size} bytes")
 
 
 def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:

@@ -35,6 +35,18 @@ def parse_dtype(text: str) -> str:
     return name
 
 
+def parse_memory(limit: int | str) -> int:
+    """Return a memory limit in bytes.
+
+    Raises:
+        UsageError: The limit is not a size, or too small.
+    """
+    nbytes = parse_size(limit)
+    if nbytes < LEAST_MEMORY_BYTES:
+        raise UsageError("--max-memory is too small to work in", found=str(limit), expected="24MiB or more")
+    return nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of `consolidate` and `convert`.
@@ -107,10 +119,7 @@ class Options:
             raise UsageError(f"--optim-keys {self.optim_keys!r} is not a kind of keys", expected=", ".join(OPTIM_KEYS))
         parse_dtype(self.dtype)
         parse_size(self.max_shard_size)
-        if parse_size(self.max_memory) < LEAST_MEMORY_BYTES:
-            raise UsageError(
-                "--max-memory is too small to work in", found=str(self.max_memory), expected="24MiB or more"
-            )
+        parse_memory(self.max_memory)
         if self.jobs is not None and self.jobs < 1:
             raise UsageError("--jobs is not a number of threads", found=str(self.jobs), expected="1 or more")
         return self
