@@ -13,6 +13,8 @@ import torch
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, allocate
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
+from shardckpt.errors import UsageError
+from shardckpt.format.encodings.tagged_json import MAX_DEPTH
 from shardckpt.format.opened.state_tree import ForeignValue
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
@@ -247,6 +249,12 @@ class LoadPlanBuilder:
             place = shard.tensor.detach()[at]
             shards.append(LocalShard(Box(shard.box.offset, tuple(place.shape)), place))
         return array._replace(shards=tuple(shards))
+
+
+def require_depth(path: Path) -> None:
+    """Raise UsageError for a value that is nested too deep."""
+    if len(path) > MAX_DEPTH:
+        raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
 
 
 def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can_cast: bool) -> Iterator[str]:

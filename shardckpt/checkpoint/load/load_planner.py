@@ -11,10 +11,18 @@ import torch
 from torch import nn
 
 from shardckpt import dtypes
-from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, LoadPlanBuilder, Put, Taker, model_names
+from shardckpt.checkpoint.load.load_plan import (
+    LoadOptions,
+    LoadPlan,
+    LoadPlanBuilder,
+    Put,
+    Taker,
+    model_names,
+    require_depth,
+)
 from shardckpt.checkpoint.load.optim_load_plan import OptimizerLoadPlanner
 from shardckpt.checkpoint.load.source import CheckpointSource
-from shardckpt.checkpoint.load.stateful_fill import hand_over, require_depth
+from shardckpt.checkpoint.load.stateful_fill import hand_over
 from shardckpt.checkpoint.stateful.flatten import (
     LocalModels,
     require_no_flat_shard,

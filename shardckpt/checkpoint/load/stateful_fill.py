@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardckpt.checkpoint.load.load_plan import require_depth
 from shardckpt.checkpoint.stateful.flatten import view_as_dtensor
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory, is_optimizer, is_stateful
-from shardckpt.errors import UsageError
-from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
+from shardckpt.format.encodings.tagged_json import path_key
 from shardckpt.format.opened.state_tree import TensorRef
-from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.manifest import Path, TensorEntry
 from shardckpt.state.keys.kinds import is_sharded_tensor
 
 _MISSING = object()
@@ -106,12 +106,6 @@ class _Match:
         if entry.shape and not isinstance(own, torch.Tensor):
             self.made.unplaced.append(path)
         return saved
-
-
-def require_depth(path: Path) -> None:
-    """Raise UsageError for a value that is nested too deep."""
-    if len(path) > MAX_DEPTH:
-        raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
 
 
 def _expanded(own: Any, path: Path) -> Any:
