@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -23,17 +26,29 @@ def find_limits() -> dict[str, str]:
     return found
 
 
-def complete_cpu_streams() -> None:
-    """Give the CPU's streams the two methods without which torch 2.6's own `fully_shard` runs on GPUs only.
+def complete_fully_shard_on_cpu() -> None:
+    """Let torch's own `fully_shard` run on the CPU with torch 2.6 too, where its authors ran it on GPUs only.
 
-    They do nothing with newer versions, too. So tests compare with it, and save and load its states.
+    So tests compare with it, and save and load its states. It lacks two methods, which newer versions leave empty, and
+    autograd takes a gather into parameters for a change of them, which it does not on a GPU.
     """
-    if not hasattr(torch.cpu.Stream, "record_event"):
-        torch.cpu.Stream.record_event = torch.cpu.Stream.wait_event = lambda self, event=None: None
+    if hasattr(torch.cpu.Stream, "record_event"):
+        return
+    torch.cpu.Stream.record_event = torch.cpu.Stream.wait_event = lambda self, event=None: None
+    module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    copy_out = module.foreach_all_gather_copy_out
+
+    def keep_versions(gathered: Any, params: list[Any], group: Any) -> None:
+        before = [(output, output._version) for param in params for output in param.all_gather_outputs]
+        copy_out(gathered, params, group)
+        for output, version in before:
+            torch._C._autograd._unsafe_set_version_counter(output, version)
+
+    module.foreach_all_gather_copy_out = keep_versions
 
 
 LIMITS = find_limits()
-complete_cpu_streams()
+complete_fully_shard_on_cpu()
 
 compares_with_newer_torch = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="this torch has fewer names and arguments"
