@@ -216,7 +216,7 @@ def test_a_rank_that_cannot_reach_the_place_to_write_is_named_and_the_next_save_
     assert differs(tmp_path / "2", KINDS["full"](2)) == []
 
 
-@pytest.mark.parametrize(("phase", "interrupted"), [("flatten_state", 1), ("write_payloads", 0)])
+@pytest.mark.parametrize(("phase", "interrupted"), [("trace_state", 1), ("write_payloads", 0)])
 def test_a_rank_that_was_interrupted_in_a_save_does_not_answer_for_the_next(
     tmp_path: Path, phase: str, interrupted: int
 ) -> None:

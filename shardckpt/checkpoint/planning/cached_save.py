@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from shardckpt.boxes import full_box
-from shardckpt.checkpoint.planning.plan_cache import PlanCache
-from shardckpt.checkpoint.planning.rank_report import ABOUT
+from shardckpt.boxes import Box, Shape
+from shardckpt.checkpoint.planning.plan_cache import PlanCache, RankPlanCache
+from shardckpt.checkpoint.planning.rank_report import ABOUT, digest_tree
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
 from shardckpt.checkpoint.stateful.state_trace import StateTrace
-from shardckpt.checkpoint.stateful.tensor_bytes import find_memory
+from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
 from shardckpt.format.native.manifest_json import ManifestContents
-from shardckpt.format.native.payload import PayloadChunk
+from shardckpt.format.native.payload import PayloadChunk, encode_canonical
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path
-from shardckpt.state.local.local_shards import LocalShard, TensorShards
+from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_tensor_shards
 
 
 @dataclass(frozen=True)
@@ -35,29 +36,58 @@ class ValuePlace:
     key: Any
 
 
+class CachedArray(NamedTuple):
+    """Location of an array in the traced tensors.
+
+    Attributes:
+        shape: Full shape, in elements.
+        dtype: Dtype of the elements.
+        position: Position of the tensor; None if this rank has no elements.
+        box: Box of the array that the local tensor has; None if this rank has no elements.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    position: int | None
+    box: Box | None
+
+
 @dataclass(frozen=True)
 class CachedSave:
-    """Save of a single rank without its tensors, to repeat for similar states.
+    """Save without its tensors, on one rank, to repeat for similar states.
 
     Attributes:
         description: Description of the states that it fits.
-        cache: Cached plan.
-        contents: Manifest without files; each save replaces the values in it.
+        rank: Plan of this rank, with the id of the save, which is the same on all ranks.
         model: Path of the first model; None without a model.
-        places: Locations of the values, in the order of the trace.
-        positions: Positions of the arrays in the traced tensors.
+        arrays: Locations of the arrays.
+        manifest: Plan of all ranks and manifest, on rank 0; None on other ranks.
     """
 
     description: tuple[object, ...]
-    cache: PlanCache
-    contents: ManifestContents
+    rank: RankPlanCache
     model: Path | None
-    places: tuple[ValuePlace, ...]
-    positions: Mapping[Path, int]
+    arrays: Mapping[Path, CachedArray]
+    manifest: CachedManifest | None
 
     def fits(self, trace: StateTrace) -> bool:
         """Return True if a state has the names, layouts and shared memory of this save."""
         return self.description == trace.description
+
+
+@dataclass(frozen=True)
+class CachedManifest:
+    """Manifest of a save, and its plan.
+
+    Attributes:
+        cache: Plan of all ranks.
+        contents: Manifest without files; each save replaces the values in it.
+        places: Locations of the values, in the order of the trace.
+    """
+
+    cache: PlanCache
+    contents: ManifestContents
+    places: tuple[ValuePlace, ...]
 
     def build_contents(self, save: str, trace: StateTrace, custom_metadata: Mapping[str, str]) -> ManifestContents:
         """Return the manifest of a state, without its files and pieces.
@@ -76,6 +106,18 @@ class CachedSave:
         return replace(self.contents, save=save, about={**ABOUT, **custom_metadata})
 
 
+def digest_traced_values(trace: StateTrace) -> str:
+    """Return a digest of the values of a trace, independent of the order of dicts and sets.
+
+    Ranks whose traces fit one save have equal values if and only if they have equal digests.
+
+    Raises:
+        UnsupportedError: A value cannot be saved.
+    """
+    rows = [[list(path), _encode(value, path)] for path, value in trace.values]
+    return digest_tree(sorted(rows, key=lambda row: encode_canonical(row[0])))
+
+
 class TracedState:
     """State that fits a cached save, without copies: valid until the state changes.
 
@@ -85,14 +127,22 @@ class TracedState:
     """
 
     def __init__(self, cached_save: CachedSave, trace: StateTrace) -> None:
-        self._cached_save, self._tensors = cached_save, trace.tensors
+        self._cached_save, self._tensors = cached_save, trace.local_tensors
         self.model = cached_save.model
-        self.ties = cached_save.cache.plan.ties
+        self.rank_plan = cached_save.rank.rank_plan
+        self.ties = cached_save.rank.local_plan.ties
 
     def views(self, chunks: Sequence[PayloadChunk]) -> Iterable[torch.Tensor]:
-        """Return the elements of chunks, each of which is a complete array."""
-        tensors, positions = self._tensors, self._cached_save.positions
-        return [tensors[positions[chunk.path]] for chunk in chunks]
+        """Return the elements of chunks, as views of this rank's tensors."""
+        tensors, arrays = self._tensors, self._cached_save.arrays
+        views = []
+        for chunk in chunks:
+            _, _, position, box = arrays[chunk.path]
+            if position is not None and box == chunk.box:
+                views.append(tensors[position])
+            else:
+                views.append(view_box(self.arrays[chunk.path], chunk.box))
+        return views
 
     @property
     def devices(self) -> set[torch.device]:
@@ -103,45 +153,62 @@ class TracedState:
     def arrays(self) -> dict[Path, TensorShards]:
         """Arrays by path, in the order of the state."""
         arrays = {}
-        for path, at in self._cached_save.positions.items():
-            tensor = self._tensors[at].detach()
-            shape = tuple(tensor.shape)
-            arrays[path] = TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor),))
+        for path, (shape, dtype, position, box) in self._cached_save.arrays.items():
+            if position is None or box is None:
+                arrays[path] = TensorShards(shape, dtype, ())
+            else:
+                arrays[path] = TensorShards(shape, dtype, (LocalShard(box, self._tensors[position].detach()),))
         return arrays
 
 
 def cache_save(
-    trace: StateTrace, flattened: FlattenedState, cache: PlanCache, contents: ManifestContents
+    rank: RankPlanCache,
+    trace: StateTrace,
+    flattened: FlattenedState,
+    cache: PlanCache | None,
+    contents: ManifestContents | None,
 ) -> CachedSave | None:
     """Return a cached save; None if a trace is not sufficient to save the state again.
 
     Args:
+        rank: Plan of this rank.
         trace: Trace of the state.
         flattened: Flattened state.
-        cache: Plan of the save.
-        contents: Manifest of the save, without files.
+        cache: Plan of the save, on rank 0; None on other ranks.
+        contents: Manifest of the save without files, on rank 0; None on other ranks.
     """
-    if flattened.per_rank_values or flattened.optional_values or cache.plan.frozen:
+    if flattened.per_rank_values or flattened.optional_values or rank.rank_plan.frozen:
         return None
-    positions = _find_positions(trace, flattened.arrays)
-    places = _find_places(trace, contents.tree)
-    if positions is None or places is None:
+    arrays = _find_arrays(trace, flattened.arrays)
+    if arrays is None:
         return None
-    return CachedSave(trace.description, cache, contents, flattened.model, places, positions)
+    manifest = None
+    if cache is not None and contents is not None:
+        places = _find_places(trace, contents.tree)
+        if places is None:
+            return None
+        manifest = CachedManifest(cache, contents, places)
+    return CachedSave(trace.description, rank, flattened.model, arrays, manifest)
 
 
-def _find_positions(trace: StateTrace, arrays: Mapping[Path, TensorShards]) -> dict[Path, int] | None:
-    """Return the position of each array's tensor; None if one is a view or a copy."""
-    known = {find_memory(tensor): at for at, tensor in enumerate(trace.tensors)}
-    positions = {}
-    for path, array in arrays.items():
-        if len(array.shards) != 1 or array.shards[0].box != full_box(array.shape):
+def _find_arrays(trace: StateTrace, arrays: Mapping[Path, TensorShards]) -> dict[Path, CachedArray] | None:
+    """Return the location of each array; None if one is not exactly a traced tensor of the same layout."""
+    known = {find_memory(tensor): at for at, tensor in enumerate(trace.local_tensors)}
+    sharded = {(tuple(tensor.shape), tensor.dtype) for tensor in trace.tensors if type(tensor) is DTensor}
+    found = {}
+    for path, (shape, dtype, shards) in arrays.items():
+        if not shards and (shape, dtype) in sharded:
+            found[path] = CachedArray(shape, dtype, None, None)
+            continue
+        at = known.get(find_memory(shards[0].tensor)) if len(shards) == 1 else None
+        if at is None or not _is_same_layout(get_tensor_shards(trace.tensors[at]), shape, dtype, shards[0].box):
             return None
-        at = known.get(find_memory(array.shards[0].tensor))
-        if at is None:
-            return None
-        positions[path] = at
-    return positions
+        found[path] = CachedArray(shape, dtype, at, shards[0].box)
+    return found
+
+
+def _is_same_layout(traced: TensorShards, shape: Shape, dtype: torch.dtype, box: Box) -> bool:
+    return (traced.shape, traced.dtype, [shard.box for shard in traced.shards]) == (shape, dtype, [box])
 
 
 def _find_places(trace: StateTrace, tree: object) -> tuple[ValuePlace, ...] | None:

@@ -69,6 +69,8 @@ class RankReport:
         optional_values: Values that other ranks may not have.
         per_rank_values: Values that each rank saves for itself.
         path: Target path or URL of the save.
+        is_traced: Whether the state fits the cached save without being flattened; `values` is then
+            the digest of the trace's values.
     """
 
     cached: str
@@ -77,17 +79,18 @@ class RankReport:
     optional_values: Mapping[Path, RankSubtree]
     per_rank_values: Mapping[Path, RankSubtree]
     path: str = ""
+    is_traced: bool = False
 
     def encode(self) -> bytes:
         """Return the report as bytes."""
         head = [self.cached, self.values, _rows(self.optional_values), _rows(self.per_rank_values), self.path]
-        return pack_message(head, self.local_plan)
+        return pack_message([*head, self.is_traced], self.local_plan)
 
     @classmethod
     def decode(cls, data: bytes) -> RankReport:
         """Return the report from the bytes of `encode`."""
-        (cached, values, optional_values, per_rank_values, path), local_plan = unpack_message(data)
-        return cls(cached, local_plan, values, _parts(optional_values), _parts(per_rank_values), path)
+        (cached, values, optional_values, per_rank_values, path, is_traced), local_plan = unpack_message(data)
+        return cls(cached, local_plan, values, _parts(optional_values), _parts(per_rank_values), path, is_traced)
 
 
 def build_report(flattened: FlattenedState) -> RankReport:

@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from shardckpt.checkpoint.coordinator import Channels, Coordinator
 from shardckpt.checkpoint.incremental.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.incremental.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
-from shardckpt.checkpoint.planning.cached_save import CachedSave, TracedState, cache_save
+from shardckpt.checkpoint.planning.cached_save import CachedSave, TracedState, cache_save, digest_traced_values
 from shardckpt.checkpoint.planning.plan_cache import PlanCache, RankPlanCache, collect_local_plans, is_cached
 from shardckpt.checkpoint.planning.rank_report import (
     RankReport,
@@ -145,7 +146,7 @@ class Saver:
         channels: Channels for messages of the ranks.
         rank_plan_cache: Last committed plan of this rank; None without one.
         plan_cache: Last committed plan of all ranks, on rank 0; None on other ranks.
-        cached_saves: Last committed saves without their tensors, latest first, if this process is alone.
+        cached_saves: Last committed saves without their tensors, latest first.
         frozen_params: Cache of digests of frozen parameters in the bases of committed saves.
     """
 
@@ -201,12 +202,9 @@ class Saver:
         if planned.frozen_params is not None:
             self.frozen_params = planned.frozen_params
         rank_plan = planned.response.rank_plan
-        if rank_plan is None:
-            return  # the plan is cached already
-        self.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
-        if plan_cache is None:
-            return
-        self.plan_cache = plan_cache
+        if rank_plan is not None:  # otherwise the plan is cached already
+            self.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
+            self.plan_cache = plan_cache
         if cached_save is not None:
             others = [cached for cached in self.cached_saves if cached is not cached_save]
             self.cached_saves = (cached_save, *others[: _MOST_CACHED_SAVES - 1])
@@ -294,6 +292,23 @@ class WrittenSave:
 
 
 @dataclass(frozen=True)
+class _OpenedState:
+    """State before it is flattened.
+
+    Attributes:
+        root: State as `as_root` returns it.
+        objects: Results of the `state_dict` of objects, by the id of the object.
+        trace: Trace of the state; None if its plan depends on more.
+        cached_save: Cached save that the state fits, or None.
+    """
+
+    root: Any
+    objects: Mapping[int, Any]
+    trace: StateTrace | None
+    cached_save: CachedSave | None
+
+
+@dataclass(frozen=True)
 class _BegunSave:
     """State of a running save on rank 0.
 
@@ -361,6 +376,8 @@ class SaveSession:
             self._plan_alone(state, refusal) if is_alone else self._exchange_plan(state, refusal)
         )
         rank_plan, cache = response.rank_plan, self._saver.rank_plan_cache
+        if isinstance(flattened, TracedState):
+            rank_plan = flattened.rank_plan
         if rank_plan is None:
             assert cache is not None, "a rank that has no plan cached receives one"
             rank_plan = cache.rank_plan
@@ -456,45 +473,72 @@ class SaveSession:
         return self._last.coordinate(what, pack_message(written.outcome(), part), decide)
 
     def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
-        _raise(refusal)
-        state, opened = as_root(state), dict[int, Any]()
-        trace = None if self._options.trainable_only else trace_state(state, opened)
-        fitting = (cached for cached in self._saver.cached_saves if trace is not None and cached.fits(trace))
-        cached_save = next(fitting, None)
+        opened = self._open(state, refusal)
+        trace, cached_save = opened.trace, opened.cached_save
         if trace is None or cached_save is None:
-            return self._flatten_alone(state, opened, trace)
+            return self._flatten_alone(opened)
         self._cached_save = cached_save
-        about = self._options.custom_metadata
-        (response,) = self._begin(cached_save.cache, lambda save: cached_save.build_contents(save, trace, about))
-        return TracedState(cached_save, trace), cached_save.cache.local_plans[0], response
+        return TracedState(cached_save, trace), cached_save.rank.local_plan, self._begin_again(trace, cached_save)[0]
 
-    def _flatten_alone(
-        self, state: Any, opened: Mapping[int, Any], trace: StateTrace | None
-    ) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
+    def _flatten_alone(self, opened: _OpenedState) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
         """Flatten and plan; cache the save for states that have the same trace."""
-        flattened = flatten_state(state, 0, 1, opened)
-        local_plan = create_local_plan(flattened, trainable_only=self._options.trainable_only)
+        flattened, local_plan = self._flatten(opened)
         planned = self._saver.plan_cache
         if planned is None or not planned.local_plans[0].equals(local_plan):
             planned = PlanCache("", (local_plan,), create_single_rank_plan(local_plan))
         plan, reports, about = planned.plan, [build_report(flattened)], self._options.custom_metadata
         (response,) = self._begin(planned, lambda save: build_contents(save, flattened, plan, reports, about))
-        if trace is not None and self._begun is not None:
-            self._cached_save = cache_save(trace, flattened, self._begun.cache, self._begun.contents)
+        self._cache(opened.trace, flattened, local_plan, response)
         return flattened, local_plan, response
 
-    def _exchange_plan(
-        self, state: Any, refusal: Exception | None
-    ) -> tuple[FlattenedState, LocalSavePlan, PlanResponse]:
-        """Flatten the state, send its report, and receive this rank's plan. Collective."""
+    def _open(self, state: Any, refusal: Exception | None) -> _OpenedState:
+        """Trace the state, and find a cached save that it fits.
+
+        Raises:
+            Exception: The error of this rank.
+        """
+        if refusal is not None:
+            raise refusal
+        root, objects = as_root(state), dict[int, Any]()
+        trace = None if self._options.trainable_only else trace_state(root, objects)
+        fitting = (cached for cached in self._saver.cached_saves if trace is not None and cached.fits(trace))
+        return _OpenedState(root, objects, trace, next(fitting, None))
+
+    def _flatten(self, opened: _OpenedState) -> tuple[FlattenedState, LocalSavePlan]:
+        flattened = flatten_state(opened.root, self._coordinator.rank, self._coordinator.size, opened.objects)
+        return flattened, create_local_plan(flattened, trainable_only=self._options.trainable_only)
+
+    def _cache(
+        self, trace: StateTrace | None, flattened: FlattenedState, local_plan: LocalSavePlan, response: PlanResponse
+    ) -> None:
+        """Prepare to cache the save once it is committed."""
+        cache = self._saver.rank_plan_cache
+        rank_plan = response.rank_plan or (cache.rank_plan if cache is not None else None)
+        if trace is not None and rank_plan is not None:
+            planned, contents = (None, None) if self._begun is None else (self._begun.cache, self._begun.contents)
+            rank = RankPlanCache(response.save, local_plan, rank_plan)
+            self._cached_save = cache_save(rank, trace, flattened, planned, contents)
+
+    def _begin_again(self, trace: StateTrace, cached_save: CachedSave) -> list[PlanResponse]:
+        """Begin the publication of a state that fits a cached save. On rank 0."""
+        manifest, about = cached_save.manifest, self._options.custom_metadata
+        assert manifest is not None, "rank 0 caches the manifest too"
+        return self._begin(manifest.cache, lambda save: manifest.build_contents(save, trace, about))
+
+    def _exchange_plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
+        """Send the report of the state, and receive this rank's plan. Collective.
+
+        If the states of all ranks fit one cached save, none of them is flattened. Otherwise all are.
+        """
         what = f"preparing to save to {self._options.path}"
-
-        def flatten() -> tuple[FlattenedState, LocalSavePlan]:
-            _raise(refusal)
-            flattened = flatten_state(state, self._coordinator.rank, self._coordinator.size)
-            return flattened, create_local_plan(flattened, trainable_only=self._options.trainable_only)
-
-        local = capture_error(flatten)
+        opened = capture_error(lambda: self._open(state, refusal))
+        if not isinstance(opened, Exception) and opened.trace is not None and opened.cached_save is not None:
+            answer = self._ask_traced(what, opened.trace, opened.cached_save)
+            if answer != _FLATTENED_NEEDED:
+                self._cached_save = opened.cached_save
+                traced = TracedState(opened.cached_save, opened.trace)
+                return traced, opened.cached_save.rank.local_plan, PlanResponse.decode(answer)
+        local = opened if isinstance(opened, Exception) else capture_error(partial(self._flatten, opened))
 
         def ask() -> bytes:
             if isinstance(local, Exception):
@@ -508,17 +552,41 @@ class SaveSession:
 
         answer = ask()
         assert not isinstance(local, Exception), "an error of this rank is raised by then"
+        if answer == _FLATTENED_NEEDED:
+            answer = ask()
         if answer == _LOCAL_PLANS_NEEDED:
             self._saver.forget()
             answer = ask()
         if answer == _EXPLAIN:
             self._coordinator.coordinate(what, value_digests(local[0]), _raise_values)
-        return (*local, PlanResponse.decode(answer))
+        response = PlanResponse.decode(answer)
+        assert not isinstance(opened, Exception), "its error is raised by then"
+        self._cache(opened.trace, *local, response)
+        return (*local, response)
+
+    def _ask_traced(self, what: str, trace: StateTrace, cached_save: CachedSave) -> bytes:
+        """Return rank 0's answer to a report that the state fits a cached save. Collective."""
+
+        def report() -> bytes:
+            values = digest_traced_values(trace)
+            return RankReport(cached_save.rank.save, b"", values, {}, {}, self._options.path, is_traced=True).encode()
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            reports = [RankReport.decode(message) for message in messages]
+            require_one_path(reports)
+            if len({(report.is_traced, report.cached, report.values) for report in reports}) > 1:
+                return [_FLATTENED_NEEDED] * len(messages)
+            responses = self._begin_again(trace, cached_save)
+            return [replace(response, rank_plan=None).encode() for response in responses]
+
+        return self._coordinator.coordinate(what, capture_error(report), decide)
 
     def _decide(self, messages: list[bytes], flattened: FlattenedState) -> list[bytes]:
         """Plan, and begin the publication. On rank 0."""
         reports = [RankReport.decode(message) for message in messages]
         require_one_path(reports)
+        if any(report.is_traced for report in reports):
+            return [_FLATTENED_NEEDED] * len(messages)
         if len({report.values for report in reports}) > 1:
             return [_EXPLAIN] * len(messages)
         known = self._saver.plan_cache
@@ -649,14 +717,10 @@ def _sizes(files: Iterable[FileRecord]) -> dict[str, int]:
     return {file.name: file.nbytes for file in files}
 
 
-def _raise(refusal: Exception | None) -> None:
-    if refusal is not None:
-        raise refusal
-
-
 _EXPLAIN = b"explain"
 _BASE_REMOVED = b"base removed"
 _LOCAL_PLANS_NEEDED = b"local plans"
+_FLATTENED_NEEDED = b"flattened"
 
 
 def _has_unequal_replicas(plan: GlobalSavePlan, digests: Sequence[Mapping[str, str]]) -> bool:

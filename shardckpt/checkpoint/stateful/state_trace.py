@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.stateful.stateful import PLAIN_TENSORS, PerRank, get_state_dict, has_memory, is_stateful
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory
@@ -23,7 +25,8 @@ from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path
 from shardckpt.plan.optim.param_groups import NAMES
 from shardckpt.state.adapters.flat_shard_check import FlatShards, has_peers
-from shardckpt.state.adapters.model_index import is_plain_module
+from shardckpt.state.adapters.model_index import is_fully_sharded, is_plain_module, locate_in_buckets, reshard_all
+from shardckpt.state.keys.kinds import get_metadata
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ class StateTrace:
     Attributes:
         description: Description of the structure, equal for states with the same plan.
         tensors: Tensors, in the order in which they were found.
+        local_tensors: The same tensors, with the local tensor in place of each DTensor.
         values: Plain values, with their paths.
     """
 
     description: tuple[object, ...]
     tensors: list[torch.Tensor]
+    local_tensors: list[torch.Tensor]
     values: list[tuple[Path, Any]]
 
 
@@ -45,19 +50,19 @@ def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
     """Return the trace of a state; None if its plan depends on more than a trace.
 
     Args:
-        state: State as for `save`, of a single rank; a mapping as `as_root` returns it.
+        state: State as for `save`; a mapping as `as_root` returns it.
         opened: Results of the `state_dict` of objects, by the id of the object; new results are added.
 
     Raises:
         StateDictError: The `state_dict` of an object raised an exception.
     """
-    if has_peers():
-        return None
     tracer = _Tracer(opened)
     try:
         tracer.visit(state, ())
         structure = tracer.finish()
-        return StateTrace((structure, *_describe(tracer.tensors)), tracer.tensors, tracer.values)
+        local_tensors, shardings = _find_local_tensors(tracer.tensors)
+        description = (structure, shardings, *_describe(tracer.tensors, local_tensors))
+        return StateTrace(description, tracer.tensors, local_tensors, tracer.values)
     except _UntraceableError:
         return None
 
@@ -73,8 +78,9 @@ _VALUES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), set, frozenset, torch.dtype, torch.Size, torch.device}
 )
 _KEYS = frozenset({str, int})  # different keys of other types may be equal
-_PARAMETERS: frozenset[type] = frozenset({nn.Parameter, type(None)})
-_BUFFERS: frozenset[type] = PLAIN_TENSORS | {type(None)}
+_TENSORS: frozenset[type] = PLAIN_TENSORS | {DTensor}
+_PARAMETERS: frozenset[type] = frozenset({nn.Parameter, DTensor, type(None)})
+_BUFFERS: frozenset[type] = _TENSORS | {type(None)}
 
 
 class _Tracer:
@@ -97,25 +103,38 @@ class _Tracer:
         self._given_models: set[int] = set()
         self._opened_models: set[int] = set()
         self._is_opened = False
+        self._closed: list[tuple[Any, Path]] = []
         self._optimizers: list[list[list[int]]] = []
+        self._registered: set[int] = set()
 
     def finish(self) -> list[object]:
-        """Return the structure, with the positions of the optimizers' parameters."""
+        """Visit the states of objects; return the structure, with the positions of the optimizers' parameters.
+
+        The `state_dict` of an object may be collective, and so may be the flattening of a wrapper that has no trace. On
+        every rank the wrapper is found before the first object is opened.
+        """
+        self._is_opened = True
+        for value, path in self._closed:
+            self._visit_object(value, path)
         _require(self._opened_models <= self._given_models)  # others are refused
+        _require(self._registered <= set().union(*self._models))
         places = {id(tensor): at for at, tensor in enumerate(self.tensors)} if self._optimizers else {}
         for groups in self._optimizers:
             # Only then the state is saved by FQN. Otherwise it is the result of `state_dict`, which may have more.
             _require(any(all(map(model.issuperset, groups)) for model in self._models))
             self._structure.extend([places[parameter] for parameter in group] for group in groups)
-        if any(map(attrgetter("__dict__"), self.tensors)):
-            _require(not any(map(FlatShards().has_parameter, self.tensors)))
+        shards = FlatShards()
+        if has_peers():
+            _require(not any(map(shards.has_tensor, self.tensors)))
+        elif any(map(attrgetter("__dict__"), self.tensors)):
+            _require(not any(map(shards.has_parameter, self.tensors)))
         return self._structure
 
     def visit(self, value: Any, path: Path) -> None:
         """Visit a value and everything in it."""
         kind = type(value)
-        if kind in PLAIN_TENSORS:
-            self._add_tensors((value,), PLAIN_TENSORS)
+        if kind in _TENSORS:
+            self._add_tensors((value,), _TENSORS)
         elif kind in _VALUES or isinstance(value, np.generic):
             _require(bool(path))
             self._structure.append(_VALUE)
@@ -130,16 +149,21 @@ class _Tracer:
         elif isinstance(value, nn.Module):
             (self._opened_models if self._is_opened else self._given_models).add(id(value))
             self._models.append(set())
-            self._visit_module(value)
+            self._visit_module(value, is_resharded=False)
         elif isinstance(value, torch.optim.Optimizer):
             self._visit_optimizer(value, path)
         else:
             _require(not isinstance(value, (PerRank, Variant)) and is_stateful(value))
-            if id(value) not in self._opened:
-                self._opened[id(value)] = get_state_dict(value, path)
-            was_opened, self._is_opened = self._is_opened, True
-            self.visit(self._opened[id(value)], path)
-            self._is_opened = was_opened
+            if self._is_opened:
+                self._visit_object(value, path)
+            else:
+                self._structure.append(len(self._closed))
+                self._closed.append((value, path))
+
+    def _visit_object(self, value: Any, path: Path) -> None:
+        if id(value) not in self._opened:
+            self._opened[id(value)] = get_state_dict(value, path)
+        self.visit(self._opened[id(value)], path)
 
     def _add_tensors(self, tensors: Iterable[torch.Tensor | None], kinds: frozenset[type]) -> None:
         types = list(map(type, tensors))
@@ -149,16 +173,22 @@ class _Tracer:
 
     def _visit_dict(self, value: Mapping[Any, Any], path: Path) -> None:
         _require(len(path) <= MAX_DEPTH and _KEYS.issuperset(map(type, value)))
+        _require(not (has_peers() and get_metadata(value).get("kind")))  # a LOCAL state is refused
         self._structure.append((type(value), list(value)))
-        if PLAIN_TENSORS.issuperset(map(type, value.values())):
-            self._add_tensors(value.values(), PLAIN_TENSORS)
+        if _TENSORS.issuperset(map(type, value.values())):
+            self._add_tensors(value.values(), _TENSORS)
             return
         for key, item in value.items():
             self.visit(item, (*path, path_key(key)))
 
-    def _visit_module(self, module: nn.Module) -> None:
+    def _visit_module(self, module: nn.Module, *, is_resharded: bool) -> None:
         kind: Any = type(module)  # mypy confuses the class with its instances here
-        _require(is_plain_module(kind))
+        if not is_plain_module(kind):
+            _require(is_fully_sharded(kind))
+            if not is_resharded:
+                reshard_all(module)
+                is_resharded = True
+            self._add_buckets(module)
         parameters, buffers, children = module._parameters, module._buffers, module._modules
         names = (kind, list(parameters), list(buffers), list(children))
         self._structure.append((names, frozenset(module._non_persistent_buffers_set)))
@@ -172,7 +202,16 @@ class _Tracer:
             if child is None:
                 self._structure.append(None)
             else:
-                self._visit_module(child)
+                self._visit_module(child, is_resharded=is_resharded)
+
+    def _add_buckets(self, module: nn.Module) -> None:
+        """Describe where parameters are in the buckets, from which the flattened state takes them."""
+        located = locate_in_buckets(module)
+        if located is None:
+            raise _UntraceableError
+        parameters, offsets = located
+        self._registered.update(map(id, parameters))
+        self._structure.append(offsets)
 
     def _visit_optimizer(self, optim: torch.optim.Optimizer, path: Path) -> None:
         _require(type(optim).state_dict is torch.optim.Optimizer.state_dict)
@@ -193,7 +232,7 @@ class _Tracer:
         _require(type(slots) is dict)
         _require({str}.issuperset(map(type, slots)))
         self._structure.append(list(slots))
-        self._add_tensors(slots.values(), PLAIN_TENSORS)
+        self._add_tensors(slots.values(), _TENSORS)
 
 
 def _require(condition: bool) -> None:
@@ -201,27 +240,50 @@ def _require(condition: bool) -> None:
         raise _UntraceableError
 
 
-def _describe(tensors: list[torch.Tensor]) -> tuple[object, ...]:
-    """Return the description of tensors: everything except their elements."""
+def _find_local_tensors(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]]:
+    """Return the tensors with the local tensors of DTensors, and the shape, mesh and placements of these."""
+    if not any(type(tensor) is DTensor for tensor in tensors):
+        return tensors, []
+    local_tensors, shardings = [], list[object]()
+    meshes: dict[int, object] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            if type(tensor) is DTensor:
+                mesh = tensor.device_mesh
+                described = meshes.get(id(mesh)) or meshes.setdefault(id(mesh), _describe_mesh(mesh))
+                shardings.append((tensor.shape, tensor.placements, described))
+                tensor = tensor.to_local()
+                _require(type(tensor) in PLAIN_TENSORS)
+            local_tensors.append(tensor)
+    return local_tensors, shardings
+
+
+def _describe_mesh(mesh: DeviceMesh) -> object:
+    """Return the ranks of a mesh, and the coordinate of this rank; a mesh itself would keep its groups alive."""
+    return mesh.device_type, mesh.mesh.tolist(), mesh.get_coordinate()
+
+
+def _describe(tensors: list[torch.Tensor], local_tensors: list[torch.Tensor]) -> tuple[object, ...]:
+    """Return the description of tensors on this rank: everything except their elements."""
     try:
-        shapes = [tensor.shape for tensor in tensors]
+        shapes = [tensor.shape for tensor in local_tensors]
     except RuntimeError as error:  # nested tensors do not have a shape
         raise _UntraceableError from error
-    dtypes = [tensor.dtype for tensor in tensors]
-    devices = [tensor.device for tensor in tensors]
-    layouts = [tensor.layout for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in local_tensors]
+    devices = [tensor.device for tensor in local_tensors]
+    layouts = [tensor.layout for tensor in local_tensors]
     _require(set(layouts) <= {torch.strided})
-    return shapes, dtypes, devices, _describe_sharing(tensors)
+    return shapes, dtypes, devices, _describe_sharing(tensors, local_tensors)
 
 
-def _describe_sharing(tensors: list[torch.Tensor]) -> object:
+def _describe_sharing(tensors: list[torch.Tensor], local_tensors: list[torch.Tensor]) -> object:
     """Return which tensors are one object or share memory; None if no tensors do."""
     objects = list(map(id, tensors))
-    starts = [tensor.data_ptr() for tensor in tensors]
-    _require(all(map(has_memory, tensors)))
+    starts = [tensor.data_ptr() for tensor in local_tensors]
+    _require(all(map(has_memory, local_tensors)))
     if len(tensors) == len(set(objects)) == len(set(starts)):
         return None
-    return _find_firsts(objects), _find_firsts(map(find_memory, tensors))
+    return _find_firsts(objects), _find_firsts(map(find_memory, local_tensors))
 
 
 def _find_firsts(keys: Iterable[Hashable]) -> list[int]:

@@ -23,7 +23,7 @@ from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.traversal import ShardedModule, units
-from shardckpt.state.adapters.base import Entry, ShardingAdapter
+from shardckpt.state.adapters.base import Entry, ShardingAdapter, local
 from shardckpt.state.adapters.dtensor import DTensorAdapter
 from shardckpt.state.adapters.engine_dtensor import EngineDTensorAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
@@ -120,6 +120,36 @@ def is_plain_module(kind: type[nn.Module]) -> bool:
         and not hasattr(kind, "reshard")
         and not any(base.__module__.startswith(homes) for base in kind.__mro__)
     )
+
+
+@lru_cache(maxsize=1024)
+def is_fully_sharded(kind: type[nn.Module]) -> bool:
+    """Return True if a class is a plain one after `fully_shard`, of the engine or of torch, and nothing else."""
+    front_end, original = kind.__mro__[1:3]
+    is_of_torch = front_end.__name__ == "FSDPModule" and front_end.__module__.startswith("torch.distributed.")
+    return (is_of_torch or issubclass(front_end, ShardedModule)) and is_plain_module(original)
+
+
+def locate_in_buckets(module: nn.Module) -> tuple[list[nn.Parameter], list[int]] | None:
+    """Return the parameters of a module's unit, each with its offset in its bucket; None if they are not DTensors.
+
+    The offset is in bytes, and 0 for a parameter of which this rank has no elements.
+
+    Args:
+        module: Module that is sharded by `fully_shard`, of the engine or of torch, and resharded.
+    """
+    parameters: list[nn.Parameter] = []
+    offsets: list[int] = []
+    for registration in module.sharding_unit.registrations if isinstance(module, ShardedModule) else ():
+        if type(registration) is not DTensorRegistration:
+            return None
+        registration.pull_user_changes()
+        start = registration.bucket.shard.data_ptr()
+        for parameter in registration.parameters:
+            own = local(parameter)
+            parameters.append(parameter)
+            offsets.append(own.data_ptr() - start if own.numel() else 0)
+    return parameters, offsets
 
 
 def index_model(model: nn.Module) -> ModelIndex:
