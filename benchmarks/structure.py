@@ -95,15 +95,21 @@ def trace_calls(folder: Path) -> list[tuple[str, Trace]]:
     rows.append(("DCP load", trace(lambda: dcp.load(state, checkpoint_id=folder / "dcp"), TORCH_DCP)))
     rows.append(("consolidate(dcp)", trace(lambda: shardckpt.consolidate(folder / "dcp", folder / "b"), OURS)))
     for title, shard, package in [("", fully_shard, OURS), ("torch ", torch_fully_shard, TORCH_FSDP)]:
-        model = make_model()
-        shard(model[1])
-        shard(model)
-        data = torch.ones(2, 8)
-        model(data).sum().backward()
-        losses: list[torch.Tensor] = []
-        rows.append((f"{title}fully_shard forward", trace(lambda: losses.append(model(data).sum()), package)))  # noqa: B023
-        rows.append((f"{title}fully_shard backward", trace(losses[0].backward, package)))
+        forward, backward = trace_iteration(shard, package)
+        rows += [(f"{title}fully_shard forward", forward), (f"{title}fully_shard backward", backward)]
     return rows
+
+
+def trace_iteration(shard: Callable[[nn.Module], object], package: str) -> tuple[Trace, Trace]:
+    """Trace a forward and a backward of two units, after a warm-up."""
+    model = make_model()
+    shard(model[1])
+    shard(model)
+    data = torch.ones(2, 8)
+    model(data).sum().backward()
+    losses: list[torch.Tensor] = []
+    forward = trace(lambda: losses.append(model(data).sum()), package)
+    return forward, trace(losses[0].backward, package)
 
 
 def measure_classes() -> list[tuple[int, int, str]]:

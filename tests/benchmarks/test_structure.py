@@ -1,14 +1,22 @@
-"""The script that counts files and functions counts those of the package it is asked for, on all threads."""
+"""The script that counts files and functions counts those of one package, on all threads; ceilings of its counts."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from pathlib import Path
 
 import pytest
+from harness import run
+
+from shardckpt.core import fully_shard
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "structure.py"
+FORWARD, BACKWARD = (9, 60), (15, 125)
+"""At most so many files and functions does an iteration of `fully_shard` enter."""
+PUBLIC = {"FullyShardedDataParallel", "FSDPModule"}
+"""Classes with as many methods as torch's."""
 
 
 @pytest.fixture
@@ -43,3 +51,18 @@ def test_classes_are_measured_the_longest_first(structure):
     sizes = structure.measure_classes()
     assert sizes == sorted(sizes, reverse=True)
     assert {"Box", "Checkpointer"} <= {name for _, _, name in sizes}
+
+
+def test_other_than_public_classes_have_at_most_300_lines_and_25_methods(structure):
+    lines, methods = structure.LARGE_CLASS_LINES, structure.LARGE_CLASS_METHODS
+    large = [size for size in structure.measure_classes() if size[0] > lines or size[1] > methods]
+    assert [size for size in large if size[2] not in PUBLIC] == []
+
+
+@pytest.mark.skipif("SHARDCKPT_TEST_STREAMS" in os.environ, reason="with streams it enters more")
+def test_an_iteration_enters_few_files_and_functions(structure):
+    def body(rank, world):
+        return structure.trace_iteration(fully_shard, structure.OURS)
+
+    for counts, most in zip(run(1, body)[0], (FORWARD, BACKWARD), strict=True):
+        assert counts.files <= most[0] and counts.functions <= most[1]

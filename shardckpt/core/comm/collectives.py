@@ -35,22 +35,22 @@ _MOVABLE = frozenset(
 )
 
 
+@dataclass(eq=False)
 class Pending:
     """Collective that may not have completed.
 
-    Args:
-        work: Result of torch's collective; None if no communication was necessary.
+    Attributes:
+        work: Result of torch's collective; None if no communication was necessary, or after `wait`.
         what: Purpose of the collective, for errors.
     """
 
-    def __init__(self, work: Any, what: str) -> None:
-        self._work = work
-        self._what = what
+    work: Any
+    what: str
 
     @property
     def done(self) -> bool:
         """Return True if `wait` would return at once."""
-        return self._work is None or (isinstance(self._work, dist.Work) and self._work.is_completed())
+        return self.work is None or (isinstance(self.work, dist.Work) and self.work.is_completed())
 
     def wait(self) -> None:
         """Wait until the result can be read.
@@ -59,10 +59,10 @@ class Pending:
             RankError: Another rank did not join the collective in time, or is lost.
             DeviceMemoryError: This rank is out of memory.
         """
-        work, self._work = self._work, None
+        work, self.work = self.work, None
         if work is None:
             return
-        with _Named(self._what):
+        with _Named(self.what):
             work.wait()
 
 
