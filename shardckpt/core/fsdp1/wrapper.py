@@ -53,14 +53,14 @@ FLAT_PARAM = "_flat_param"
 _ProcessGroup = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
-def _precision(given: MixedPrecision) -> Precision:
+def _precision(settings: MixedPrecision) -> Precision:
     return Precision(
-        param_dtype=given.param_dtype,
-        reduce_dtype=given.reduce_dtype,
-        buffer_dtype=given.buffer_dtype,
-        cast_inputs=given.cast_forward_inputs,
-        cast_root_inputs=given.cast_root_forward_inputs,
-        keep_low_precision_grads=given.keep_low_precision_grads,
+        param_dtype=settings.param_dtype,
+        reduce_dtype=settings.reduce_dtype,
+        buffer_dtype=settings.buffer_dtype,
+        cast_inputs=settings.cast_forward_inputs,
+        cast_root_inputs=settings.cast_root_forward_inputs,
+        keep_low_precision_grads=settings.keep_low_precision_grads,
     )
 
 
@@ -131,8 +131,8 @@ class FullyShardedDataParallel(StateStatics):
         self._hook: CommHook | None = None
         self._syncs_module_states = sync_module_states
         self._device = materialize.resolve_device(device_id, self.rank) or self._default_compute_device()
-        own = {"mixed_precision": mixed_precision, "param_init_fn": param_init_fn, "device_id": device_id}
-        self._buffer_types, managed = self._prepare_module(module, ignored, auto_wrap_policy, own)
+        settings = {"mixed_precision": mixed_precision, "param_init_fn": param_init_fn, "device_id": device_id}
+        self._buffer_types, managed = self._prepare_module(module, ignored, auto_wrap_policy, settings)
         self._unit = self._build_unit(module, managed)
         self._fsdp_wrapped_module = module
 

@@ -604,9 +604,9 @@ class FSDPModule:
 
     def _refuse_custom_comms(self, called: str) -> None:
         comms = self._fsdp_state.collectives.comms
-        for kind, own in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
-            if own is not None and not isinstance(own, (PooledAllGather, PooledReduceScatter)):
-                raise MisuseError(f"cannot call {called} when {kind} comm is custom: {type(own).__name__}")
+        for kind, custom in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
+            if custom is not None and not isinstance(custom, (PooledAllGather, PooledReduceScatter)):
+                raise MisuseError(f"cannot call {called} when {kind} comm is custom: {type(custom).__name__}")
 
     def _refuse_backend(self, wanted: str) -> None:
         raise BackendError(

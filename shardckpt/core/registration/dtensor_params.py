@@ -75,9 +75,9 @@ class DTensorRegistration(PerParamRegistration):
 
     def _pull_user_params(self) -> None:
         for index, member in enumerate(self.bucket.members):
-            given = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
-            if given is not None:
-                self._parameters[index] = given
+            user_param = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
+            if user_param is not None:
+                self._parameters[index] = user_param
 
     @property
     def has_unbound_extensions(self) -> bool:

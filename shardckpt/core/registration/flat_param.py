@@ -96,26 +96,26 @@ class FlatParamRegistration(UnshardedGradRegistration):
         self._pull_flat_param_data()
         for index, member in enumerate(self.bucket.members):
             for place in member.places:
-                given = place.module._parameters.get(place.attribute)
-                if given is not None:
-                    self._copy_user_param(index, place, given)
+                user_param = place.module._parameters.get(place.attribute)
+                if user_param is not None:
+                    self._copy_user_param(index, place, user_param)
 
     @torch.no_grad()
-    def _copy_user_param(self, index: int, place: ParamLocation, given: nn.Parameter) -> None:
+    def _copy_user_param(self, index: int, place: ParamLocation, user_param: nn.Parameter) -> None:
         """Copy this rank's shard of a full parameter that a user registered."""
         packing, specs = self.bucket.packing, self.bucket.layout.specs
-        if tuple(given.shape) != specs[index].shape:
+        if tuple(user_param.shape) != specs[index].shape:
             raise StateError(
                 f"Cannot writeback when the parameter shape changes: {specs[index].name} was replaced",
                 where=self._unit,
-                found=tuple(given.shape),
+                found=tuple(user_param.shape),
                 expected=specs[index].shape,
                 fix="Give it the shape that it had.",
             )
-        part: torch.Tensor | None = given
+        part: torch.Tensor | None = user_param
         if not self.bucket.keeps_full:
-            nothing = given.new_zeros(())
-            values = [given if i == index else nothing.expand(spec.shape) for i, spec in enumerate(specs)]
+            nothing = user_param.new_zeros(())
+            values = [user_param if i == index else nothing.expand(spec.shape) for i, spec in enumerate(specs)]
             part = packing.shard_values(values, self.bucket.rank)[index]
         if part is not None:
             self.bucket.local_shards[index].copy_(part)

@@ -54,9 +54,9 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
     def pull_user_changes(self) -> None:
         """Copy parameters that a user registered, and changed data, into the bucket."""
         for index, member in enumerate(self.bucket.members):
-            given = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
-            if given is not None and not isinstance(given, DTensor):
-                self._parameters[index] = given
+            user_param = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
+            if user_param is not None and not isinstance(user_param, DTensor):
+                self._parameters[index] = user_param
         super().pull_user_changes()
 
     def _is_replaced(self) -> bool:
