@@ -49,6 +49,7 @@ std::unordered_map<void*, size_t> given;
 std::unordered_map<const char*, size_t> pinned;
 
 int64_t allocations = 0;
+int64_t held = 0, peak = 0;  // bytes that are given now, and the most since `reset_peak`
 int64_t refuse_from = 0, refuse_until = 0;  // allocations that find no memory left, by their number
 
 void refuse_if_asked(size_t bytes) {
@@ -68,6 +69,7 @@ struct DeviceMemory final : c10::Allocator {
     if (memory == nullptr) return;
     Lock lock(mutex);
     std::memset(memory, 0xFF, given.at(memory));
+    held -= given.at(memory);
     given.erase(memory);
     std::free(memory);
   }
@@ -78,6 +80,8 @@ struct DeviceMemory final : c10::Allocator {
     refuse_if_asked(bytes);
     void* memory = take(bytes);
     given[memory] = bytes;
+    held += bytes;
+    peak = std::max(peak, held);
     return {memory, memory, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -464,5 +468,8 @@ PYBIND11_MODULE(SIM_MODULE, m) {
   });
   m.def("refuse", [](int64_t from, int64_t until) { allocations = 0, refuse_from = from, refuse_until = until; });
   m.def("allocations", [] { return allocations; });
+  m.def("held", [] { return held; });
+  m.def("peak", [] { return peak; });
+  m.def("reset_peak", [] { peak = held; });
   m.def("reset", [] { to_host = to_device = Copies(), reads = 0; });
 }

@@ -228,3 +228,10 @@ def allocations(call: Callable[[], Any]) -> int:
     _LOADED.refuse(0, 0)
     call()
     return _LOADED.allocations()
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """Return the most bytes of the device that are in use at a time during a call, those from before it included."""
+    _LOADED.reset_peak()
+    call()
+    return _LOADED.peak()

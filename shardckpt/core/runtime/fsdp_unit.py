@@ -134,6 +134,11 @@ class UnitParams:
         """Return True if any parameter requires gradients."""
         return any(registration.bucket.unsharded.requires_grad for registration in self.active)
 
+    @property
+    def is_async(self) -> bool:
+        """Return True if computation and reductions run beside the host."""
+        return any(registration.bucket.unsharded.streams.is_async for registration in self.active)
+
     @contextmanager
     def check_out(self) -> Iterator[tuple[ParamRegistration, ...]]:
         """Yield the resharded buckets; inside the context, the unit computes without them."""

@@ -312,7 +312,9 @@ class RootState:
         with unit.profile_range("post_backward_reduce"):
             unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
         self._reducing_units = [*(other for other in self._reducing_units if other is not unit), unit]
-        self._finish_reductions(unit.config.reduce_scatter_max_input_buffers)
+        buffers = unit.config.reduce_scatter_max_input_buffers
+        # Without streams the backend has a copy of the buffer until the reduction is over
+        self._finish_reductions(buffers if unit.params.is_async else buffers - 1)
 
     def _finish_reductions(self, left: int) -> None:
         """Finish the oldest reductions to free their buffers, until `left` remain."""
