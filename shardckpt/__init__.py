@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint.load.load import MismatchError, load
     from shardckpt.checkpoint.manager import Checkpointer
     from shardckpt.checkpoint.save.async_save import async_save
-    from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle, SaveTimings
+    from shardckpt.checkpoint.save.handle import SaveHandle, SaveTimings
     from shardckpt.checkpoint.save.save import save
     from shardckpt.checkpoint.stateful.rng_state import RNGState
     from shardckpt.checkpoint.stateful.stateful import PerRank
@@ -44,6 +44,14 @@ if TYPE_CHECKING:
         UnsafeError,
         UnsupportedError,
         UsageError,
+    )
+    from shardckpt.events.operations import (
+        FallbackEvent,
+        LoadEvent,
+        OperationEvent,
+        PruneEvent,
+        RestoreEvent,
+        SaveEvent,
     )
     from shardckpt.offline.consolidate import consolidate, convert
     from shardckpt.offline.diff import diff
@@ -78,13 +86,21 @@ if TYPE_CHECKING:
 _HOMES = {
     "shardckpt.checkpoint.manager": ("Checkpointer",),
     "shardckpt.checkpoint.save.async_save": ("async_save",),
-    "shardckpt.checkpoint.save.handle": ("SaveEvent", "SaveHandle", "SaveTimings"),
+    "shardckpt.checkpoint.save.handle": ("SaveHandle", "SaveTimings"),
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
     "shardckpt.checkpoint.load.load": ("MismatchError", "load"),
     "shardckpt.open_checkpoint": ("open",),
     "shardckpt.checkpoint.stateful.rng_state": ("RNGState",),
     "shardckpt.checkpoint.save.save": ("save",),
     "shardckpt.checkpoint.stateful.variant": ("Variant",),
+    "shardckpt.events.operations": (
+        "FallbackEvent",
+        "LoadEvent",
+        "OperationEvent",
+        "PruneEvent",
+        "RestoreEvent",
+        "SaveEvent",
+    ),
     "shardckpt.offline.diff": ("diff",),
     "shardckpt.offline.consolidate": ("consolidate", "convert"),
     "shardckpt.offline.inspect": ("inspect",),
@@ -127,10 +143,12 @@ __all__ = [
     "Checkpointer",
     "ChecksumError",
     "Comparison",
+    "FallbackEvent",
     "FormatError",
     "IncompleteError",
     "Inspection",
     "LayerDifference",
+    "LoadEvent",
     "MismatchError",
     "MissingFileError",
     "MissingTorchError",
@@ -138,16 +156,19 @@ __all__ = [
     "NoCompleteCheckpoint",
     "NoMemoryError",
     "NoSpaceError",
+    "OperationEvent",
     "Options",
     "OverlapError",
     "PerRank",
     "PrecisionError",
     "Progress",
+    "PruneEvent",
     "Pruned",
     "RNGState",
     "RankError",
     "Repair",
     "Report",
+    "RestoreEvent",
     "SaveEvent",
     "SaveHandle",
     "SaveTimings",

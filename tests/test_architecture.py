@@ -34,22 +34,44 @@ ARROWS: dict[str, set[str]] = {
     "rendezvous": {"errors", "torch_features"},
     "deprecation": {"errors"},
     "plugins": {"errors"},
+    "events": {"errors"},
     "groups": {"devices", "errors"},
     "devices": {"torch_features"},
     "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors", "torch_features"},
     "state": {"core", "plan", "groups", "deprecation", "torch_features"} | LEAVES,
     "plan": set(LEAVES),
-    "storage": {"errors"},
+    "storage": {"errors", "events"},
     "format": {"plan", "storage", "plugins"} | LEAVES,
-    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation", "devices", "torch_features"}
+    "checkpoint": {
+        "state",
+        "plan",
+        "format",
+        "storage",
+        "rendezvous",
+        "deprecation",
+        "devices",
+        "torch_features",
+        "events",
+    }
     | LEAVES,
-    "offline": {"plan", "format", "storage", "plugins", "deprecation"} | LEAVES,
+    "offline": {"plan", "format", "storage", "plugins", "deprecation", "events"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
-    "integrations": {"shardckpt"},
+    "integrations": {"shardckpt", "events"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},
     # The package itself names everything for type checkers and resolves each name on first use.
-    "shardckpt": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups", "open_checkpoint"}
+    "shardckpt": {
+        "events",
+        "core",
+        "state",
+        "checkpoint",
+        "offline",
+        "format",
+        "plan",
+        "storage",
+        "groups",
+        "open_checkpoint",
+    }
     | LEAVES,
     "cli": {"shardckpt", "errors"},
 }
@@ -86,7 +108,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
 
 # Third-party libraries and the packages that may know of them.
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"torch_features", "rendezvous", "groups", "devices", "core", "state", "checkpoint"},
+    "torch": {"torch_features", "rendezvous", "groups", "devices", "core", "state", "checkpoint", "integrations"},
     "fsspec": {"storage", "testing"},
     "typer": {"cli"},
     "pytest": {"testing"},
@@ -95,6 +117,8 @@ LIBRARIES: dict[str, set[str]] = {
     "safetensors": {"format"},
     "transformers": {"integrations"},
     "accelerate": {"integrations"},
+    "prometheus_client": {"integrations"},
+    "wandb": {"integrations"},
 }
 
 # Function-level imports; besides these the command imports the package and rich inside its functions: `is_late_in_cli`.
@@ -105,6 +129,9 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
         "shardckpt.format.registry",
         "shardckpt.format.native.run_directory",
     ): "only the format of a checkpoint is imported",
+    ("shardckpt.integrations.sinks", "prometheus_client"): "each sink needs its own library only",
+    ("shardckpt.integrations.sinks", "torch.utils.tensorboard"): "each sink needs its own library only",
+    ("shardckpt.integrations.sinks", "wandb"): "each sink needs its own library only",
     (
         "shardckpt.offline.consolidate",
         "shardckpt.offline.write.parallel",
@@ -440,7 +467,7 @@ class TestDependencies:
         assert third_party(all_imports(), modules) == base_dependencies()
 
     def test_training_imports_torch_and_else_only_the_base(self) -> None:
-        modules = {name for name in SOURCES if get_package(name) in LIBRARIES["torch"]}
+        modules = {name for name in SOURCES if get_package(name) in LIBRARIES["torch"] - {"integrations"}}
         assert third_party(all_imports(), modules) - base_dependencies() == {"torch"}
 
     @pytest.mark.parametrize(

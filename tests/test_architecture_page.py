@@ -15,7 +15,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 START, END = "<!-- drawing: tests/test_architecture_page.py -->\n", "<!-- end of drawing -->\n"
-ORDER = ("testing", "integrations", "checkpoint", "offline", "state", "format", "plan", "storage", "core")
+ORDER = ("testing", "integrations", "checkpoint", "offline", "state", "format", "plan", "storage", "core", "events")
 
 
 def load_tables() -> ModuleType:

@@ -22,7 +22,6 @@ IN_A_JOB = {
     "MismatchError",
     "PerRank",
     "RNGState",
-    "SaveEvent",
     "SaveHandle",
     "SaveTimings",
     "StateKind",

@@ -20,7 +20,7 @@ from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import async_save
-from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle, require_on_event
+from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, RunNotes, SaveParams, read_notes, save
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import (
@@ -31,6 +31,16 @@ from shardckpt.errors import (
     SourceNotFoundError,
     UnknownFormatError,
     UsageError,
+)
+from shardckpt.events import (
+    FallbackEvent,
+    OnEvent,
+    OperationEvent,
+    RestoreEvent,
+    deliver,
+    emit,
+    recorded,
+    require_on_event,
 )
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC, step_name
@@ -68,6 +78,7 @@ class Checkpointer:
         dedup: Write only tensors that changed since the newest complete step, and refer to older steps for the others.
             Removing a step keeps the files that other steps refer to.
         process_group: Ranks that call the methods; None for all ranks.
+        on_event: Called with an event at the end of each save, load, restore, removal of old steps and fallback.
 
     Raises:
         UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
@@ -92,13 +103,16 @@ class Checkpointer:
         save_every: int | None = None,
         dedup: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        on_event: OnEvent | None = None,
         **rules: Unpack[RetentionParams],
     ) -> None:
         require_bools(dedup=dedup)
+        require_on_event(on_event)
         retention = Retention.from_params("Checkpointer", **rules)
         self._schedule = SaveSchedule(save_every)
         self._finder = StepFinder(root, process_group)
-        self._retention = StepRetention(retention, self._finder)
+        self._retention = StepRetention(retention, self._finder, on_event)
+        self._on_event = on_event
         self.root, self._dedup, self._group = self._finder.root, dedup, process_group
         self._restored: int | None = None
         self._branch: int | None = None
@@ -184,15 +198,14 @@ class Checkpointer:
             ShardckptError: As for `save` and `shardckpt.async_save`; for a missing metric, after the save is complete.
         """
         number, branch, unranked, given = self._begin_save(async_save, step, metrics, options)
-        user_on_event, is_first = given.pop("on_event", None), get_channels(self._group).main.rank == 0
+        user_on_event, is_first = given.pop("on_event"), get_channels(self._group).main.rank == 0
         background = BackgroundSave()
 
-        def on_event(event: SaveEvent) -> None:
-            background.has_failed = event.phase == "failed"
-            if event.phase == "done" and is_first and not unranked:
+        def on_event(event: OperationEvent) -> None:
+            background.has_failed = event.error is not None
+            deliver(event, user_on_event)
+            if event.error is None and is_first and not unranked:
                 self._retention.apply(number)
-            if user_on_event is not None:
-                user_on_event(event)
 
         handle = async_save(state, self.path(number), on_event=on_event, **given)
         self._restored, self._branch = None, branch
@@ -236,8 +249,18 @@ class Checkpointer:
             number,
             branch,
             unranked,
-            {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group},
+            {
+                **options,
+                "overwrite": replaces,
+                "custom_metadata": notes,
+                "process_group": self._group,
+                "on_event": self._join_on_event(options.get("on_event")),
+            },
         )
+
+    def _join_on_event(self, on_event: OnEvent | None) -> OnEvent | None:
+        """Return a function that calls that of the Checkpointer and that of one call."""
+        return self._on_event if on_event is None else lambda event: deliver(event, self._on_event, on_event)
 
     def _prepare_on_rank0(self, messages: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
         """Check that the folder of the step can be written; return the answers."""
@@ -279,7 +302,34 @@ class Checkpointer:
             options = _check_options(load, options, self._group)
             wanted = None if step is None else require_step_number(step)
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-            fault = error
+            options, fault = {}, error
+        on_event = self._join_on_event(options.pop("on_event", None))
+        rank = get_channels(self._group).main.rank
+        with recorded(RestoreEvent, self.root, on_event, rank=rank) as recorder:
+
+            def take_measurement(event: OperationEvent) -> None:
+                recorder.phases.update(event.phases)
+                recorder.values["nbytes"] = event.nbytes
+                if on_event is not None:
+                    on_event(event)
+
+            options["on_event"] = take_measurement
+            found, faults = self._load_newest(state, wanted, options, fault, on_event)
+            recorder.values.update(step=found, warnings=faults)
+        if faults and rank == 0:
+            shown = "; ".join(faults[:SHOWN])
+            warnings.warn(f"newer steps cannot be loaded, restored step {found}: {shown}", stacklevel=3)
+        return found
+
+    def _load_newest(
+        self,
+        state: Any,
+        wanted: int | None,
+        options: dict[str, Any],
+        fault: Exception | None,
+        on_event: OnEvent | None,
+    ) -> tuple[int | None, tuple[str, ...]]:
+        """Load the newest step that can be loaded; return its number, and the faults of newer steps. Collective."""
         damages: dict[str, str] = {}
         removed_meanwhile = 0
         while removed_meanwhile < _LOOKS:
@@ -290,20 +340,18 @@ class Checkpointer:
             path, is_last = self._finder.path(latest.name), wanted is not None
             damage = _load_step(state, path, self._group, options, is_last=is_last)
             if not damage:
-                faults = [*latest.faults, *damages.values()]
-                if faults and get_channels(self._group).main.rank == 0:
-                    shown = "; ".join(faults[:SHOWN])
-                    warnings.warn(f"newer steps cannot be loaded, restored step {latest.number}: {shown}", stacklevel=3)
                 self._restored, self._branch = latest.number, latest.branch
                 self._schedule.record_restore(latest.number)
-                return latest.number
+                return latest.number, (*latest.faults, *damages.values())
             if self._finder.has_save(latest.save):
                 damages[latest.save] = damage
                 self._finder.damaged.add(latest.save)
+                rank = get_channels(self._group).main.rank
+                emit(FallbackEvent(path, step=latest.number, rank=rank, warnings=(damage,)), on_event)
             else:
                 removed_meanwhile += 1
         if latest.save is None and wanted is None and not latest.faults and not damages:
-            return None
+            return None, ()
         raise self._finder.build_no_checkpoint_error(wanted, list(damages.values()), latest.faults)
 
     @property

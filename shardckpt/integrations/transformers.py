@@ -23,7 +23,7 @@ from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
-from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load
+from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load, load_optim_state_dict
 
 __all__ = ["ShardckptCallback"]
 
@@ -47,12 +47,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         background: Save in the background. An error is then raised by the next save, or at the end of training.
         **options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
 
-    Attributes:
-        checkpointer: Checkpointer of the run.
-
     Example:
-        >>> callback = ShardckptCallback("s3://bucket/run")  # doctest: +SKIP
-        >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+        >>> trainer = Trainer(model, args, callbacks=[ShardckptCallback("runs/a")])  # doctest: +SKIP
         >>> trainer.train(resume_from_checkpoint=True)
     """
 
@@ -186,7 +182,12 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             load({"model": trainer.model, "optimizer": optimizer}, folder, ignore_extra=True)
         else:
             _load_weights(trainer.model, folder)
-            load(optimizer, os.path.join(folder, OPTIMIZER_NAME))
+            saved = load(os.path.join(folder, OPTIMIZER_NAME))
+            names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+            ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+            slots = {ordered[number]: values for number, values in saved["state"].items()}
+            groups = [{**group, "params": [ordered[at] for at in group["params"]]} for group in saved["param_groups"]]
+            load_optim_state_dict(trainer.model, optimizer, {"state": slots, "param_groups": groups})
         trainer.lr_scheduler.load_state_dict(load(os.path.join(folder, SCHEDULER_NAME)))
 
     def _build_state(self, text: str, generators: RNGState) -> dict[str, Any]:

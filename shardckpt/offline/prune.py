@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from shardckpt.deprecation import warn_renamed
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
+from shardckpt.events import PruneEvent, Recorder, emit
 from shardckpt.format.apply_retention import apply_retention
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import (
@@ -156,6 +157,7 @@ def prune(
     """
     root = os.fspath(root)
     retention = Retention.from_params("prune", **rules)
+    recorder = Recorder(PruneEvent, root)
     store = _open(root)
     now = time.time()
     run = _sound_run(store, verify=verify) if retention.is_needed else read_run_to_remove(store)
@@ -172,6 +174,10 @@ def prune(
         may_be_over=True,
         dry_run=dry_run,
     )
+    if deleted.steps and not dry_run:
+        numbers, nbytes = tuple(step.number for step in deleted.steps), sum(step.nbytes for step in deleted.steps)
+        recorder.values.update(removed=numbers, nbytes=nbytes)
+        emit(recorder.build(None))
     names = {step.name for step in deleted.steps} | {*deleted.orphans}
     return Pruned(
         root,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shardckpt.errors import MissingFileError, ShardckptError, StorageError
+from shardckpt.events import count_retry
 from shardckpt.storage.store import storage_error
 
 ATTEMPTS = 4
@@ -66,6 +67,7 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
             seconds = FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.5, 2)  # noqa: S311 (no secret)
             if number == ATTEMPTS or not is_transient(error) or pause(seconds):
                 raise remote_error(error, what, where, tries=number) from error
+            count_retry()
     raise AssertionError("unreachable")
 
 

@@ -924,23 +924,23 @@ class TestInTheBackground:
         assert (ck.steps(), restored(ck)) == ((2, 3), (3, 3))
         assert not ck.should_save(3)
 
-    def test_one_under_way_takes_no_place_and_removes_nothing(self, tmp_path):
+    def test_one_under_way_takes_no_place_and_removes_nothing(self, tmp_path, monkeypatch):
         ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
-        go_on, seen = threading.Event(), []
+        go_on, seen, write = threading.Event(), [], LocalWriter.write
 
-        def on_event(event: shardckpt.SaveEvent) -> None:
-            seen.append(event.phase)
-            if event.phase == "write":
-                go_on.wait(30)
+        def write_late(writer: LocalWriter, data: memoryview) -> None:
+            go_on.wait(30)
+            write(writer, data)
 
-        handle = ck.async_save(2, state(2.0), on_event=on_event)
+        monkeypatch.setattr(LocalWriter, "write", write_late)
+        handle = ck.async_save(2, state(2.0), on_event=seen.append)
         assert ck.steps() == (1,)
         shardckpt.prune(ck.root, keep_last=1)
         assert restored(Checkpointer(tmp_path)) == (1, 1)
         go_on.set()
         handle.result()
         assert ck.steps() == (2,)
-        assert seen[-1] == "done"
+        assert [(type(event), event.error) for event in seen] == [(shardckpt.SaveEvent, None)]
 
     def test_one_that_fails_removes_nothing(self, tmp_path, monkeypatch):
         def full(*_: object) -> None:

@@ -56,6 +56,16 @@ def resume_twice(rank: int, world: int, kind: str, folder: Path) -> tuple[dict[i
     return losses, others.by_step, [name for name in vars(trainer) if name in dir(type(trainer))]
 
 
+def resume_resharded(rank: int, world: int, folder: Path) -> dict[int, Any]:
+    """Resume from the folder of the Trainer alone, under FSDP2."""
+    import trainers
+
+    trainers.be_rank(rank, world)
+    trainer, losses = trainers.build("fsdp2", folder / "out", trainers.ShardckptCallback(folder / "resharded"), seed=2)
+    trainer.train(resume_from_checkpoint=str(folder / "alone" / "checkpoint-3"))
+    return losses.by_step
+
+
 def after(step: int, losses: dict[int, Any]) -> dict[int, Any]:
     return {each: loss for each, loss in losses.items() if each > step}
 
@@ -74,6 +84,9 @@ def test_a_killed_training_and_one_of_the_trainer_resume_bit_for_bit(kind: str, 
     assert [step.number for step in shardckpt.ls(tmp_path / "other").complete] == [6, 8]
     assert list((tmp_path / "out").iterdir()) == [], "the Trainer writes no folders beside the steps"
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["checkpoint-3"]
+    if kind == "ddp":
+        resharded, _ = run(2, resume_resharded, tmp_path)
+        assert [resharded[each] for each in resharded] == [pytest.approx(loss, rel=1e-3) for loss in others.values()]
 
 
 def train_and_resume(rank: int, world: int, kind: str, folder: Path, resume: str | None) -> dict[int, Any]:

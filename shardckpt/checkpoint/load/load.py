@@ -29,6 +29,7 @@ from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
+from shardckpt.events import LoadEvent, OnEvent, Recorder, recorded, require_on_event
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.reader import NamedBases, ParamShapes
 from shardckpt.manifest import Path, dotted
@@ -112,6 +113,7 @@ def load(
     broadcast_reads: bool | None = None,
     unequal_steps: UnequalSteps = "error",
     process_group: dist.ProcessGroup | None = None,
+    on_event: OnEvent | None = None,
 ) -> Any:
     """Load a checkpoint: `load(state, path)` into a state, `load(path)` as a tree.
 
@@ -145,6 +147,7 @@ def load(
             the optimizer has one step: `"error"`, or use the `"largest"`. Without flat parameters each parameter keeps
             its step.
         process_group: Ranks that load; None for all ranks.
+        on_event: Called with the `LoadEvent` of this load when it has ended.
 
     Returns:
         The given state; without a state the tree, with tensors on the CPU. Values that only another library can read
@@ -171,6 +174,7 @@ def load(
         require_way_with_steps(unequal_steps)
         compile_key_map(key_map)
         require_rules(rules)
+        require_on_event(on_event)
         return _read_globs(include)
 
     if path is None:
@@ -178,13 +182,14 @@ def load(
         if globs is not None or ignore_extra or cast:
             name = "cast" if cast else "ignore_extra" if ignore_extra else "include"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
-        with gc_paused():
+        skipped: list[Path] = []
+        with gc_paused(), recorded(LoadEvent, as_url(state), on_event) as recorder, recorder.phase("read"):
             saved = CheckpointSource(as_url(state), verify, rules, key_map, _named(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
-            skipped: list[Path] = []
             tree = saved.read_tree(saved.tree, skipped)
+            recorder.values["nbytes"] = sum(entry.nbytes for entry in saved.arrays.values())
         if skipped:
             names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
             warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=3)
@@ -198,8 +203,10 @@ def load(
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         order = error
     coordinator = get_channels(process_group).main
-    with gc_paused(), coordinator.in_step():
-        _load_into(state, path, order, coordinator)
+    shown = order.source.path if isinstance(order, _Order) else str(path)
+    sink = on_event if callable(on_event) else None
+    with gc_paused(), coordinator.in_step(), recorded(LoadEvent, shown, sink, rank=coordinator.rank) as recorder:
+        _load_into(state, path, order, coordinator, recorder)
     return state
 
 
@@ -277,24 +284,27 @@ class LoadSession:
             self.saved.elements.read([*self.wanted, *sharing.alone])
 
 
-def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Coordinator) -> None:
+def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Coordinator, recorder: Recorder) -> None:
     session = None
     message: bytes | Exception
-    try:
-        if isinstance(order, Exception):
-            raise order
-        session = _open_session(state, order, coordinator)
-        message = session.encode_request()
-    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-        message = error
-    answer = coordinator.coordinate(f"fitting {path}", message, _shared)
+    with recorder.phase("plan"):
+        try:
+            if isinstance(order, Exception):
+                raise order
+            session = _open_session(state, order, coordinator)
+            message = session.encode_request()
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            message = error
+        answer = coordinator.coordinate(f"fitting {path}", message, _shared)
     assert session is not None, "what failed was raised by all"
-    message = _execute(session, coordinator, decode_groups(answer) if answer else [])
-    try:
-        coordinator.coordinate(f"loading {path}", message, _silent)
-    except Exception as error:
-        _add_note(error, MIXED)
-        raise
+    recorder.values["nbytes"] = session.plan.nbytes
+    with recorder.phase("read"):
+        message = _execute(session, coordinator, decode_groups(answer) if answer else [])
+        try:
+            coordinator.coordinate(f"loading {path}", message, _silent)
+        except Exception as error:
+            _add_note(error, MIXED)
+            raise
 
 
 def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:

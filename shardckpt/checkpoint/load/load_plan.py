@@ -75,6 +75,11 @@ class LoadPlan:
     missing: set[Path] = field(default_factory=set)
     unexpected: list[Path] = field(default_factory=list)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of `arrays` on this rank."""
+        return sum(shard.tensor.nbytes for item in self.arrays for shard in item.array.shards)
+
     def unexpected_shown(self) -> list[str]:
         """Return the unexpected paths as text, with one line per unexpected subtree."""
         return [

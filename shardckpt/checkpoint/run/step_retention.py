@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
+from shardckpt.events import OnEvent, PruneEvent, Recorder, emit
 from shardckpt.format.apply_retention import apply_retention
 from shardckpt.format.native.run_directory import StepFolder, read_metrics, read_run
 from shardckpt.plan.retention import Retention, SavedStep, require_metric
@@ -20,10 +21,11 @@ class StepRetention:
     Args:
         rules: Rules that select the steps to keep.
         finder: Finder of the run's steps.
+        on_event: Called with a `PruneEvent` when steps were removed, or could not be; None without a callback.
     """
 
-    def __init__(self, rules: Retention, finder: StepFinder) -> None:
-        self._rules, self._finder = rules, finder
+    def __init__(self, rules: Retention, finder: StepFinder, on_event: OnEvent | None = None) -> None:
+        self._rules, self._finder, self._on_event = rules, finder, on_event
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._is_tidy = False
 
@@ -35,17 +37,24 @@ class StepRetention:
         """
         if self._is_tidy and not self._rules.is_needed:
             return
+        recorder = Recorder(PruneEvent, self._finder.root)
         try:
-            self._delete(saved)
+            removed = self._delete(saved)
             self._is_tidy = True
+            if removed:
+                numbers, nbytes = tuple(step.number for step in removed), sum(step.nbytes for step in removed)
+                recorder.values.update(removed=numbers, nbytes=nbytes)
+                emit(recorder.build(None), self._on_event)
         except (StorageError, CheckpointError, UsageError) as error:
+            emit(recorder.build(error), self._on_event)
             warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=4)
 
-    def _delete(self, saved: int) -> None:
+    def _delete(self, saved: int) -> tuple[StepFolder, ...]:
+        """Delete steps, and return them."""
         store = self._finder.open_store()
         run = read_run(store)
         if any(step.is_newer for step in run.steps) and not self._rules.is_needed:
-            return
+            return ()
         run.require_readable()
         deleted = apply_retention(
             store,
@@ -60,6 +69,7 @@ class StepRetention:
             stay = deleted.other_content
             shown = ", ".join(map(escape, stay[:SHOWN])) + (", ..." if len(stay) > SHOWN else "")
             warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=5)
+        return deleted.steps
 
     def _read_metrics(self, store: Store, step: StepFolder) -> Mapping[str, float]:
         """Return the metrics of a step, cached by save, since they never change."""

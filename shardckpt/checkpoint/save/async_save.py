@@ -9,13 +9,15 @@ import os
 from queue import SimpleQueue
 from typing import Any, Literal
 
+import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle, require_on_event
+from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, SaveHandle
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, SaveParams, check_options, saver_for
 from shardckpt.checkpoint.save.session import (
     PlannedSave,
     PlannedState,
+    SaveOptions,
     SaveSession,
     StagedSave,
     WrittenSave,
@@ -49,7 +51,6 @@ def async_save(
     *,
     max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",
-    on_event: OnEvent | None = None,
     **options: Unpack[SaveParams],
 ) -> SaveHandle:
     """Save the state of a training run in the background. Collective.
@@ -71,7 +72,6 @@ def async_save(
             has been written: the call returns when the last round has been copied. The memory is kept for the next
             save.
         on_busy: Whether to wait for a running save or to raise an error; an error of one rank is raised on all ranks.
-        on_event: Called with a `SaveEvent` at the end of each phase, on the thread of the phase.
         **options: Other parameters of `save`. With a `base`, tensors are hashed before this returns, and only changed
             tensors are copied.
 
@@ -90,22 +90,38 @@ def async_save(
     try:
         most = _parse_max_staging_bytes(max_staging_bytes)
         _require_way_when_busy(on_busy)
-        require_on_event(on_event)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         fault = fault or error
-    task = AsyncSaveTask(checked.path, on_event if callable(on_event) else None)
+    task = AsyncSaveTask(checked.path, checked.on_event)
+    try:
+        _copy_and_start(state, task, checked, most, options.get("process_group"), fault, on_busy)
+    except BaseException as error:
+        task.emit(error)
+        raise
+    return SaveHandle(task)
+
+
+def _copy_and_start(
+    state: Any,
+    task: AsyncSaveTask,
+    checked: SaveOptions,
+    most: int | None,
+    group: dist.ProcessGroup | None,
+    fault: Exception | None,
+    on_busy: OnBusy,
+) -> None:
+    """Plan with the other ranks, start the thread that writes, and copy the state."""
     with PENDING_SAVE.entry, gc_paused():
         with task.phase("waiting"):
             refusal = fault or _refusal(on_busy)
         with task.phase("capture"):
-            group = options.get("process_group")
             saver = saver_for(group, refusal)
+            task.recorder.values["rank"] = saver.channels.main.rank
             copy = _Copy(task, SaveSession(saver, checked, saver.channels.background_coordinator(group)), most)
             PENDING_SAVE.begin(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
         copy.stage(planned, flattened)
         del flattened  # before the next garbage collection
-    return SaveHandle(task)
 
 
 def _parse_max_staging_bytes(max_staging_bytes: int | str | None) -> int | None:
@@ -210,7 +226,9 @@ class _Copy:
                 staged = self._staged.get()
                 if isinstance(staged, Exception):
                     raise staged
-                return self._session.write(planned, staged, self._staging.blocks)
+                written = self._session.write(planned, staged, self._staging.blocks)
+                self._task.recorder.values["nbytes"] = written.nbytes
+                return written
 
         with self._session.rollback_on_error():
             written = capture_error(transfer)

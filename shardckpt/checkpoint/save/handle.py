@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardckpt.errors import RankError, ShardckptError, UsageError
+from shardckpt.events import OnEvent, Recorder, SaveEvent, emit
 
 _LOG = logging.getLogger("shardckpt")
 
@@ -42,68 +41,45 @@ class SaveTimings:
         return self.waiting + self.capture + self.staging
 
 
-class SaveEvent(NamedTuple):
-    """End of a phase of a save in the background.
-
-    Attributes:
-        path: Target of the save.
-        phase: Name of the phase: `waiting`, `capture`, `staging`, `write`, `publish`; finally `done` or `failed`.
-        seconds: Duration of the phase; for `done` and `failed`, of the complete save.
-        error: Error of a failed save or phase; None without an error.
-    """
-
-    path: str
-    phase: str
-    seconds: float
-    error: BaseException | None = None
-
-
-OnEvent = Callable[[SaveEvent], object]
-
-
-def require_on_event(on_event: object) -> None:
-    """Raise UsageError unless `on_event` is callable or None."""
-    if on_event is not None and not callable(on_event):
-        raise UsageError("`on_event` must be a function of a SaveEvent", found=repr(on_event))
-
-
 class AsyncSaveTask:
     """Thread, phases and error of a save in the background.
 
     Args:
         path: Target of the save.
-        on_event: Called with each event, on the thread of the phase; None without a callback.
+        on_event: Called with the event of the save, on its thread; None without a callback.
+
+    Attributes:
+        recorder: Measurement of the save.
     """
 
     def __init__(self, path: str, on_event: OnEvent | None) -> None:
         self.path = path
+        self.recorder = Recorder(SaveEvent, path, {"is_background": True})
         self._on_event = on_event
-        self._began = time.monotonic()
-        self._seconds: dict[str, float] = {}
+        self._emitting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._failure: BaseException | None = None
         self._is_retrieved = False
         self._claimed = threading.Lock()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the duration of a phase.
 
         Args:
             name: Field of `SaveTimings`.
         """
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[name] = time.monotonic() - began
-        self._notify(SaveEvent(self.path, name, self._seconds[name]))
+        return self.recorder.phase(name)
 
     @property
     def timings(self) -> SaveTimings:
         """Durations of the phases that have ended, in seconds."""
-        return SaveTimings(**self._seconds)
+        return SaveTimings(**self.recorder.phases)
+
+    def emit(self, error: BaseException | None) -> None:
+        """Emit the event of the save, which ends now; only once."""
+        if self._emitting.acquire(blocking=False):
+            emit(self.recorder.build(error), self._on_event)
 
     def claim(self) -> bool:
         """Claim the rest of the save; return True if it was not claimed before.
@@ -126,8 +102,7 @@ class AsyncSaveTask:
                 work()
             except BaseException as error:  # noqa: BLE001  (raised by whoever asks)
                 self._failure = error
-            phase = "failed" if self._failure else "done"
-            self._notify(SaveEvent(self.path, phase, time.monotonic() - self._began, self._failure))
+            self.emit(self._failure)
 
         # Not a daemon: an exiting process waits for the thread.
         self._thread = threading.Thread(target=run, name="shardckpt-save", daemon=False)
@@ -159,14 +134,6 @@ class AsyncSaveTask:
     def unretrieved_error(self) -> BaseException | None:
         """Return the error of the save, unless it was retrieved."""
         return None if self._is_retrieved else self.failure()
-
-    def _notify(self, event: SaveEvent) -> None:
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(event)
-        except Exception:  # noqa: BLE001  (a logger that fails must not fail the save)
-            _LOG.exception("on_event failed at %s of the save to %s", event.phase, self.path)
 
 
 class SaveHandle:

@@ -16,6 +16,7 @@ from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError, unknown_keyword_error
+from shardckpt.events import OnEvent, SaveEvent, recorded, require_on_event
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC
 from shardckpt.storage.resolve_url import as_url
@@ -44,6 +45,7 @@ class SaveParams(TypedDict, total=False):
     store_digests: bool
     trainable_only: bool
     base_key_map: Mapping[str, str] | None
+    on_event: OnEvent | None
 
 
 @renamed_params(**EARLIER_NAMES)
@@ -76,6 +78,7 @@ def save(
             base has equal bytes. The base may have any readable format that stores tensors as in memory.
         base_key_map: Replacements by regular expression, which change names of the model to names in the base. Patterns
             of wrappers and adapters (PEFT) are known.
+        on_event: Called with the `SaveEvent` of this save when it has ended.
 
     Raises:
         TargetExistsError: The target exists and `overwrite` is False.
@@ -85,10 +88,11 @@ def save(
         StorageError: The storage failed. The written files were removed.
     """
     checked, fault = check_options("save", path, options)
-    with PENDING_SAVE.entry:
-        PENDING_SAVE.wait()
+    with PENDING_SAVE.entry, recorded(SaveEvent, checked.path, checked.on_event) as recorder:
+        with recorder.phase("waiting"):
+            PENDING_SAVE.wait()
         refusal = fault or PENDING_SAVE.unretrieved_error()
-        saver_for(options.get("process_group"), refusal).save(state, checked, refusal)
+        saver_for(options.get("process_group"), refusal).save(state, checked, refusal, recorder)
 
 
 def check_options(verb: str, path: object, options: SaveParams) -> tuple[SaveOptions, Exception | None]:
@@ -125,6 +129,7 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
         raise UsageError("a save with a base or store_digests needs checksums", found="checksums=False")
     if not (base is None or callable(base) or isinstance(base, (str, os.PathLike))):
         raise UsageError("`base` must be a path or a URL, or a function that returns one", found=repr(base))
+    require_on_event(options.get("on_event"))
     url = None if base is None or callable(base) else as_url(base)
     key_map = _require_texts("base_key_map", options.get("base_key_map"))
     if key_map:
@@ -138,6 +143,7 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
         has_digests,
         trainable_only,
         key_map,
+        options.get("on_event"),
     )
 
 

@@ -40,6 +40,7 @@ from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
 from shardckpt.checkpoint.stateful.stateful import as_root
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
+from shardckpt.events import FallbackEvent, OnEvent, Recorder, SaveEvent, recorded
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
 from shardckpt.format.native.manifest_json import (
@@ -90,6 +91,7 @@ class SaveOptions:
         store_digests: Whether to hash chunks, so that a later save can refer to this checkpoint.
         trainable_only: Whether to refer to the base for all frozen parameters.
         base_key_map: Replacements by regular expression, which change names of the model to names in the base.
+        on_event: Called with the event of the save; None without a callback.
     """
 
     path: str
@@ -100,6 +102,7 @@ class SaveOptions:
     store_digests: bool = False
     trainable_only: bool = False
     base_key_map: Mapping[str, str] = field(default_factory=dict)
+    on_event: OnEvent | None = None
 
 
 @dataclass(frozen=True)
@@ -157,31 +160,41 @@ class Saver:
         self.cached_saves: tuple[CachedSave, ...] = ()
         self.frozen_params = FrozenParamCache()
 
-    def save(self, state: Any, options: SaveOptions, refusal: Exception | None = None) -> None:
+    def save(
+        self, state: Any, options: SaveOptions, refusal: Exception | None = None, recorder: Recorder | None = None
+    ) -> None:
         """Save a state. Collective.
 
         Args:
             state: As for the function `save`.
             options: Options of the save.
             refusal: Error of this rank, which all ranks raise; None without an error.
+            recorder: Measurement of the save; None if nobody needs it.
         """
+        recorder = recorder or Recorder(SaveEvent, options.path)
+        rank = recorder.values["rank"] = self.channels.main.rank
         try:
-            self._save(state, options, refusal)
-        except BaseRemovedError:
+            self._save(state, options, recorder, refusal)
+        except BaseRemovedError as error:
             if options.trainable_only:
                 raise
-            self._save(state, replace(options, base=lambda: None), refusal)
+            with recorded(FallbackEvent, options.path, options.on_event, rank=rank, warnings=(str(error),)):
+                self._save(state, replace(options, base=lambda: None), recorder, refusal)
 
-    def _save(self, state: Any, options: SaveOptions, refusal: Exception | None) -> None:
+    def _save(self, state: Any, options: SaveOptions, recorder: Recorder, refusal: Exception | None) -> None:
         session = SaveSession(self, options, self.channels.main)
         with gc_paused(), self.channels.main.in_step(), session.rollback_on_error():
-            planned, flattened = session.plan(state, refusal)
+            with recorder.phase("capture"):
+                planned, flattened = session.plan(state, refusal)
 
             def source(payload: PayloadFile) -> Iterator[memoryview]:
                 return iter_contents(payload, flattened)
 
-            written = capture_error(lambda: session.write(planned, session.stage(planned, flattened), source))
-            session.commit(planned, written)
+            with recorder.phase("write"):
+                written = capture_error(lambda: session.write(planned, session.stage(planned, flattened), source))
+            recorder.values["nbytes"] = 0 if isinstance(written, Exception) else written.nbytes
+            with recorder.phase("publish"):
+                session.commit(planned, written)
 
     def report(self, flattened: FlattenedState, local_plan: LocalSavePlan, path: str) -> RankReport:
         """Return this rank's report, with its local plan unless the cached plan fits."""
@@ -285,6 +298,11 @@ class WrittenSave:
     payloads: Sequence[WrittenPayload]
     files: tuple[FileRecord, ...]
     block_hashes: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload files."""
+        return sum(each.payload.nbytes for each in self.payloads)
 
     def outcome(self) -> tuple[dict[str, str], tuple[int, ...], Sequence[int]]:
         """Return digests of replica groups, unchanged chunks and block hashes, for rank 0."""

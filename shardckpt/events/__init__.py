@@ -1,0 +1,35 @@
+"""Events of saves, loads, restores, removals of steps and fallbacks that have ended.
+
+`subscribe` sends all events of this process to a function; `on_event` of a `Checkpointer`, a save or a load sends those
+of one run or call. The logger `shardckpt` gets a line of level INFO from rank 0, and of level DEBUG from other ranks.
+`shardckpt.integrations.sinks` has functions for monitoring systems.
+"""
+
+from shardckpt.events.operations import FallbackEvent, LoadEvent, OperationEvent, PruneEvent, RestoreEvent, SaveEvent
+from shardckpt.events.recorder import (
+    OnEvent,
+    Recorder,
+    count_retry,
+    deliver,
+    emit,
+    recorded,
+    require_on_event,
+    subscribe,
+)
+
+__all__ = [
+    "FallbackEvent",
+    "LoadEvent",
+    "OnEvent",
+    "OperationEvent",
+    "PruneEvent",
+    "Recorder",
+    "RestoreEvent",
+    "SaveEvent",
+    "count_retry",
+    "deliver",
+    "emit",
+    "recorded",
+    "require_on_event",
+    "subscribe",
+]

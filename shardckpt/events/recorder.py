@@ -1,0 +1,152 @@
+"""Measure operations, and send their events to those who subscribed."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardckpt.errors import UsageError
+from shardckpt.events.operations import OperationEvent, PruneEvent
+
+_LOG = logging.getLogger("shardckpt")
+_STEP = re.compile(r"(?:^|[/\\])step-([0-9]{1,18})[/\\]?$")
+
+OnEvent = Callable[[OperationEvent], object]
+"""Function that takes events. Its exceptions are logged. Background saves call it on their own thread."""
+
+_SUBSCRIBED: list[OnEvent] = []
+
+
+def subscribe(on_event: OnEvent) -> Callable[[], None]:
+    """Send all events of this process to a function, and return a function that ends this.
+
+    Args:
+        on_event: Called with each event.
+
+    Raises:
+        UsageError: The argument is not a function.
+
+    Example:
+        >>> seen = []
+        >>> unsubscribe = subscribe(seen.append)
+        >>> unsubscribe()
+    """
+    require_on_event(on_event, may_be_none=False)
+    _SUBSCRIBED.append(on_event)
+
+    def unsubscribe() -> None:
+        if on_event in _SUBSCRIBED:
+            _SUBSCRIBED.remove(on_event)
+
+    return unsubscribe
+
+
+def require_on_event(on_event: object, *, may_be_none: bool = True) -> None:
+    """Raise UsageError unless `on_event` is a function, or None."""
+    if not (callable(on_event) or (may_be_none and on_event is None)):
+        raise UsageError("`on_event` must be a function of an OperationEvent", found=repr(on_event))
+
+
+def emit(event: OperationEvent, *on_event: OnEvent | None) -> None:
+    """Log an event, and send it to those who subscribed and to further functions."""
+    level = logging.DEBUG if event.rank else logging.INFO
+    if _LOG.isEnabledFor(level):
+        _LOG.log(level, "%s", _describe(event))
+    deliver(event, *_SUBSCRIBED, *on_event)
+
+
+def deliver(event: OperationEvent, *on_event: OnEvent | None) -> None:
+    """Send an event to functions; the exception of one is logged, and the next is called."""
+    for sink in on_event:
+        if sink is not None:
+            try:
+                sink(event)
+            except Exception:  # noqa: BLE001  (monitoring that fails must not fail a save)
+                _LOG.exception("on_event failed at the %s of %s", event.operation, event.path)
+
+
+def _describe(event: OperationEvent) -> str:
+    """Return an event as one line."""
+    line = f"{event.operation} {event.path}: {event.seconds:.2f} s"
+    if event.nbytes:
+        line += f", {event.nbytes / 1e9:.3f} GB on this rank, {event.gb_per_second:.2f} GB/s"
+    if isinstance(event, PruneEvent) and event.removed:
+        line += f", removed {', '.join(map(str, event.removed))}"
+    if event.phases:
+        line += f" ({', '.join(f'{name} {seconds:.2f} s' for name, seconds in event.phases.items())})"
+    line += f", {event.retries} retries" if event.retries else ""
+    line += "".join(f"; warning: {text}" for text in event.warnings)
+    return line if event.error is None else f"{line}; failed: {type(event.error).__name__}: {event.error}"
+
+
+_RETRIES = 0
+_COUNTING = threading.Lock()
+
+
+def count_retry() -> None:
+    """Count a request to a store that is repeated."""
+    global _RETRIES  # noqa: PLW0603
+    with _COUNTING:
+        _RETRIES += 1
+
+
+@dataclass
+class Recorder:
+    """Measurement of a running operation, from which its event is built.
+
+    Attributes:
+        kind: Class of the event.
+        path: As in `OperationEvent`.
+        values: Further attributes of the event.
+        phases: Durations of the phases that have ended.
+    """
+
+    kind: type[OperationEvent]
+    path: str
+    values: dict[str, Any] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    _began: float = field(default_factory=time.monotonic)
+    _retries: int = field(default_factory=lambda: _RETRIES)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the duration of a phase."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = time.monotonic() - began
+
+    def build(self, error: BaseException | None) -> OperationEvent:
+        """Return the event of the operation, which ends now."""
+        match = _STEP.search(self.path)
+        values = {"step": int(match[1]) if match else None, **self.values}
+        seconds, retries = time.monotonic() - self._began, _RETRIES - self._retries
+        phases = dict(self.phases)
+        return self.kind(self.path, seconds, phases=phases, retries=retries, error=error, **values)
+
+
+@contextmanager
+def recorded(kind: type[OperationEvent], path: str, *on_event: OnEvent | None, **values: Any) -> Iterator[Recorder]:
+    """Measure an operation, and emit its event when the context ends.
+
+    Args:
+        kind: Class of the event.
+        path: Path or URL of the checkpoint or the run.
+        on_event: Further functions to send the event to.
+        values: Attributes of the event; more can be added to the `values` of the recorder.
+    """
+    recorder, failure = Recorder(kind, path, values), None
+    try:
+        yield recorder
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        emit(recorder.build(failure), *on_event)

@@ -1,0 +1,137 @@
+"""Functions that send events to monitoring systems: JSON lines, TensorBoard, Prometheus, Weights & Biases.
+
+Each is an argument for `shardckpt.events.subscribe`, or `on_event` of a `Checkpointer`. Its library is imported when it
+is made. Threads may call them at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from typing import Any
+
+from shardckpt import OperationEvent
+
+__all__ = ["JSONLinesSink", "PrometheusSink", "TensorBoardSink", "WandbSink"]
+
+
+class JSONLinesSink:
+    """Append each event to a file, as a line of JSON with the time at which it ended.
+
+    Args:
+        path: File to append to; one for each process.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path, self._lock = os.fspath(path), threading.Lock()
+
+    def __call__(self, event: OperationEvent) -> None:
+        """Append an event."""
+        line = json.dumps({"time": time.time(), **event.as_dict()})
+        with self._lock, open(self._path, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+class TensorBoardSink:
+    """Write the numbers of each event to TensorBoard, as `shardckpt/save/seconds` and the like, by step.
+
+    Args:
+        writer: A `SummaryWriter`, or the folder for a new one.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        if isinstance(writer, (str, os.PathLike)):
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (an optional library)
+
+            writer = SummaryWriter(os.fspath(writer))
+        self._writer = writer
+
+    def __call__(self, event: OperationEvent) -> None:
+        """Write an event."""
+        for name, value in _numbers(event).items():
+            self._writer.add_scalar(f"shardckpt/{event.operation}/{name}", value, event.step)
+        self._writer.flush()
+
+
+class PrometheusSink:
+    """Count events as metrics of Prometheus, for its client or for the textfile collector of the node exporter.
+
+    Args:
+        registry: Registry for the metrics; None for the default one, which the client serves.
+        textfile: File that is replaced with the metrics after each event, such as `/var/lib/node/shardckpt.prom`; one
+            for each process.
+    """
+
+    def __init__(self, registry: Any = None, textfile: str | os.PathLike[str] | None = None) -> None:
+        import prometheus_client  # noqa: PLC0415 (an optional library)
+
+        self._registry = prometheus_client.REGISTRY if registry is None else registry
+        self._textfile, self._write = textfile, prometheus_client.write_to_textfile
+        self._lock = threading.Lock()
+
+        def add(kind: Any, name: str, text: str, *labels: str) -> Any:
+            return kind(f"shardckpt_{name}", text, ["operation", "store", *labels], registry=self._registry)
+
+        counter, gauge = prometheus_client.Counter, prometheus_client.Gauge
+        self._operations = add(counter, "operations_total", "Operations that have ended.", "outcome")
+        self._bytes = add(counter, "bytes_total", "Bytes of tensors that this rank wrote, read or removed.")
+        self._retries = add(counter, "retries_total", "Repeated requests.")
+        self._warnings = add(counter, "warnings_total", "Faults that did not make an operation fail.")
+        self._seconds = add(gauge, "last_seconds", "Duration of the last operation.")
+        self._phases = add(gauge, "last_phase_seconds", "Durations of the phases of the last operation.", "phase")
+        self._succeeded = add(gauge, "last_success_timestamp_seconds", "Time of the last operation that did not fail.")
+        self._step = add(gauge, "last_success_step", "Step of the last operation that did not fail.")
+
+    def __call__(self, event: OperationEvent) -> None:
+        """Count an event."""
+        labels = (event.operation, event.store)
+        self._operations.labels(*labels, "success" if event.error is None else "failure").inc()
+        self._bytes.labels(*labels).inc(event.nbytes)
+        self._retries.labels(*labels).inc(event.retries)
+        self._warnings.labels(*labels).inc(len(event.warnings))
+        self._seconds.labels(*labels).set(event.seconds)
+        for name, seconds in event.phases.items():
+            self._phases.labels(*labels, name).set(seconds)
+        if event.error is None:
+            self._succeeded.labels(*labels).set_to_current_time()
+            if event.step is not None:
+                self._step.labels(*labels).set(event.step)
+        if self._textfile is not None:
+            with self._lock:
+                self._write(os.fspath(self._textfile), self._registry)
+
+
+class WandbSink:
+    """Log the numbers of each event to a run of Weights & Biases, as `shardckpt/save/seconds` and the like.
+
+    They are drawn over `shardckpt/step`, since the steps of a run only grow, and a background save ends later.
+
+    Args:
+        run: Run of `wandb`; None for the current one.
+    """
+
+    def __init__(self, run: Any = None) -> None:
+        if run is None:
+            import wandb  # noqa: PLC0415 (an optional library)
+
+            run = wandb.run if wandb.run is not None else wandb.init()
+        self._run = run
+        run.define_metric("shardckpt/step")
+        run.define_metric("shardckpt/*", step_metric="shardckpt/step")
+
+    def __call__(self, event: OperationEvent) -> None:
+        """Log an event."""
+        numbers = {f"shardckpt/{event.operation}/{name}": value for name, value in _numbers(event).items()}
+        if event.step is not None:
+            numbers["shardckpt/step"] = event.step
+        self._run.log(numbers)
+
+
+def _numbers(event: OperationEvent) -> dict[str, float]:
+    """Return the numbers of an event by name."""
+    phases = {f"seconds/{name}": seconds for name, seconds in event.phases.items()}
+    rate = {"gb_per_second": event.gb_per_second} if event.nbytes else {}
+    counts = {"bytes": event.nbytes, "retries": event.retries, "warnings": len(event.warnings)}
+    return {"seconds": event.seconds, **phases, **rate, **counts, "failed": float(event.error is not None)}

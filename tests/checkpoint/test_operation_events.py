@@ -1,0 +1,120 @@
+"""Saves, loads, restores, removals and fallbacks give one event each, with its bytes and phases, on every rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import run
+
+import shardckpt
+from shardckpt import FallbackEvent, LoadEvent, OperationEvent, PruneEvent, RestoreEvent, SaveEvent
+from shardckpt.events import subscribe
+
+STATE = {"t": torch.arange(1000.0)}
+
+
+def damage(step: Path) -> None:
+    """Change a byte of the tensors of a step."""
+    file = next(path for path in step.iterdir() if path.suffix == ".safetensors" and path.stat().st_size > 4000)
+    with file.open("r+b") as opened:
+        opened.seek(-5, os.SEEK_END)
+        opened.write(b"\x99")
+
+
+def test_saves_and_loads_give_one_event_each(tmp_path: Path) -> None:
+    seen: list[OperationEvent] = []
+    end = subscribe(seen.append)
+    shardckpt.save(STATE, tmp_path / "step-3")
+    shardckpt.async_save(STATE, tmp_path / "b").result()
+    shardckpt.load({"t": torch.zeros(1000)}, tmp_path / "step-3")
+    shardckpt.load(tmp_path / "b")
+    end()
+    shardckpt.load(tmp_path / "b")
+    save, background, into_state, tree = seen
+    assert [type(event) for event in seen] == [SaveEvent, SaveEvent, LoadEvent, LoadEvent]
+    assert [event.step for event in seen] == [3, None, 3, None]
+    assert (save.is_background, background.is_background) == (False, True)
+    assert list(save.phases) == ["waiting", "capture", "write", "publish"]
+    assert set(background.phases) == {"waiting", "capture", "staging", "write", "publish"}
+    assert 4000 < save.nbytes == background.nbytes < 9000, "the tensor and a header"
+    assert list(into_state.phases) == ["plan", "read"]
+    assert into_state.nbytes == tree.nbytes == 4000
+    assert all(event.seconds >= sum(event.phases.values()) * 0.99 > 0 for event in (save, into_state, tree))
+
+
+def test_what_fails_gives_an_event_with_the_error(tmp_path: Path) -> None:
+    seen: list[OperationEvent] = []
+    shardckpt.save(STATE, tmp_path / "a")
+    for verb in (shardckpt.save, shardckpt.async_save):
+        with pytest.raises(shardckpt.TargetExistsError):
+            verb(STATE, tmp_path / "a", on_event=seen.append)
+    with pytest.raises(shardckpt.SourceNotFoundError):
+        shardckpt.load({}, tmp_path / "missing", on_event=seen.append)
+    errors = [(type(event), type(event.error)) for event in seen]
+    assert errors == [
+        (SaveEvent, shardckpt.TargetExistsError),
+        (SaveEvent, shardckpt.TargetExistsError),
+        (LoadEvent, shardckpt.SourceNotFoundError),
+    ]
+
+
+def test_a_run_tells_of_its_saves_removals_fallbacks_and_restores(tmp_path: Path) -> None:
+    seen: list[OperationEvent] = []
+    ck = shardckpt.Checkpointer(tmp_path, keep_last=2, on_event=seen.append)
+    ck.save(1, STATE)
+    ck.async_save(2, STATE).result()
+    ck.async_save(3, STATE).result()
+    assert [(type(event), event.step) for event in seen[:3]] == [(SaveEvent, 1), (SaveEvent, 2), (SaveEvent, 3)]
+    (pruned,) = seen[3:]
+    assert isinstance(pruned, PruneEvent)
+    assert pruned.removed == (1,)
+    assert pruned.nbytes > 4000
+    seen.clear()
+    damage(tmp_path / "step-00000003")
+    with pytest.warns(UserWarning, match="restored step 2"):
+        assert ck.restore({"t": torch.zeros(1000)}) == 2
+    assert [type(event) for event in seen] == [LoadEvent, FallbackEvent, LoadEvent, RestoreEvent]
+    _, fallback, load, restore = seen
+    assert (fallback.step, restore.step, restore.nbytes) == (3, 2, load.nbytes)
+    assert restore.warnings == fallback.warnings
+    assert "block" in restore.warnings[0]
+    seen.clear()
+    end = subscribe(seen.append)
+    shardckpt.prune(tmp_path, keep_last=1)
+    end()
+    assert [(type(event), event.removed) for event in seen] == [(PruneEvent, (2,))]
+
+
+def test_a_removal_that_fails_gives_an_event_with_the_error(tmp_path: Path) -> None:
+    seen: list[OperationEvent] = []
+    ck = shardckpt.Checkpointer(tmp_path, keep_last=1, on_event=seen.append)
+    ck.save(1, STATE)
+    failing = patch("shardckpt.checkpoint.run.step_retention.apply_retention", side_effect=shardckpt.StorageError("x"))
+    with failing, pytest.warns(UserWarning, match="could not be removed"):
+        ck.save(2, STATE)
+    assert [type(event.error) for event in seen] == [type(None), type(None), shardckpt.StorageError]
+
+
+def events_of_ranks(rank: int, world: int, folder: Path) -> list[tuple[Any, ...]]:
+    seen: list[OperationEvent] = []
+    state = {"t": torch.arange(1000.0), "own": shardckpt.PerRank(torch.ones(1000))}
+    ck = shardckpt.Checkpointer(folder, on_event=seen.append)
+    ck.save(1, state)
+    ck.async_save(2, state).result()
+    ck.restore(state)
+    return [(event.operation, event.rank, event.step, event.nbytes >= 4000) for event in seen]
+
+
+def test_each_rank_tells_of_itself(tmp_path: Path) -> None:
+    for rank, told in enumerate(run(2, events_of_ranks, tmp_path)):
+        assert told == [
+            ("save", rank, 1, True),
+            ("save", rank, 2, True),
+            ("load", rank, 2, True),
+            ("restore", rank, 2, True),
+        ]

@@ -1,0 +1,90 @@
+"""Each sink hands events to its library, which reads them back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardckpt.events import OperationEvent, PruneEvent, SaveEvent
+from shardckpt.integrations.sinks import JSONLinesSink, PrometheusSink, TensorBoardSink, WandbSink
+
+SAVE = SaveEvent("s3://bucket/run/step-6", 2.0, 6, nbytes=10**9, phases={"write": 1.5}, retries=1, warnings=("odd",))
+FAILED = SaveEvent("s3://bucket/run/step-7", 1.0, 7, error=OSError("full"))
+PRUNE = PruneEvent("s3://bucket/run", 0.5, removed=(1, 2))
+
+
+def send(sink: Any) -> None:
+    for event in (SAVE, FAILED, PRUNE):
+        sink(event)
+
+
+def test_json_lines_are_appended(tmp_path: Path) -> None:
+    send(JSONLinesSink(tmp_path / "events.jsonl"))
+    JSONLinesSink(tmp_path / "events.jsonl")(OperationEvent("again"))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(line["operation"], line["path"]) for line in lines[:3]] == [
+        ("save", SAVE.path),
+        ("save", FAILED.path),
+        ("prune", PRUNE.path),
+    ]
+    assert lines[1]["error"] == "OSError: full"
+    assert lines[2]["removed"] == [1, 2]
+    assert 0 < lines[0]["time"] <= lines[3]["time"]
+
+
+def test_prometheus_counts_events_and_replaces_a_textfile(tmp_path: Path) -> None:
+    client = pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    registry = client.CollectorRegistry()
+    send(PrometheusSink(registry, tmp_path / "shardckpt.prom"))
+    text = (tmp_path / "shardckpt.prom").read_text()
+    samples = {
+        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "store")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["shardckpt_operations_total", "save", "success"] == 1
+    assert samples["shardckpt_operations_total", "save", "failure"] == 1
+    assert samples["shardckpt_bytes_total", "save"] == 10**9
+    assert samples["shardckpt_retries_total", "save"] == 1
+    assert samples["shardckpt_warnings_total", "save"] == 1
+    assert samples["shardckpt_last_seconds", "save"] == 1.0
+    assert samples["shardckpt_last_phase_seconds", "save", "write"] == 1.5
+    assert samples["shardckpt_last_success_step", "save"] == 6
+    assert registry.get_sample_value("shardckpt_last_seconds", {"operation": "prune", "store": "s3"}) == 0.5
+    assert [path.name for path in tmp_path.iterdir()] == ["shardckpt.prom"]
+
+
+def test_tensorboard_reads_scalars_by_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    send(TensorBoardSink(tmp_path))
+    written = EventAccumulator(str(tmp_path)).Reload()
+    assert [(each.step, each.value) for each in written.Scalars("shardckpt/save/seconds")] == [(6, 2.0), (7, 1.0)]
+    assert [each.value for each in written.Scalars("shardckpt/save/seconds/write")] == [1.5]
+    assert [each.value for each in written.Scalars("shardckpt/save/gb_per_second")] == [0.5]
+    assert [each.value for each in written.Scalars("shardckpt/save/failed")] == [0.0, 1.0]
+
+
+def test_wandb_logs_numbers_over_the_step(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(mode="offline", dir=str(tmp_path), project="test") as run:
+        send(WandbSink())
+        summary = dict(run.summary)
+    assert summary["shardckpt/step"] == 7
+    assert summary["shardckpt/save/gb_per_second"] == 0.5
+    assert summary["shardckpt/prune/seconds"] == 0.5
+
+
+def test_the_libraries_are_imported_by_their_sinks_only() -> None:
+    names = ("prometheus_client", "tensorboard", "wandb", "torch")
+    code = f"import sys, shardckpt.integrations.sinks; print([n for n in {names} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
