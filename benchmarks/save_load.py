@@ -26,7 +26,8 @@ is a copy of each tensor into preallocated memory.
 The baseline clones the tensors.
 
 **beside.** An asynchronous save of at most 1 GiB, from its call to its end, while the training loop only waits (the
-baseline) and while it runs Python code.
+baseline) and while it runs Python code. Training steps, which are products of matrices, without a save (the baseline)
+and after a call of `async_save` has returned.
 
 **many, very-many.** Very many small DTensors on 2 ranks. The first save has its own column, because plans are
 cached. Slow methods have one turn and no warm-up.
@@ -484,7 +485,7 @@ def stalls_of(operation: str, state: Any, tensors: Sequence[torch.Tensor], folde
 
 
 def beside(sizes: Sizes, folder: Path) -> list[Method]:
-    """Return asynchronous saves beside a loop that waits, and beside one that runs Python code."""
+    """Return asynchronous saves beside a loop that waits and one that runs Python code, and steps beside a save."""
     state = sharded(inputs.shapes("large", min(sizes.nbytes, 1 << 30)))
 
     def begin() -> Any:
@@ -501,9 +502,26 @@ def beside(sizes: Sizes, folder: Path) -> list[Method]:
             sum(range(1000))
         return handle
 
+    weights = torch.rand(1024, 1024)
+    running: list[Any] = []
+
+    def train() -> None:
+        for _ in range(max(sum(local(tensor).nbytes for tensor in state.values()) >> 25, 1)):
+            weights.mm(weights)
+
+    def start(first: bool) -> None:
+        settle(first)
+        running.append(begin())
+
+    def end(first: bool, _result: Any) -> None:
+        finish(folder, first, running.pop())
+
+    finished, name = partial(finish, folder), "beside Python code"
     return [
-        Method("background save", "waiting", "bare", wait, settle, partial(finish, folder)),
-        Method("background save", "beside Python code", "shardckpt", run_python, settle, partial(finish, folder)),
+        Method("background save", "waiting", "bare", wait, settle, finished),
+        Method("background save", name, "shardckpt", run_python, settle, finished, limits={"waiting": 2.0}),
+        Method("training steps", "alone", "bare", train, settle),
+        Method("training steps", "beside a save", "shardckpt", train, start, end, limits={"alone": 1.03}),
     ]
 
 

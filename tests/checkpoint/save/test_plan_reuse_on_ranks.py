@@ -319,6 +319,16 @@ def test_values_that_differ_between_ranks_are_refused_in_a_later_save_too(tmp_pa
     assert all("`step` (int) differs between rank 0" in raised.message for raised in raised_everywhere(2, body))
 
 
+def test_one_dtensor_under_two_names_is_not_taken_for_two_that_share_memory(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> None:
+        saver, state = Saver(get_channels(None)), build_state("plain")
+        for change in (tie, share_local_tensor, tie):
+            change(state)
+            assert_saves_as_new(saver, state, tmp_path)
+
+    run(2, body)
+
+
 def test_partial_sums_are_refused_in_a_later_save_too(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
         saver, state = Saver(get_channels(None)), build_state("plain")
