@@ -52,7 +52,7 @@ class ElementReader:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._pieces = PieceReader(store)
-        self._buffers = UploadBuffers(0, ())
+        self._buffers: UploadBuffers | None = None
 
     def read(self, wanted: Sequence[ReadRequest]) -> None:
         """Read the elements of requests; they are in their targets when this returns.
@@ -201,9 +201,10 @@ class _Batch:
     after: list[Callable[[], object]] = field(default_factory=list)
     nbytes: int = 0
 
-    def carry_out(self, pieces: PieceReader, buffers: UploadBuffers) -> None:
+    def carry_out(self, pieces: PieceReader, buffers: UploadBuffers | None) -> None:
         """Read, then copy staged elements to their targets."""
         if self.uploads:
+            assert buffers is not None, "uploads have buffers"
             with buffers.take() as buffer:
                 self._read_and_copy(pieces, buffer)
             return
@@ -259,10 +260,12 @@ def _batches(wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
         yield batch
 
 
-def _make_buffers(wanted: Sequence[ReadRequest]) -> UploadBuffers:
-    """Return the buffers for targets on devices."""
+def _make_buffers(wanted: Sequence[ReadRequest]) -> UploadBuffers | None:
+    """Return the buffers for targets on devices; None without such targets."""
     shards = [(entry, shard) for entry, array in wanted for shard in array.shards]
     uploads = [Upload(entry, *shard) for entry, shard in shards if has_pinned_copies(shard.tensor.device)]
+    if not uploads:
+        return None
     nbytes = min(PINNED_BYTES, sum(upload.nbytes for upload in uploads))
     return UploadBuffers(nbytes, {upload.tensor.device for upload in uploads})
 

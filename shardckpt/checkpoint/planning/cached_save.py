@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.planning.plan_cache import PlanCache, RankPlanCache
 from shardckpt.checkpoint.planning.rank_report import ABOUT, digest_tree
-from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
+from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.state_trace import StateTrace
+from shardckpt.checkpoint.stateful.stateful import to_named_value
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
+from shardckpt.format.encodings.tagged_json import encode
 from shardckpt.format.native.manifest_json import ManifestContents
 from shardckpt.format.native.payload import PayloadChunk, encode_canonical
-from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path
 from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_tensor_shards
 
@@ -242,7 +243,4 @@ def _find_place(tree: Any, path: Path) -> ValuePlace | None:
 
 
 def _encode(value: object, path: Path) -> object:
-    def refuse(ref: TensorRef) -> int:
-        raise AssertionError(f"{ref} cannot be a value")
-
-    return encoded(value, refuse, path)
+    return encode(value, path, lambda value, _: to_named_value(value))
