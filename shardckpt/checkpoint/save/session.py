@@ -389,10 +389,11 @@ class SaveSession:
             The plan, and the flattened state, which is valid until the state changes.
         """
         is_alone = self._coordinator.size == 1
-        flattened: PlannedState
-        flattened, local_plan, response = (
-            self._plan_alone(state, refusal) if is_alone else self._exchange_plan(state, refusal)
-        )
+        planner = SavePlanner(self._saver, self._options)
+        try:
+            flattened, local_plan, response = planner.plan(state, refusal)
+        finally:
+            self._publication, self._begun, self._cached_save = planner.publication, planner.begun, planner.cached_save
         rank_plan, cache = response.rank_plan, self._saver.rank_plan_cache
         if isinstance(flattened, TracedState):
             rank_plan = flattened.rank_plan
@@ -490,12 +491,78 @@ class SaveSession:
         part = encode_partial(written.payloads) if self._coordinator.rank else b""
         return self._last.coordinate(what, pack_message(written.outcome(), part), decide)
 
+    def _publish(
+        self,
+        planned: PlannedSave,
+        written: WrittenSave,
+        outcomes: Sequence[tuple[Any, Any, Any]],
+        others: Sequence[PartialManifest],
+    ) -> bytes:
+        """Compare replicas, commit, publish. On rank 0.
+
+        Args:
+            planned: Result of `plan`.
+            written: Files of rank 0.
+            outcomes: Outcomes of all ranks, in rank order.
+            others: Manifest parts of the other ranks.
+        """
+        assert self._begun is not None and self._publication is not None
+        plan, base = self._begun.cache.plan, self._begun.base
+        digests, unchanged, hashes = zip(*outcomes, strict=True)
+        if _has_unequal_replicas(plan, digests):
+            return _EXPLAIN
+        parts = [build_partial(written.payloads), *others]
+        referred = []
+        if base is not None:
+            assert planned.frozen_params is not None
+            referred.append(base.part(unchanged, hashes, planned.frozen_params.hashes))
+        files, arrays = merge_partials([*parts, *referred], plan.order)
+        bases = base.bases(files) if base is not None else ()
+        contents = replace(self._begun.contents, files=(*files, *written.files), arrays=arrays, bases=bases)
+        manifest = encode_manifest(contents)
+        _write_file(self._publication, manifest_name(contents.save), manifest)
+        own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
+        rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
+        require_files(self._options.path, self._publication.staging_url, [{**rank0_sizes, **own}, *other_sizes])
+        # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
+        if base is not None and not base.is_kept(files):
+            return _BASE_REMOVED
+        commit = encode_commit(contents.save, manifest, contents.files, read_branch(contents.about))
+        _write_file(self._publication, COMMIT, commit)
+        self._publication.commit()
+        return b""
+
+
+class SavePlanner:
+    """Plan of one save on one rank, made with the other ranks.
+
+    Args:
+        saver: Saver of the group.
+        options: Options of the save.
+
+    Attributes:
+        publication: Publication that has begun, on rank 0; None on other ranks.
+        begun: State of the save on rank 0; None on other ranks.
+        cached_save: Cached save that the state fits, or that its commit caches; None without one.
+    """
+
+    def __init__(self, saver: Saver, options: SaveOptions) -> None:
+        self._saver, self._coordinator, self._options = saver, saver.channels.main, options
+        self.publication: Publication | None = None
+        self.begun: _BegunSave | None = None
+        self.cached_save: CachedSave | None = None
+
+    def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
+        """Flatten the state, plan with the other ranks, begin the publication. Collective."""
+        plan = self._plan_alone if self._coordinator.size == 1 else self._exchange_plan
+        return plan(state, refusal)
+
     def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
         opened = self._open(state, refusal)
         trace, cached_save = opened.trace, opened.cached_save
         if trace is None or cached_save is None:
             return self._flatten_alone(opened)
-        self._cached_save = cached_save
+        self.cached_save = cached_save
         return TracedState(cached_save, trace), cached_save.rank.local_plan, self._begin_again(trace, cached_save)[0]
 
     def _flatten_alone(self, opened: _OpenedState) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
@@ -533,9 +600,9 @@ class SaveSession:
         cache = self._saver.rank_plan_cache
         rank_plan = response.rank_plan or (cache.rank_plan if cache is not None else None)
         if trace is not None and rank_plan is not None:
-            planned, contents = (None, None) if self._begun is None else (self._begun.cache, self._begun.contents)
+            planned, contents = (None, None) if self.begun is None else (self.begun.cache, self.begun.contents)
             rank = RankPlanCache(response.save, local_plan, rank_plan)
-            self._cached_save = cache_save(rank, trace, flattened, planned, contents)
+            self.cached_save = cache_save(rank, trace, flattened, planned, contents)
 
     def _begin_again(self, trace: StateTrace, cached_save: CachedSave) -> list[PlanResponse]:
         """Begin the publication of a state that fits a cached save. On rank 0."""
@@ -553,7 +620,7 @@ class SaveSession:
         if not isinstance(opened, Exception) and opened.trace is not None and opened.cached_save is not None:
             answer = self._ask_traced(what, opened.trace, opened.cached_save)
             if answer != _FLATTENED_NEEDED:
-                self._cached_save = opened.cached_save
+                self.cached_save = opened.cached_save
                 traced = TracedState(opened.cached_save, opened.trace)
                 return traced, opened.cached_save.rank.local_plan, PlanResponse.decode(answer)
         local = opened if isinstance(opened, Exception) else capture_error(partial(self._flatten, opened))
@@ -631,9 +698,9 @@ class SaveSession:
         save_id, plan, options = new_save_id(), planned.plan, self._options
         base = _open_base(options, plan)
         cache = planned if planned.save else replace(planned, save=save_id)
-        self._begun = _BegunSave(cache, build(save_id), base)
+        self.begun = _BegunSave(cache, build(save_id), base)
         kept = read_referred_files(options.path) if options.overwrite else ()
-        self._publication = begin(
+        self.publication = begin(
             options.path,
             STEP,
             overwrite=options.overwrite,
@@ -646,51 +713,10 @@ class SaveSession:
             base.ask_for_hashes(self._saver.frozen_params.hashes)
         return [
             PlanResponse(
-                save_id, self._publication.staging_url, rank_plan, None if base is None else base.hints_for(rank_plan)
+                save_id, self.publication.staging_url, rank_plan, None if base is None else base.hints_for(rank_plan)
             )
             for rank_plan in plan.rank_plans
         ]
-
-    def _publish(
-        self,
-        planned: PlannedSave,
-        written: WrittenSave,
-        outcomes: Sequence[tuple[Any, Any, Any]],
-        others: Sequence[PartialManifest],
-    ) -> bytes:
-        """Compare replicas, commit, publish. On rank 0.
-
-        Args:
-            planned: Result of `plan`.
-            written: Files of rank 0.
-            outcomes: Outcomes of all ranks, in rank order.
-            others: Manifest parts of the other ranks.
-        """
-        assert self._begun is not None and self._publication is not None
-        plan, base = self._begun.cache.plan, self._begun.base
-        digests, unchanged, hashes = zip(*outcomes, strict=True)
-        if _has_unequal_replicas(plan, digests):
-            return _EXPLAIN
-        parts = [build_partial(written.payloads), *others]
-        referred = []
-        if base is not None:
-            assert planned.frozen_params is not None
-            referred.append(base.part(unchanged, hashes, planned.frozen_params.hashes))
-        files, arrays = merge_partials([*parts, *referred], plan.order)
-        bases = base.bases(files) if base is not None else ()
-        contents = replace(self._begun.contents, files=(*files, *written.files), arrays=arrays, bases=bases)
-        manifest = encode_manifest(contents)
-        _write_file(self._publication, manifest_name(contents.save), manifest)
-        own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
-        rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
-        require_files(self._options.path, self._publication.staging_url, [{**rank0_sizes, **own}, *other_sizes])
-        # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
-        if base is not None and not base.is_kept(files):
-            return _BASE_REMOVED
-        commit = encode_commit(contents.save, manifest, contents.files, read_branch(contents.about))
-        _write_file(self._publication, COMMIT, commit)
-        self._publication.commit()
-        return b""
 
 
 def _write_file(publication: Publication, name: str, data: bytes) -> None:
