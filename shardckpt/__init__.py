@@ -62,16 +62,20 @@ if TYPE_CHECKING:
     from shardckpt.offline.repair import Repair, repair
     from shardckpt.offline.reshard import reshard
     from shardckpt.offline.select.options import Options
+    from shardckpt.offline.stats import stats
     from shardckpt.offline.targets.target_registry import list_targets
     from shardckpt.offline.verify import verify
     from shardckpt.offline.write.report import (
         Comparison,
         Inspection,
         LayerDifference,
+        LayerStats,
         Progress,
         Report,
+        Statistics,
         TensorDifference,
         TensorInfo,
+        TensorStats,
         ValueDifference,
         Verification,
         WrittenFile,
@@ -113,16 +117,20 @@ _HOMES = {
         "Comparison",
         "Inspection",
         "LayerDifference",
+        "LayerStats",
         "Progress",
         "Report",
+        "Statistics",
         "TensorDifference",
         "TensorInfo",
+        "TensorStats",
         "ValueDifference",
         "Verification",
         "WrittenFile",
     ),
     "shardckpt.offline.reshard": ("reshard",),
     "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
+    "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.state.keys.kinds": ("StateKind",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
@@ -148,6 +156,7 @@ __all__ = [
     "IncompleteError",
     "Inspection",
     "LayerDifference",
+    "LayerStats",
     "LoadEvent",
     "MismatchError",
     "MissingFileError",
@@ -176,12 +185,14 @@ __all__ = [
     "SourceNotFoundError",
     "StateDictError",
     "StateKind",
+    "Statistics",
     "StepInfo",
     "StepList",
     "StorageError",
     "TargetExistsError",
     "TensorDifference",
     "TensorInfo",
+    "TensorStats",
     "TruncatedError",
     "UnknownFormatError",
     "UnknownNameError",
@@ -213,6 +224,7 @@ __all__ = [
     "repair",
     "reshard",
     "save",
+    "stats",
     "verify",
 ]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from shardckpt_cli import compare, consolidate, inspect, ls, merge, prune, rekey, repair, reshard, verify
+from shardckpt_cli import compare, consolidate, inspect, ls, merge, prune, rekey, repair, reshard, stats, verify
 from shardckpt_cli.commands import Command, CommandWithTargets, CommandWithVerbs
 from shardckpt_cli.exits import run_main, wrap_command
 
@@ -40,6 +40,7 @@ _VERBS = {
     "repair": _Verb(repair.repair),
     "verify": _Verb(verify.verify),
     "diff": _Verb(compare.diff),
+    "stats": _Verb(stats.stats),
     "ls": _Verb(ls.ls),
     "prune": _Verb(prune.prune),
 }

@@ -32,7 +32,7 @@ from shardckpt.offline.compare.tensor_distance import compare_tensors, describe_
 from shardckpt.offline.report_html.difference_list import describe_comparison
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.select.config_files import find_config_files
-from shardckpt.offline.select.options import PARTS, Part
+from shardckpt.offline.select.options import Part, parse_part
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
 from shardckpt.plan.layout.coverage import locate
@@ -98,9 +98,8 @@ def diff(
     a, b, html = os.fspath(a), os.fspath(b), os.fspath(html)
     if html:
         require_report_target(html)
-    result = _diff(
-        a, b, _DiffOptions(_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol)), rules, rename, base
-    )
+    chosen = _DiffOptions(parse_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol))
+    result = _diff(a, b, chosen, rules, rename, base)
     if html:
         write_page(render_page(f"{escape(a)} and {escape(b)}", describe_comparison(result)), html)
     return result
@@ -149,13 +148,6 @@ class _DiffOptions:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     tolerance: Tolerance
-
-
-def _part(part: str) -> Part:
-    for known in PARTS:
-        if part == known:
-            return known
-    raise UsageError("--part must be one of the parts of a checkpoint", found=part, expected=", ".join(PARTS))
 
 
 def _tolerance(atol: float, rtol: float) -> Tolerance:

@@ -99,6 +99,19 @@ class TestExitCodes:
         assert run_here("verify", src).code == 1
         assert not (tmp_path / "out").exists()
 
+    def test_statistics_are_sorted_and_nans_are_1(self, tmp_path: Path) -> None:
+        tensors = {f"layers.{at}.w": torch.full((4,), float(at)) for at in range(12)}
+        save_file(tensors, tmp_path / "a.safetensors")
+        found = run_here("stats", tmp_path / "a.safetensors", "--sort", "l2", "--top", "2")
+        assert found.code == 0
+        lines = found.out.splitlines()
+        assert [line.split()[0] for line in lines[:3]] == ["tensor", "layers.11.w", "layers.10.w"]
+        assert lines[3].endswith("12 tensors, 0 NaNs, 0 Infs")
+        tensors["layers.7.w"][1] = float("nan")
+        save_file(tensors, tmp_path / "a.safetensors")
+        found = run_here("stats", tmp_path / "a.safetensors", "--by-layer", "--sort", "bad", "--top", "1")
+        assert found.code == 1 and found.out.splitlines()[1].split()[:2] == ["layers.7", "1"]
+
     def test_differences_are_sorted_summed_by_layer_and_cut(self, tmp_path: Path) -> None:
         tensors = {f"layers.{at}.w": torch.ones(4) for at in range(12)}
         save_file(tensors, tmp_path / "a.safetensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.dtypes import bits
-from shardckpt.format.chunk_reader import read_blocks
-from shardckpt.format.reader import Reader
-from shardckpt.manifest import TensorEntry, dotted
+from shardckpt.manifest import TensorEntry
 from shardckpt.offline.compare.leaves import Tolerance
-from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
+from shardckpt.offline.compare.stored_values import BLOCK_BYTES, StoredTensor, read_values, sum_squares, to_numbers
 from shardckpt.offline.write.report import TensorDifference
-
-_BLOCK_BYTES = 1 << 21
-
-StoredTensor = tuple[Reader, TensorEntry]
-"""A tensor of an open checkpoint, without `Lazy` pieces."""
 
 
 def describe_tensor(entry: TensorEntry | None) -> str:
@@ -45,11 +37,11 @@ def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tole
     is_tolerant = same_type and not tolerance.is_exact and _is_tolerated(left.dtype)
     distance = _Distance()
     equal = same_type
-    elements = max(_BLOCK_BYTES * 8 // max(bits(left.stored), bits(right.stored)), 1)
-    for x, y in zip(_read_values(a, elements), _read_values(b, elements), strict=True):
+    elements = max(BLOCK_BYTES * 8 // max(bits(left.stored), bits(right.stored)), 1)
+    for x, y in zip(read_values(a, elements), read_values(b, elements), strict=True):
         if same_type and x == y:
             continue
-        u, v = (_numbers(x, left.dtype), _numbers(y, right.dtype)) if have_numbers else (None, None)
+        u, v = (to_numbers(x, left.dtype), to_numbers(y, right.dtype)) if have_numbers else (None, None)
         if u is None or v is None or not (is_tolerant and _are_close(u, v, tolerance)):
             equal = False
         if u is not None and v is not None:
@@ -71,35 +63,12 @@ def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tole
     )
 
 
-def _read_values(tensor: StoredTensor, elements: int) -> Iterator[bytearray]:
-    """Yield the elements, in blocks, in the dtype that readers deliver."""
-    reader, entry = tensor
-    for raw in read_blocks(reader, entry, elements * bits(entry.stored) // 8):
-        yield _convert(raw, entry)
-
-
 def _compute_norm(tensor: StoredTensor, elements: int) -> float:
     """Return the L2 norm of the finite elements."""
     total = 0.0
-    for data in _read_values(tensor, elements):
-        total += _sum_squares(_numbers(data, tensor[1].dtype))
+    for data in read_values(tensor, elements):
+        total += sum_squares(to_numbers(data, tensor[1].dtype))
     return math.sqrt(total)
-
-
-def _sum_squares(values: NDArray[Any]) -> float:
-    flat = np.abs(values).ravel()
-    flat = np.where(np.isfinite(flat), flat, 0.0)
-    return float(np.dot(flat, flat))
-
-
-def _convert(data: bytearray, entry: TensorEntry) -> bytearray:
-    """Return elements in the dtype that readers deliver."""
-    if entry.dtype == entry.stored:
-        return data
-    out = bytearray(len(data) * bits(entry.dtype) // bits(entry.stored))
-    name = dotted(entry.path)
-    cast_into(memoryview(data), entry.stored, memoryview(out), entry.dtype, name=name, allow_overflow=True)
-    return out
 
 
 def _is_tolerated(dtype: str) -> bool:
@@ -147,15 +116,3 @@ class _Distance:
             self.nans_b + int(nans_y.sum()),
             self.squares + float(np.dot(gap, gap)),
         )
-
-
-def _numbers(data: bytearray, dtype: str) -> NDArray[Any]:
-    """Return elements as float64 or complex128; as bytes if NumPy lacks the dtype."""
-    if dtype == "complex32":
-        return np.frombuffer(data, np.float16).astype(np.float64).view(np.complex128)
-    try:
-        kind = numpy_dtype(dtype)
-    except TypeError:
-        return np.frombuffer(data, np.uint8).astype(np.float64)
-    values = np.frombuffer(data, kind)
-    return values.astype(np.complex128 if kind.kind == "c" else np.float64)

@@ -47,6 +47,18 @@ def parse_memory(limit: int | str) -> int:
     return nbytes
 
 
+def parse_part(part: str) -> Part:
+    """Return the part of a checkpoint that a caller names.
+
+    Raises:
+        UsageError: The part is unknown.
+    """
+    for known in PARTS:
+        if part == known:
+            return known
+    raise UsageError("--part must be one of the parts of a checkpoint", found=part, expected=", ".join(PARTS))
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of `consolidate` and `convert`.
@@ -113,8 +125,7 @@ class Options:
         Raises:
             UsageError: An option has an invalid value.
         """
-        if self.part not in PARTS:
-            raise UsageError(f"--part {self.part!r} is not a part", expected=", ".join(PARTS))
+        parse_part(self.part)
         if self.optim_keys not in OPTIM_KEYS:
             raise UsageError(f"--optim-keys {self.optim_keys!r} is not a kind of keys", expected=", ".join(OPTIM_KEYS))
         parse_dtype(self.dtype)

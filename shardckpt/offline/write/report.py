@@ -163,6 +163,87 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorStats:
+    """Statistics of one tensor; complex numbers count by their magnitude.
+
+    Attributes:
+        name: Canonical name.
+        dtype: Dtype to deliver.
+        shape: Global shape.
+        nans: Number of NaNs.
+        infs: Number of infinities.
+        zeros: Number of zeros.
+        min: Smallest finite value; None if there is none.
+        max: Largest finite value; None if there is none.
+        mean: Mean of the finite values; None if there is none.
+        l2: L2 norm of the finite values.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    nans: int
+    infs: int
+    zeros: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    l2: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStats:
+    """Statistics of the tensors of one layer.
+
+    Attributes:
+        name: Name of the layer, as `find_layer` returns it.
+        tensors: Number of tensors.
+        nans: Number of NaNs.
+        infs: Number of infinities.
+        zeros: Number of zeros.
+        min: Smallest finite value; None if there is none.
+        max: Largest finite value; None if there is none.
+        l2: L2 norm of the finite values.
+    """
+
+    name: str
+    tensors: int
+    nans: int
+    infs: int
+    zeros: int
+    min: float | None
+    max: float | None
+    l2: float
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Result of `stats`.
+
+    Attributes:
+        source: Path or URL.
+        format: Format of the checkpoint.
+        tensors: Statistics of each tensor, in saved order.
+        layers: Statistics of each layer, in natural order of names.
+    """
+
+    source: str
+    format: str
+    tensors: tuple[TensorStats, ...]
+    layers: tuple[LayerStats, ...]
+
+    @property
+    def nans(self) -> int:
+        """Number of NaNs in all tensors."""
+        return sum(tensor.nans for tensor in self.tensors)
+
+    @property
+    def infs(self) -> int:
+        """Number of infinities in all tensors."""
+        return sum(tensor.infs for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorDifference:
     """A tensor that differs.
 
