@@ -102,6 +102,7 @@ class Checksum(NamedTuple):
         algorithm: `crc32` or `xxh3-64`.
         value: Stored checksum.
         label: Label of the range in messages, such as `block 3, `; empty if it has none.
+        parts: Further checksums of the same kind, of parts of a range of at most 4 MiB.
     """
 
     file: str
@@ -110,6 +111,7 @@ class Checksum(NamedTuple):
     algorithm: str
     value: int
     label: str = ""
+    parts: tuple[Checksum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, UnsupportedError, UsageError
@@ -21,7 +21,13 @@ from shardckpt.format.native.commit import (
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
 from shardckpt.format.native.payload import BLOCK_BYTES, HF_INDEX, BlockHasher
 from shardckpt.format.native.reader import build_manifest
-from shardckpt.format.native.records import ArrayRecord, FileRecord, group_files_by_base, make_record
+from shardckpt.format.native.records import (
+    ArrayRecord,
+    FileRecord,
+    group_files_by_base,
+    hashed_record,
+    make_record,
+)
 from shardckpt.format.native.recovery import DescribedFile, read_described, rebuild_manifest
 from shardckpt.format.reader import NamedBases, Source
 from shardckpt.format.registry import open_source
@@ -141,7 +147,7 @@ def _list_differing(store: Store, sizes: Mapping[str, int], contents: ManifestCo
         file.name
         for file in own
         if sizes[file.name] != file.nbytes
-        or (file.hashes is not None and tuple(_hash(store, file.name, file.nbytes)) != file.hashes)
+        or (file.hashes is not None and not _agrees(file, _hash(store, file.name, file.nbytes)))
     ]
 
 
@@ -196,11 +202,7 @@ def _with_hashes(
     Raises:
         ChecksumError: The bytes differ from those of the old manifest.
     """
-    hashed = [
-        f if f.base else f._replace(nbytes=sizes[f.name], hashes=tuple(_hash(store, f.name, sizes[f.name])))
-        for f in contents.files
-        if f.name != HF_INDEX
-    ]
+    hashed = [f if f.base else _hash(store, f.name, sizes[f.name]) for f in contents.files if f.name != HF_INDEX]
     if HF_INDEX in sizes:
         hashed.append(make_record(HF_INDEX, read_bytes(store, HF_INDEX, 0, sizes[HF_INDEX])))
     full = replace(contents, files=tuple(hashed))
@@ -226,7 +228,9 @@ def _with_hashes(
 
 
 def _agrees(old: FileRecord, found: FileRecord) -> bool:
-    return old.nbytes == found.nbytes and old.hashes in (None, found.hashes)
+    """Return whether a file has the size and the hashes that a manifest stores."""
+    same = old.hashes in (None, found.hashes) and old.sub_hashes in (b"", found.sub_hashes)
+    return old.nbytes == found.nbytes and same
 
 
 def _without_digests(record: ArrayRecord) -> ArrayRecord:
@@ -270,11 +274,12 @@ def _read_based(
     return old if found_pieces == listed_pieces else None
 
 
-def _hash(store: Store, name: str, nbytes: int) -> Iterator[int]:
+def _hash(store: Store, name: str, nbytes: int) -> FileRecord:
+    """Return the record of a file as it is."""
+    hasher = BlockHasher()
     buffer = memoryview(bytearray(min(BLOCK_BYTES, nbytes)))
     for start in range(0, nbytes, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, nbytes - start)]
         store.read([Read(name, start, block)])
-        hasher = BlockHasher()
         hasher.update(block)
-        yield from hasher.digests()
+    return hashed_record(name, nbytes, hasher.digests())

@@ -140,17 +140,29 @@ def _checksums(reader: Reader) -> tuple[int, list[str]]:
                     *problems,
                     escape(f"{checksum.file} has checksums of an unknown kind: {checksum.algorithm}"),
                 ]
-            value = _ALGORITHMS[checksum.algorithm](_blocks(reader, checksum, buffer))
+            wrong = _find_wrong(reader, checksum, buffer)
             if checksum.algorithm == _FULL_FILES:
                 ends[checksum.file] = checksum.offset + checksum.nbytes
-            if value == checksum.value:
+            if not wrong:
                 checked += checksum.nbytes
-            elif len(problems) < _MOST_FAULTS:
-                problems.append(_mismatch(reader, checksum, value, content))
+            for each, value in wrong[: _MOST_FAULTS - len(problems)]:
+                problems.append(_mismatch(reader, each, value, content))
     except CheckpointError as error:
         problems.append(str(error))
     longer = {name: size - ends[name] for name, size in reader.manifest.files.items() if size > ends.get(name, size)}
     return checked, [*problems, *(escape(f"{name} has {n} more bytes than were saved") for name, n in longer.items())]
+
+
+def _find_wrong(reader: Reader, checksum: Checksum, buffer: bytearray) -> list[tuple[Checksum, int]]:
+    """Return the smallest ranges that do not match their checksums, with the values that they have."""
+    algorithm = _ALGORITHMS[checksum.algorithm]
+    value = algorithm(_blocks(reader, checksum, buffer))
+    parts = []
+    for part in checksum.parts:
+        start = part.offset - checksum.offset
+        parts.append((part, algorithm([memoryview(buffer)[start : start + part.nbytes]])))
+    wrong = [(part, found) for part, found in parts if found != part.value]
+    return wrong or ([] if value == checksum.value else [(checksum, value)])
 
 
 def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content) -> str:

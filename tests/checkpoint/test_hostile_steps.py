@@ -53,9 +53,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step that uses all that a manifest has: a tie, a nest of every kind, a base that it refers to."""
     folder = tmp_path_factory.mktemp("hostile")
     shared = torch.ones(4, 3)
-    state = {"a": shared, "b": {"c": shared}, "n": (1, {2.5: b"x"}, [None, "s"]), "d": torch.arange(9)}
+    state = {"a": shared, "b": {"c": shared}, "n": (1, {2.5: b"x"}, [None, "s"]), "d": torch.arange(20_000)}
     shardckpt.save(state, folder / "base", store_digests=True)
-    state["d"] = torch.arange(9) + 1
+    state["d"] = torch.arange(20_000) + 1
     shardckpt.save(state, folder / "c", base=folder / "base", custom_metadata={"by": "me"})
     return folder / "c"
 

@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from golden_state import based, before_based, full, small
+from golden_state import based, before_based, full, large, large_based, small
 from materialise import assert_same
 from native_writer import scalar
 from safetensors import safe_open
@@ -35,6 +35,8 @@ STEPS = {
     "1.0/unhashed": "84a6ffe464e160baf1913009fe4ff0ee3ef4bd2aeb82e8bca5272b0fb05cda63",
     "1.0/digests": "ffaeadb352e738200d8397f96e6d9a25f109d12d377f0dded25528d13bb346ef",
     "1.0/based": "1b903d0dfbf8187447d2fcd354992cb9233a3511c67358e488e4247fc85400bb",
+    "1.1/large": "2c31340f5731d1c196ae335fc1b13abe704becf50289bf58ad7a503073fa0b36",
+    "1.1/large-based": "c1a63aa6c7f363c36bf97f343e47456753e54e4424eca1370e94eb0b61ddf771",
 }
 """Folder to the SHA-256 of its `COMMIT`, which vouches for every other byte."""
 
@@ -51,7 +53,8 @@ def opened(step: Path) -> NativeReader:
 
 
 def truth(step: Path) -> dict[Any, Any]:
-    return {"ranks": full, "digests": before_based, "based": based}.get(step.name, small)()
+    truths = {"ranks": full, "digests": before_based, "based": based, "large": large, "large-based": large_based}
+    return truths.get(step.name, small)()
 
 
 def test_no_golden_file_ever_changes(step: Path) -> None:
@@ -131,6 +134,24 @@ def test_repair_gives_the_same_files(step: Path, tmp_path: Path) -> None:
         assert (copy / COMMIT).read_bytes() == (step / COMMIT).read_bytes()
 
 
+def test_hashes_of_sub_blocks_are_kept_where_a_file_has_several_also_of_a_base() -> None:
+    for name, lengths in (("large", [8 * 3]), ("large-based", [0, 8 * 3])):
+        reader = opened(GOLDEN / "1.1" / name)
+        assert [len(file.sub_hashes) for file in reader.contents.files] == lengths
+        assert reader.commit.version == (1, 1)
+
+
+def test_a_reader_of_version_1_0_finds_all_that_it_knows() -> None:
+    """It ignores `sub_hashes`; everything else has the form of version 1.0."""
+    step = GOLDEN / "1.1" / "large"
+    reader = opened(step)
+    raw = json.loads((step / reader.commit.manifest).read_bytes())
+    del raw["sub_hashes"]
+    old = decode_manifest(json.dumps(raw).encode())
+    assert [file.hashes for file in old.files] == [file.hashes for file in reader.contents.files]
+    assert not any(file.sub_hashes for file in old.files)
+
+
 # The schema
 
 
@@ -159,6 +180,8 @@ def test_the_schema_describes_what_is_written(step: Path) -> None:
         ("manifest", {"bases": [["../one", "0mwqkzsavex3s13"]]}),
         ("manifest", {"files": [["a", 1, None, 0]]}),
         ("manifest", {"digests": ["0"]}),
+        ("manifest", {"sub_hashes": ["0"]}),
+        ("manifest", {"sub_hashes": [None]}),
         ("manifest", {"variants": [["ema", ["model"]]]}),
         ("manifest", {"arrays": [[["a"], "float32", [2]]]}),
         ("manifest", {"arrays": [[["a"], "float32", [-2], []]]}),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from cases import NAMES, read_case
-from native_writer import SAVE, write_step
+from native_writer import SAVE, without_sub_hashes, write_step
 from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.boxes import Box
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.manifest_json import ManifestContents
+from shardckpt.format.native.payload import BLOCK_BYTES, SUB_BLOCK_BYTES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,10 +120,36 @@ class TestNativeSteps:
             opened.seek(2 * BLOCK_BYTES + 100)
             opened.write(b"\x01")
         one, two = shardckpt.verify(str(step)).problems
-        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} " in one
+        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {BLOCK_BYTES + SUB_BLOCK_BYTES} " in one
         assert ": first, second;" in one
         assert ": block 2," in two
         assert ": second;" in two
+
+    def test_a_step_of_version_1_0_is_checked_by_blocks(self, tmp_path: Path) -> None:
+        state = {"first": torch.zeros(BLOCK_BYTES // 4), "second": torch.zeros(BLOCK_BYTES // 2)}
+        step = write_step(tmp_path / "step", state, change=without_sub_hashes)
+        [file] = step.glob("*.safetensors")
+        with file.open("r+b") as opened:
+            opened.seek(2 * BLOCK_BYTES - 100)
+            opened.write(b"\x01")
+        [one] = shardckpt.verify(str(step)).problems
+        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} " in one
+
+    @pytest.mark.parametrize("wrong", ["blocks", "sub-blocks"])
+    def test_both_kinds_of_hashes_are_compared(self, tmp_path: Path, wrong: str) -> None:
+        def change(contents: ManifestContents) -> ManifestContents:
+            file, *rest = contents.files
+            assert file.hashes is not None
+            lie = (
+                {"sub_hashes": file.sub_hashes[:-1] + b"\0"}
+                if wrong == "sub-blocks"
+                else {"hashes": (1, *file.hashes[1:])}
+            )
+            return replace(contents, files=(file._replace(**lie), *rest))
+
+        step = write_step(tmp_path / "step", {"w": torch.zeros(SUB_BLOCK_BYTES)}, change=change)
+        [problem] = shardckpt.verify(str(step)).problems
+        assert "block 0, " in problem
 
     def test_a_file_that_is_gone_cut_or_longer_is_found(self, step: Path) -> None:
         file = step / f"{SAVE}-00001-00.safetensors"

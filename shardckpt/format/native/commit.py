@@ -27,7 +27,7 @@ from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native import base_refs
 from shardckpt.format.native.base_refs import require_base_url
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
-from shardckpt.format.native.payload import HF_INDEX, VERSION, encode_canonical
+from shardckpt.format.native.payload import FIRST_VERSION, HF_INDEX, encode_canonical
 from shardckpt.format.native.records import (
     MAX_BYTES,
     NEWER,
@@ -42,6 +42,7 @@ from shardckpt.format.native.records import (
     read_save,
     read_sha256,
     read_version,
+    version_of,
 )
 from shardckpt.storage.replaceable import FolderKind
 from shardckpt.storage.store import Store, read_bytes
@@ -87,7 +88,7 @@ class Commit:
     manifest_bytes: int
     manifest_sha256: str
     files: Mapping[str, int]
-    version: tuple[int, int] = VERSION
+    version: tuple[int, int] = FIRST_VERSION
     features: tuple[str, ...] = ()
     bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     branch: int = 0
@@ -121,7 +122,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
     bases = group_files_by_base(files)
     content = {
         "format": "shardckpt",
-        "version": list(VERSION),
+        "version": list(version_of(files)),
         "features": [base_refs.FEATURE] if bases else [],
         "save": save,
         "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],

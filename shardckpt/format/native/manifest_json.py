@@ -10,7 +10,7 @@ from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings.safetensors import parse_json, require_affordable
 from shardckpt.format.native.base_refs import Base, require_base_url
-from shardckpt.format.native.payload import VERSION, PayloadFile, encode_canonical
+from shardckpt.format.native.payload import FileHashes, PayloadFile, encode_canonical
 from shardckpt.format.native.records import (
     DIGEST_BYTES,
     ArrayRecord,
@@ -19,6 +19,7 @@ from shardckpt.format.native.records import (
     digests_json,
     field_error,
     files_json,
+    hashed_record,
     read_arrays,
     read_fields,
     read_files,
@@ -29,7 +30,10 @@ from shardckpt.format.native.records import (
     read_save,
     read_sha256,
     read_version,
+    sub_hashes_json,
+    version_of,
     with_digests,
+    with_sub_hashes,
 )
 from shardckpt.manifest import Path, dotted
 
@@ -97,12 +101,13 @@ def encode_manifest(contents: ManifestContents) -> bytes:
     data = encode_canonical(
         {
             "format": "shardckpt manifest",
-            "version": list(VERSION),
+            "version": list(version_of(contents.files)),
             "save": contents.save,
             "about": dict(contents.about),
             "topology": dict(contents.topology),
             **({"bases": [list(base) for base in contents.bases]} if contents.bases else {}),
             "files": files_json(contents.files, [base.url for base in contents.bases]),
+            **sub_hashes_json(contents.files),
             "arrays": arrays_json(contents.arrays),
             **digests_json(contents.arrays),
             "ties": [[list(path), index] for path, index in contents.ties.items()],
@@ -133,7 +138,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
         raise field_error("this is not a manifest", raw["format"], "shardckpt manifest", where)
     read_version(raw["version"], where)
     bases = _read_bases(raw.get("bases", []), where)
-    files = read_files(raw["files"], [base.url for base in bases], where)
+    files = with_sub_hashes(read_files(raw["files"], [base.url for base in bases], where), raw, where)
     arrays = with_digests(read_arrays(raw["arrays"], len(files), where), raw, where)
     if not all(isinstance(v, str) for v in raw["about"].values()):
         raise field_error("`about` maps no names to text", raw["about"], "", where)
@@ -223,12 +228,12 @@ class WrittenPayload:
 
     Attributes:
         payload: Layout of the file.
-        hashes: Hashes of its blocks; None if not computed.
+        hashes: Hashes of the file; None if not computed.
         digests: Digests of its chunks, in file order; None if not computed.
     """
 
     payload: PayloadFile
-    hashes: tuple[int, ...] | None = None
+    hashes: FileHashes | None = None
     digests: tuple[bytes, ...] | None = None
 
 
@@ -247,7 +252,7 @@ class PartialManifest:
 
 def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
     """Build the records of the files that a writer wrote."""
-    files = tuple(FileRecord(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
+    files = tuple(hashed_record(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
     found: dict[Path, ArrayRecord] = {}
     digests: dict[Path, list[bytes]] = {}
     for number, each in enumerate(written):
@@ -266,8 +271,9 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
 def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
     """Encode the records of a writer's files for the rank that commits."""
     part = build_partial(written)
-    digests = digests_json(part.arrays)
-    return encode_canonical({"files": files_json(part.files, ()), "arrays": arrays_json(part.arrays), **digests})
+    hashes, digests = sub_hashes_json(part.files), digests_json(part.arrays)
+    files = files_json(part.files, ())
+    return encode_canonical({"files": files, **hashes, "arrays": arrays_json(part.arrays), **digests})
 
 
 def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
@@ -277,7 +283,7 @@ def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
         FormatError: The bytes are not a result of `encode_partial`.
     """
     raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
-    files = read_files(raw["files"], (), where)
+    files = with_sub_hashes(read_files(raw["files"], (), where), raw, where)
     return PartialManifest(files, with_digests(read_arrays(raw["arrays"], len(files), where), raw, where))
 
 

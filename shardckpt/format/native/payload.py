@@ -20,11 +20,17 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.safetensors import HeaderTensor, encode_entries, join_header
 from shardckpt.manifest import Path, dotted
 
-VERSION = (1, 0)
+VERSION = (1, 1)
 """Version of the format: readers reject another major version, and ignore additions of a newer minor version."""
+
+FIRST_VERSION = (1, 0)
+"""Version of files without later additions, which state it so that their bytes do not change with a new version."""
 
 BLOCK_BYTES = 1 << 22
 """Bytes of a file that one hash covers."""
+
+SUB_BLOCK_BYTES = 1 << 17
+"""Bytes of a file that one finer hash covers, for readers that want only a part of a block; divides a block."""
 
 DATA_ALIGNMENT = 4096
 """Alignment of a file's data, in bytes, for direct I/O; readers do not depend on it."""
@@ -38,6 +44,12 @@ MOST_BYTES = 1 << 30
 """Bytes of data after which a writer starts another file."""
 
 _TENSOR_ALIGNMENT = 64
+_LOCKED_BYTES = 1 << 16
+"""Bytes that xxhash hashes without releasing the interpreter's lock.
+
+Beside a loop in Python it waits 5 ms to take the lock again, longer than it hashes a sub-block. Divides a sub-block.
+"""
+
 _MOST_CHUNKS = 100_000
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -252,7 +264,7 @@ def _printable(name: str) -> str:
 
 
 def _payload(save: str, writer: int, number: int, file: FileLayout, carry: Mapping[str, object] | None) -> PayloadFile:
-    first = encode_canonical({"version": list(VERSION), "save": save, "writer": writer}).decode("ascii")
+    first = encode_canonical({"version": list(FIRST_VERSION), "save": save, "writer": writer}).decode("ascii")
     last = "" if carry is None else f',"carry":{encode_canonical(carry).decode("ascii")}'
     metadata = {"format": "pt", KEY: f'{first[:-1]},"chunks":{file.listed}{last}}}'}
     header = join_header(file.entries, metadata, align=DATA_ALIGNMENT)
@@ -297,16 +309,54 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode("ascii")
 
 
+class FileHashes(NamedTuple):
+    """Hashes of a file.
+
+    Attributes:
+        blocks: xxh3-64 of each block.
+        sub_blocks: xxh3-64 of each sub-block, big-endian, back to back; empty if the file has only one.
+    """
+
+    blocks: tuple[int, ...]
+    sub_blocks: bytes = b""
+
+
 HashTask = Callable[[], None]
 """Part of the work of hashing some bytes."""
 
 
-class BlockHasher:
-    """Hasher of a file's blocks with xxh3-64 while the file is written."""
+class _SubBlockHasher:
+    """Hasher of the sub-blocks of one block."""
 
     def __init__(self) -> None:
-        self._done: dict[int, int] = {}
-        self._begun = xxhash.xxh3_64()
+        self._done: list[bytes] = []
+        self._current = xxhash.xxh3_64()
+        self._filled = 0
+
+    def update(self, data: memoryview) -> None:
+        """Hash the block's next bytes, in parts for which xxhash keeps the interpreter's lock."""
+        at = 0
+        while at < len(data):
+            part = data[at : at + _LOCKED_BYTES - self._filled % _LOCKED_BYTES]
+            self._current.update(part)
+            self._filled += len(part)
+            at += len(part)
+            if self._filled % SUB_BLOCK_BYTES == 0:
+                self._done.append(self._current.digest())
+                self._current.reset()
+
+    def digests(self) -> bytes:
+        """Return the hashes, big-endian, back to back. Call it only after the last byte."""
+        last = (self._current.digest(),) if self._filled % SUB_BLOCK_BYTES else ()
+        return b"".join((*self._done, *last))
+
+
+class BlockHasher:
+    """Hasher of a file's blocks and sub-blocks with xxh3-64 while the file is written."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[int, bytes]] = {}
+        self._begun, self._begun_parts = xxhash.xxh3_64(), _SubBlockHasher()
         self._at = 0
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
@@ -333,10 +383,13 @@ class BlockHasher:
         count = min(most, len(blocks) // BLOCK_BYTES)
         return tasks + [partial(self._hash_blocks, blocks, first, offset, count) for offset in range(count)]
 
-    def digests(self) -> tuple[int, ...]:
-        """Return the hashes of all blocks. Call it only after the last byte."""
-        last = (self._begun.intdigest(),) if self._at % BLOCK_BYTES else ()
-        return (*(self._done[number] for number in range(self._at // BLOCK_BYTES)), *last)
+    def digests(self) -> FileHashes:
+        """Return the hashes of the file. Call it only after the last byte."""
+        hashes = [self._done[number] for number in range(self._at // BLOCK_BYTES)]
+        if self._at % BLOCK_BYTES:
+            hashes.append((self._begun.intdigest(), self._begun_parts.digests()))
+        has_several = self._at > SUB_BLOCK_BYTES
+        return FileHashes(tuple(h for h, _ in hashes), b"".join(parts for _, parts in hashes) if has_several else b"")
 
     def _hash_ends(self, at: int, head: memoryview, tail: memoryview) -> None:
         """Hash the next bytes of the block that has begun, and begin another block.
@@ -347,10 +400,12 @@ class BlockHasher:
             tail: Bytes after the last complete block.
         """
         self._begun.update(head)
+        self._begun_parts.update(head)
         if len(head) and (at + len(head)) % BLOCK_BYTES == 0:
-            self._done[at // BLOCK_BYTES] = self._begun.intdigest()
-            self._begun.reset()
+            self._done[at // BLOCK_BYTES] = self._begun.intdigest(), self._begun_parts.digests()
+            self._begun, self._begun_parts = xxhash.xxh3_64(), _SubBlockHasher()
         self._begun.update(tail)
+        self._begun_parts.update(tail)
 
     def _hash_blocks(self, blocks: memoryview, first: int, start: int, step: int) -> None:
         """Hash every `step`-th of some complete blocks.
@@ -363,8 +418,11 @@ class BlockHasher:
         """
         hasher = xxhash.xxh3_64()
         for number in range(start, len(blocks) // BLOCK_BYTES, step):
-            hasher.update(blocks[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
-            self._done[first + number] = hasher.intdigest()
+            block = blocks[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+            parts = _SubBlockHasher()
+            parts.update(block)
+            hasher.update(block)
+            self._done[first + number] = hasher.intdigest(), parts.digests()
             hasher.reset()
 
 
@@ -437,8 +495,8 @@ class FileHasher:
         return tasks if self._chunks is None else [partial(self._chunks.update, data), *tasks]
 
     @property
-    def hashes(self) -> tuple[int, ...] | None:
-        """Hashes of the blocks; None if not computed. Read it only after the last byte."""
+    def hashes(self) -> FileHashes | None:
+        """Hashes of the file; None if not computed. Read it only after the last byte."""
         return None if self._blocks is None else self._blocks.digests()
 
     @property

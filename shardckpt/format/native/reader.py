@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
 
 from shardckpt.errors import FormatError, ShardckptError
@@ -13,8 +13,8 @@ from shardckpt.format.encodings.tagged_json import ArrayRef
 from shardckpt.format.native.base_store import BasedStore, FoundBases, find_bases
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
 from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents
-from shardckpt.format.native.payload import BLOCK_BYTES, KEY
-from shardckpt.format.native.records import ArrayRecord
+from shardckpt.format.native.payload import BLOCK_BYTES, KEY, SUB_BLOCK_BYTES
+from shardckpt.format.native.records import HASH_BYTES, ArrayRecord, FileRecord, pack_hashes, unpack_hashes
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
@@ -100,7 +100,7 @@ class NativeReader(Reader):
         self.commit = commit
         self.contents = contents
         stored: Store = store if bases is None else BasedStore(store, bases.places)
-        files = {f.place: Hashed(f.nbytes, f.hashes) for f in contents.files if f.hashes is not None}
+        files = {f.place: _hashed(f, f.hashes) for f in contents.files if f.hashes is not None}
         changed = {} if bases is None else {name: files[name] for name in files if name in bases.changed}
         self._stored = stored
         self._unverified = VerifiedStore(stored, changed) if changed else stored
@@ -135,13 +135,31 @@ class NativeReader(Reader):
         return {file.place: file.hashes for file in self.contents.files if file.hashes is not None}
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the hash of every block of every file."""
+        """Yield the hash of every block of every file, with those of its sub-blocks."""
         for file in self.contents.files:
             for number, value in enumerate(file.hashes or ()):
                 start = number * BLOCK_BYTES
-                yield Checksum(
-                    file.place, start, min(BLOCK_BYTES, file.nbytes - start), ALGORITHM, value, f"block {number}, "
-                )
+                nbytes, label = min(BLOCK_BYTES, file.nbytes - start), f"block {number}, "
+                parts = _sub_block_checksums(file, start, nbytes, label)
+                yield Checksum(file.place, start, nbytes, ALGORITHM, value, label, parts)
+
+
+def _hashed(file: FileRecord, hashes: Sequence[int]) -> Hashed:
+    """Return the finest hashes of a file."""
+    if file.sub_hashes:
+        return Hashed(file.nbytes, SUB_BLOCK_BYTES, file.sub_hashes)
+    return Hashed(file.nbytes, BLOCK_BYTES, pack_hashes(hashes))
+
+
+def _sub_block_checksums(file: FileRecord, start: int, nbytes: int, label: str) -> tuple[Checksum, ...]:
+    """Return the checksums of the sub-blocks of a block; none if they are not stored."""
+    first = start // SUB_BLOCK_BYTES
+    stored = unpack_hashes(file.sub_hashes[HASH_BYTES * first : HASH_BYTES * (first + BLOCK_BYTES // SUB_BLOCK_BYTES)])
+    offsets = range(start, start + nbytes, SUB_BLOCK_BYTES)
+    return tuple(
+        Checksum(file.place, at, min(SUB_BLOCK_BYTES, file.nbytes - at), ALGORITHM, value, label)
+        for at, value in zip(offsets, stored, strict=bool(stored))
+    )
 
 
 class _Entries(Mapping[Path, TensorEntry]):

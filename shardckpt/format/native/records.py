@@ -19,7 +19,14 @@ from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings.safetensors import require_dims
-from shardckpt.format.native.payload import BLOCK_BYTES, VERSION, BlockHasher
+from shardckpt.format.native.payload import (
+    BLOCK_BYTES,
+    FIRST_VERSION,
+    SUB_BLOCK_BYTES,
+    VERSION,
+    BlockHasher,
+    FileHashes,
+)
 from shardckpt.manifest import Path, Piece, Span, dotted
 
 MAX_BYTES = 1 << 62
@@ -144,6 +151,12 @@ def field_error(what: str, found: object, expected: str, where: object) -> Forma
 DIGEST_BYTES = 16
 """Bytes of a chunk's xxh3-128."""
 
+HASH_BYTES = 8
+"""Bytes of an xxh3-64."""
+
+MAX_SUB_HASH_BYTES = 1 << 25
+"""Maximum bytes of the hashes of sub-blocks in a manifest, those of 1 TiB: every rank reads the manifest."""
+
 
 class FileRecord(NamedTuple):
     """One file with bytes of a step.
@@ -153,12 +166,14 @@ class FileRecord(NamedTuple):
         nbytes: Size in bytes.
         hashes: xxh3-64 of each block; None if not computed.
         base: Reference of the step to the file's folder; empty for the step's own folder.
+        sub_hashes: xxh3-64 of each sub-block, big-endian, back to back; empty if not stored.
     """
 
     name: str
     nbytes: int
     hashes: tuple[int, ...] | None
     base: str = ""
+    sub_hashes: bytes = b""
 
     @property
     def place(self) -> str:
@@ -211,7 +226,18 @@ def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRec
     """
     hasher = BlockHasher()
     hasher.update(content)
-    return FileRecord(name, len(content), hasher.digests() if checksums else None)
+    return hashed_record(name, len(content), hasher.digests() if checksums else None)
+
+
+def hashed_record(name: str, nbytes: int, hashes: FileHashes | None) -> FileRecord:
+    """Return the record of a file of the step's own folder.
+
+    Args:
+        name: Name in the folder.
+        nbytes: Size in bytes.
+        hashes: Hashes of the file; None if not computed.
+    """
+    return FileRecord(name, nbytes, None) if hashes is None else FileRecord(name, nbytes, hashes[0], "", hashes[1])
 
 
 def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]]:
@@ -235,13 +261,39 @@ def files_json(files: Iterable[FileRecord], bases: Sequence[str]) -> list[object
     """
     number = {url: at for at, url in enumerate(bases)}
     return [
-        [f.name, f.nbytes, None if f.hashes is None else _hex(f.hashes), *([number[f.base]] if f.base else [])]
+        [
+            f.name,
+            f.nbytes,
+            None if f.hashes is None else pack_hashes(f.hashes).hex(),
+            *([number[f.base]] if f.base else []),
+        ]
         for f in files
     ]
 
 
-def _hex(hashes: Sequence[int]) -> str:
-    return struct.pack(f">{len(hashes)}Q", *hashes).hex()
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """Return hashes as 8 big-endian bytes each, back to back."""
+    return struct.pack(f">{len(hashes)}Q", *hashes)
+
+
+def unpack_hashes(data: bytes) -> tuple[int, ...]:
+    """Return the hashes that `pack_hashes` packed."""
+    return struct.unpack(f">{len(data) // HASH_BYTES}Q", data)
+
+
+def has_sub_hashes(files: Iterable[FileRecord]) -> bool:
+    """Return whether a manifest stores the hashes of sub-blocks: if there are any, and not too many."""
+    return 0 < sum(len(f.sub_hashes) for f in files) <= MAX_SUB_HASH_BYTES
+
+
+def version_of(files: Iterable[FileRecord]) -> tuple[int, int]:
+    """Return the lowest version of the format that has everything that is stored about files."""
+    return VERSION if has_sub_hashes(files) else FIRST_VERSION
+
+
+def sub_hashes_json(files: Sequence[FileRecord]) -> dict[str, object]:
+    """Return the JSON field with the hashes of sub-blocks; empty if none are stored."""
+    return {"sub_hashes": [f.sub_hashes.hex() for f in files]} if has_sub_hashes(files) else {}
 
 
 def arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
@@ -291,6 +343,26 @@ def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord
     except (ValueError, struct.error) as error:
         raise field_error("a hash is not a hexadecimal number", digests[:40], "", where) from error
     return FileRecord(plain_name(name, where), size, hashes, base)
+
+
+def with_sub_hashes(files: tuple[FileRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[FileRecord, ...]:
+    """Return files with the hashes of their sub-blocks, if stored.
+
+    Raises FormatError for malformed hashes.
+    """
+    if "sub_hashes" not in raw:
+        return files
+    texts = read_fixed(raw["sub_hashes"], len(files), "sub_hashes", where)
+    return tuple(f._replace(sub_hashes=_read_sub_hashes(text, f, where)) for f, text in zip(files, texts, strict=True))
+
+
+def _read_sub_hashes(text: object, file: FileRecord, where: object) -> bytes:
+    length = 16 * -(-file.nbytes // SUB_BLOCK_BYTES) if file.hashes is not None else 0
+    if not isinstance(text, str) or len(text) not in (0, length):
+        raise field_error(
+            f"the hashes of the sub-blocks of {file.name!r} do not fit its size", "", f"{length} digits", where
+        )
+    return _from_hex(text, "a hash of a sub-block", where)
 
 
 def read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, ...]:
@@ -356,7 +428,15 @@ def _read_digests(text: object, record: ArrayRecord, where: object) -> bytes:
         raise field_error(
             f"the digests of {dotted(record.path)!r} do not fit its pieces", "", f"{length} digits", where
         )
+    return _from_hex(text, "a digest", where)
+
+
+def _from_hex(text: str, what: str, where: object) -> bytes:
+    """Return the bytes of hexadecimal digits. Raises FormatError for other text."""
     try:
-        return bytes.fromhex(text)
-    except ValueError as error:
-        raise field_error("a digest is not a hexadecimal number", text[:40], "", where) from error
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if 2 * len(found) != len(text):  # `fromhex` skips white space
+        raise field_error(f"{what} is not a hexadecimal number", text[:40], "", where)
+    return found

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain
 from typing import NamedTuple
 
 import xxhash
 
 from shardckpt.errors import ChecksumError
 from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.records import HASH_BYTES
 from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 
-_AT_ONCE = 4
-"""Maximum partly wanted blocks in memory at a time."""
+_STEP_BYTES = 1 << 20
+"""Bytes of local files that are read at a time and then hashed, so few that they are still in the processor's cache."""
 
-_DIRECT_BYTES = 1 << 20
-"""Minimum bytes of a part of a block that is read directly into its buffer and hashed there.
+_REMOTE_STEP_BYTES = 16 << 20
+"""Bytes of partly wanted blocks that are read at a time from a remote store, whose requests run concurrently."""
+
+_DIRECT_SHARE = 4
+"""A part of at least a block's bytes divided by this is read directly into its buffer and hashed there.
 
 Smaller parts are copied out of the block, which is cached; so are all parts if reading again would be a request.
 """
-
 
 _Block = tuple[str, int]
 """File name and block number."""
@@ -33,11 +36,18 @@ class Hashed(NamedTuple):
 
     Attributes:
         nbytes: Size when it was hashed, in bytes.
-        hashes: xxh3-64 of each block.
+        block_bytes: Bytes that one hash covers.
+        hashes: xxh3-64 of each block, big-endian, back to back.
     """
 
     nbytes: int
-    hashes: tuple[int, ...]
+    block_bytes: int
+    hashes: bytes
+
+    def extent(self, number: int) -> tuple[int, int]:
+        """Return start and size of a block, in bytes."""
+        start = number * self.block_bytes
+        return start, min(self.block_bytes, self.nbytes - start)
 
 
 class _BlockPart(NamedTuple):
@@ -52,19 +62,60 @@ class _BlockPart(NamedTuple):
     target: memoryview
 
 
+class _Task(NamedTuple):
+    """Consecutive blocks of a file to read.
+
+    Attributes:
+        name: Name of the file.
+        first: Number of the first block.
+        nbytes: Bytes of the blocks.
+        views: Buffers of the caller that together receive the blocks, in order; several only for a single block.
+        parts: Wanted parts of a single block, if these are not all of it; then `views` is empty.
+    """
+
+    name: str
+    first: int
+    nbytes: int
+    views: Sequence[memoryview] = ()
+    parts: Sequence[_BlockPart] = ()
+
+
 @dataclass(slots=True)
 class _ReadPlan:
     """The plan of a batch of reads.
 
     Attributes:
-        direct: Ranges to read directly into their buffers.
-        complete: Blocks whose bytes are all in these buffers, in order; they are hashed there.
-        parts: Blocks to read elsewhere, with their wanted parts.
+        direct: Ranges that need no check.
+        complete: Blocks that are wanted in full.
+        parts: Other blocks, with their wanted parts.
     """
 
     direct: list[Read] = field(default_factory=list)
-    complete: list[tuple[_Block, list[memoryview]]] = field(default_factory=list)
+    complete: list[_Task] = field(default_factory=list)
     parts: dict[_Block, list[_BlockPart]] = field(default_factory=dict)
+
+
+class _Scratch(threading.local):
+    """Memory of a thread for partly wanted blocks.
+
+    Attributes:
+        block: Block that is cached, the last one of which only small parts were wanted; None without one.
+        data: Bytes of that block.
+    """
+
+    def __init__(self) -> None:
+        self.block: _Block | None = None
+        self.data = self._spare = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory that does not contain the cached block."""
+        if len(self._spare) < nbytes:
+            self._spare = memoryview(bytearray(nbytes))
+        return self._spare[:nbytes]
+
+    def cache(self, block: _Block, data: memoryview) -> None:
+        """Cache a block in the memory that was taken last, which the next call does not return again."""
+        self._spare, self.block, self.data = memoryview(self.data.obj), block, data
 
 
 class VerifiedStore(WrappedStore):
@@ -83,9 +134,9 @@ class VerifiedStore(WrappedStore):
     def __init__(self, store: Store, files: Mapping[str, Hashed]) -> None:
         super().__init__(store)
         self._files = files
-        self._good: set[_Block] = set()
-        self._recent = threading.local()
-        self._most = max((min(file.nbytes, BLOCK_BYTES) for file in files.values()), default=0)
+        self._good: dict[str, bytearray] = {}
+        self._scratch = _Scratch()
+        self._is_local = store.capabilities.is_local
 
     @property
     def capabilities(self) -> Capabilities:
@@ -103,12 +154,12 @@ class VerifiedStore(WrappedStore):
         for read in reads:
             self._add(read, plan)
         self._join(plan)
-        self._store.read(plan.direct)
-        for block, data in plan.complete:
-            self._check(block, data)
-        blocks = iter(plan.parts.items())
-        while some := list(islice(blocks, _AT_ONCE)):
-            self._fill(some)
+        if self._scratch.block is not None:
+            _copy_parts(plan.parts.pop(self._scratch.block, ()), self._scratch.data)
+        groups = self._divide(self._list_tasks(plan))
+        self._carry_out(next(groups, ()), plan.direct)
+        for tasks in groups:
+            self._carry_out(tasks)
 
     def _add(self, read: Read, plan: _ReadPlan) -> None:
         name, offset, buffer = read
@@ -117,20 +168,34 @@ class VerifiedStore(WrappedStore):
         if file is None or not len(buffer) or end > file.nbytes:
             plan.direct.append(read)  # beyond the end: the underlying store raises the error
             return
-        for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            start, size = _extent(file, number)
-            low, high = max(offset, start), min(end, start + size)
-            target = buffer[low - offset : high - offset]
-            if len(target) == size:
-                plan.complete.append(((name, number), [target]))
-            elif (name, number) not in self._good or self._is_recent((name, number)):
-                plan.parts.setdefault((name, number), []).append(_BlockPart(low - start, target))
-                continue
-            plan.direct.append(Read(name, low, target))
+        size = file.block_bytes
+        first = -(-offset // size)
+        last = -(-end // size) if end == file.nbytes else end // size
+        if first >= last:  # no complete block
+            for number in range(offset // size, -(-end // size)):
+                self._add_part(read, file, number, plan)
+            return
+        low, high = first * size, min(last * size, end)
+        plan.complete.append(_Task(name, first, high - low, [buffer[low - offset : high - offset]]))
+        if offset < low:
+            self._add_part(read, file, first - 1, plan)
+        if high < end:
+            self._add_part(read, file, last, plan)
+
+    def _add_part(self, read: Read, file: Hashed, number: int, plan: _ReadPlan) -> None:
+        """Plan the read of the wanted part of a block."""
+        block = read.name, number
+        start, size = file.extent(number)
+        low, high = max(read.offset, start), min(read.offset + len(read.buffer), start + size)
+        target = read.buffer[low - read.offset : high - read.offset]
+        if self._is_good(block) and block != self._scratch.block:
+            plan.direct.append(Read(read.name, low, target))
+        else:
+            plan.parts.setdefault(block, []).append(_BlockPart(low - start, target))
 
     def _join(self, plan: _ReadPlan) -> None:
         """Read blocks directly into the buffers of parts that cover them."""
-        for block in [block for block, parts in plan.parts.items() if len(parts) > 1 and not self._is_recent(block)]:
+        for block in [block for block, parts in plan.parts.items() if len(parts) > 1 and block != self._scratch.block]:
             parts = sorted(plan.parts[block], key=lambda part: part.start)
             at = 0
             for start, target in parts:
@@ -138,87 +203,132 @@ class VerifiedStore(WrappedStore):
                     break
                 at += len(target)
             else:
-                first, size = _extent(self._files[block[0]], block[1])
-                if at == size:
-                    plan.direct += [Read(block[0], first + part.start, part.target) for part in parts]
-                    plan.complete.append((block, [part.target for part in parts]))
+                if at == self._files[block[0]].extent(block[1])[1]:
+                    plan.complete.append(_Task(*block, at, [part.target for part in parts]))
                     del plan.parts[block]
 
-    def _is_recent(self, block: _Block) -> bool:
-        return getattr(self._recent, "block", None) == block
-
-    def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_BlockPart]]]) -> None:
-        """Fill the parts of a few blocks."""
-        wanted = [(block, parts) for block, parts in wanted if not self._serve_recent(block, parts)]
-        direct_bytes = _DIRECT_BYTES if self._store.capabilities.is_local else BLOCK_BYTES
-        targets = []
-        for ((name, number), parts), buffer in zip(wanted, self._buffers(len(wanted)), strict=True):
-            targets.append(_place_block(parts, buffer[: _extent(self._files[name], number)[1]], direct_bytes))
-        self._store.read(
-            [
-                Read(name, number * BLOCK_BYTES + start, view)
-                for ((name, number), _), each in zip(wanted, targets, strict=True)
-                for start, view in each.parts
-            ]
+    def _list_tasks(self, plan: _ReadPlan) -> list[_Task]:
+        """Return what to read: of a local store in the order of the files, so that neighbours are read in one call."""
+        partial = (
+            _Task(name, number, self._files[name].extent(number)[1], parts=parts)
+            for (name, number), parts in plan.parts.items()
         )
-        for (block, _), each in zip(wanted, targets, strict=True):
-            self._check(block, [part.target for part in each.parts])
-            for start, target in each.copied:
-                target[:] = each.data[start : start + len(target)]
-            if len(each.parts) == 1:  # a complete block in memory of this store
-                self._recent.block, self._recent.data = block, each.data
+        if not self._is_local:
+            return [*plan.complete, *partial]
+        return sorted(
+            chain(chain.from_iterable(map(self._split, plan.complete)), partial),
+            key=lambda task: (task.name, task.first),
+        )
 
-    def _serve_recent(self, block: _Block, parts: Sequence[_BlockPart]) -> bool:
-        """Copy the parts of a block if it is cached; return False if it is not."""
-        if not self._is_recent(block):
-            return False
-        for start, target in parts:
-            target[:] = self._recent.data[start : start + len(target)]
-        return True
+    def _split(self, task: _Task) -> Iterable[_Task]:
+        """Split blocks that are wanted in full to fit the processor's cache, if their size allows it."""
+        size = self._files[task.name].block_bytes
+        step = max(_STEP_BYTES // size, 1) * size
+        if len(task.views) > 1 or task.nbytes <= step:
+            return (task,)
+        [view] = task.views
+        views = [view[at : at + step] for at in range(0, task.nbytes, step)]
+        return [_Task(task.name, task.first + n * step // size, len(part), [part]) for n, part in enumerate(views)]
 
-    def _buffers(self, count: int) -> Sequence[memoryview]:
-        """Return buffers for `count` blocks, reused by this thread.
+    def _divide(self, tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
+        """Divide tasks into groups.
 
-        The cached block has another buffer.
+        A group fits the processor's cache; of a remote store, only the memory that it needs is limited.
         """
-        pool = self._recent.__dict__.setdefault("pool", [])
-        kept = getattr(self._recent, "data", None)
-        free = [each for each in pool if kept is None or kept.obj is not each.obj]
-        while len(free) < count:
-            free.append(memoryview(bytearray(self._most)))
-            pool.append(free[-1])
-        return free[:count]
+        most = _STEP_BYTES if self._is_local else _REMOTE_STEP_BYTES
+        group: list[_Task] = []
+        nbytes = 0
+        for task in tasks:
+            size = task.nbytes if self._is_local or task.parts else 0
+            if group and nbytes + size > most:
+                yield group
+                group, nbytes = [], 0
+            group.append(task)
+            nbytes += size
+        if group:
+            yield group
 
-    def _check(self, block: _Block, data: Sequence[memoryview]) -> None:
-        name, number = block
-        hasher = xxhash.xxh3_64()
-        for part in data:
-            hasher.update(part)
-        expected, found = self._files[name].hashes[number], hasher.intdigest()
-        if found != expected:
-            start, size = _extent(self._files[name], number)
-            raise ChecksumError(
-                f"block {number}, bytes {start} to {start + size}, does not match its checksum",
-                where=f"{self.url}/{name}",
-                found=f"{found:016x}",
-                expected=f"{expected:016x}",
-                fix="Restore the file from another copy: `shardckpt verify` lists every damaged block and its tensors.",
-            )
-        self._good.add(block)
+    def _carry_out(self, tasks: Sequence[_Task], more: Sequence[Read] = ()) -> None:
+        """Read blocks, and further ranges in the same batch; check the blocks and copy their small parts."""
+        memory = self._scratch.take(sum(task.nbytes for task in tasks if task.parts))
+        share = _DIRECT_SHARE if self._is_local else 1
+        reads = [*more]
+        targets: list[tuple[_Task, _BlockTarget]] = []
+        for task in tasks:
+            if task.parts:
+                target = _place_block(task.parts, memory[: task.nbytes], task.nbytes // share)
+                memory = memory[task.nbytes :]
+            else:
+                target = _BlockTarget(task.views)
+            targets.append((task, target))
+            at = task.first * self._files[task.name].block_bytes
+            for view in target.views:
+                reads.append(Read(task.name, at, view))
+                at += len(view)
+        self._store.read(reads)
+        for task, target in targets:
+            self._check(task.name, task.first, target.views)
+            _copy_parts(target.copied, target.data)
+        if targets and targets[-1][1].is_cached:
+            self._scratch.cache((task.name, task.first), target.data)
+
+    def _is_good(self, block: _Block) -> bool:
+        checked = self._good.get(block[0])
+        return checked is not None and bool(checked[block[1]])
+
+    def _check(self, name: str, first: int, views: Sequence[memoryview]) -> None:
+        """Compare consecutive blocks with their hashes.
+
+        Args:
+            name: Name of the file.
+            first: Number of the first block.
+            views: Bytes of the blocks, in order; several only for a single block.
+        """
+        file = self._files[name]
+        found = _hash(views, file.block_bytes)
+        at = first * HASH_BYTES
+        if found != file.hashes[at : at + len(found)]:
+            raise self._mismatch(name, first, found)
+        count = len(found) // HASH_BYTES
+        checked = self._good.get(name)
+        if checked is None:
+            checked = self._good.setdefault(name, bytearray(len(file.hashes) // HASH_BYTES))
+        checked[first : first + count] = b"\1" * count
+
+    def _mismatch(self, name: str, first: int, found: bytes) -> ChecksumError:
+        """Return the error for the first block that differs from its hash."""
+        file = self._files[name]
+        hashes = zip(_split_hashes(found), _split_hashes(file.hashes[first * HASH_BYTES :]), strict=False)
+        number, (digest, expected) = next(
+            (number, pair) for number, pair in enumerate(hashes, first) if pair[0] != pair[1]
+        )
+        start, size = file.extent(number)
+        return ChecksumError(
+            f"block {start // BLOCK_BYTES}, bytes {start} to {start + size}, does not match its checksum",
+            where=f"{self.url}/{name}",
+            found=digest.hex(),
+            expected=expected.hex(),
+            fix="Restore the file from another copy: `shardckpt verify` lists every damaged block and its tensors.",
+        )
 
 
 class _BlockTarget(NamedTuple):
-    """Destination of a block that is read.
+    """Destination of blocks that are read.
 
     Attributes:
-        parts: Buffers that together receive the block, in order: buffers of the caller, or parts of `data`.
-        data: Memory as large as the block, of which only those in `parts` are filled.
+        views: Buffers that together receive the blocks, in order: buffers of the caller, or parts of `data`.
+        data: Memory as large as a partly wanted block, of which only those in `views` are filled.
         copied: Wanted parts to copy out of `data`.
     """
 
-    parts: list[_BlockPart]
-    data: memoryview
-    copied: list[_BlockPart]
+    views: Sequence[memoryview]
+    data: memoryview = memoryview(b"")
+    copied: Sequence[_BlockPart] = ()
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether `data` has the complete block."""
+        return len(self.views) == 1 and self.views[0] is self.data
 
 
 def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: int) -> _BlockTarget:
@@ -228,22 +338,37 @@ def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: i
     """
     ordered = sorted(wanted, key=lambda part: part.start)
     ends = [0, *(part.start + len(part.target) for part in ordered)]
-    if any(part.start < end for end, part in zip(ends, ordered, strict=False)):
-        return _BlockTarget([_BlockPart(0, data)], data, ordered)
     direct = [part for part in ordered if len(part.target) >= direct_bytes]
-    parts: list[_BlockPart] = []
+    if not direct or any(part.start < end for end, part in zip(ends, ordered, strict=False)):
+        return _BlockTarget([data], data, ordered)
+    views: list[memoryview] = []
     at = 0
-    for part in direct:
-        if part.start > at:
-            parts.append(_BlockPart(at, data[at : part.start]))
-        parts.append(part)
-        at = part.start + len(part.target)
+    for start, target in direct:
+        if start > at:
+            views.append(data[at:start])
+        views.append(target)
+        at = start + len(target)
     if at < len(data):
-        parts.append(_BlockPart(at, data[at:]))
-    return _BlockTarget(parts, data, [part for part in ordered if len(part.target) < direct_bytes])
+        views.append(data[at:])
+    return _BlockTarget(views, data, [part for part in ordered if len(part.target) < direct_bytes])
 
 
-def _extent(file: Hashed, number: int) -> tuple[int, int]:
-    """Return start and size of a block, in bytes."""
-    start = number * BLOCK_BYTES
-    return start, min(BLOCK_BYTES, file.nbytes - start)
+def _copy_parts(parts: Iterable[_BlockPart], data: memoryview) -> None:
+    """Copy parts of a block to their buffers."""
+    for start, target in parts:
+        target[:] = data[start : start + len(target)]
+
+
+def _hash(views: Sequence[memoryview], block_bytes: int) -> bytes:
+    """Return the hashes of consecutive blocks; several buffers are those of one block."""
+    if len(views) == 1:
+        [view] = views
+        return b"".join(xxhash.xxh3_64_digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
+    hasher = xxhash.xxh3_64()
+    for view in views:
+        hasher.update(view)
+    return hasher.digest()
+
+
+def _split_hashes(hashes: bytes) -> Iterator[bytes]:
+    return (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))

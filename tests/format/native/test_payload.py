@@ -23,7 +23,9 @@ from shardckpt.format.native.payload import (
     BLOCK_BYTES,
     DATA_ALIGNMENT,
     KEY,
+    SUB_BLOCK_BYTES,
     BlockHasher,
+    FileHashes,
     PayloadChunk,
     PayloadFile,
     hf_index,
@@ -181,8 +183,12 @@ def test_blocks_are_hashed_however_the_bytes_come(step: int) -> None:
     for at in range(0, len(data), step):
         hasher.update(data[at : at + step])
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-    assert hasher.digests() == tuple(xxhash.xxh3_64_intdigest(block) for block in blocks)
-    assert BlockHasher().digests() == ()
+    sub_blocks = [data[at : at + SUB_BLOCK_BYTES] for at in range(0, len(data), SUB_BLOCK_BYTES)]
+    found = hasher.digests()
+    assert found.blocks == tuple(map(xxhash.xxh3_64_intdigest, blocks))
+    expected = map(xxhash.xxh3_64_digest, sub_blocks if len(sub_blocks) > 1 else [])
+    assert found.sub_blocks == b"".join(expected)
+    assert BlockHasher().digests() == FileHashes((), b"")
 
 
 @given(parts=st.lists(st.binary(max_size=40), max_size=6), most=st.integers(1, 4), rng=st.randoms())

@@ -9,20 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 from counting import open_counted
-from native_writer import SAVE, write_step
+from native_writer import SAVE, without_sub_hashes, write_step
 
 from shardckpt.errors import ChecksumError, TruncatedError
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.payload import BLOCK_BYTES, SUB_BLOCK_BYTES
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.storage.store import Read
 
 SIZE = 3 * BLOCK_BYTES + 1000
 
 
+@pytest.fixture(scope="module", params=[BLOCK_BYTES, SUB_BLOCK_BYTES], ids=["blocks", "sub-blocks"])
+def grain(request: pytest.FixtureRequest) -> int:
+    """Bytes that one hash covers."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def step(grain: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensor = torch.randint(256, (SIZE - 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return write_step(tmp_path_factory.mktemp("step") / "s", {"w": tensor})
+    more = {} if grain == SUB_BLOCK_BYTES else {"change": without_sub_hashes}
+    return write_step(tmp_path_factory.mktemp("step") / "s", {"w": tensor}, **more)
 
 
 def payload(folder: Path) -> Path:
@@ -54,6 +61,7 @@ RANGES: dict[str, list[tuple[int, int]]] = {
     "a large part among small ones": [(3, 4), (BLOCK_BYTES // 4, BLOCK_BYTES // 2), (BLOCK_BYTES - 5, 5), (7, 900)],
     "one part of three blocks": [(BLOCK_BYTES // 2, 2 * BLOCK_BYTES)],
     "from the middle to the end": [(BLOCK_BYTES // 2, SIZE - BLOCK_BYTES // 2)],
+    "pieces with gaps": [(i * SUB_BLOCK_BYTES * 5 // 2, SUB_BLOCK_BYTES * 2) for i in range(20)],
 }
 
 
@@ -78,14 +86,16 @@ def flip(file: Path, at: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("name", RANGES)
-def test_a_flipped_bit_is_found_where_its_block_is_touched_and_only_there(step: Path, name: str, block: int) -> None:
-    touched = {b for at, n in RANGES[name] if n for b in range(at // BLOCK_BYTES, (at + n - 1) // BLOCK_BYTES + 1)}
-    undo = flip(payload(step), block * BLOCK_BYTES + 999)
+def test_a_flipped_bit_is_found_where_its_hash_is_needed_and_only_there(
+    step: Path, grain: int, name: str, block: int
+) -> None:
+    at = block * BLOCK_BYTES + (999 if block == 3 else BLOCK_BYTES // 2 + 999)
+    is_touched = any(n and low // grain <= at // grain <= (low + n - 1) // grain for low, n in RANGES[name])
+    undo = flip(payload(step), at)
     try:
-        if block in touched:
-            with pytest.raises(
-                ChecksumError, match=rf"{payload(step).name}: block {block}, bytes {block * BLOCK_BYTES} "
-            ):
+        if is_touched:
+            place = f"block {block}, bytes {at // grain * grain} to {min(at // grain * grain + grain, SIZE)}, "
+            with pytest.raises(ChecksumError, match=f"{payload(step).name}: {place}"):
                 read(step, RANGES[name])
         else:
             read(step, RANGES[name])
@@ -112,25 +122,48 @@ def test_memory_that_is_used_again_never_changes_what_was_read(step: Path) -> No
         assert buffers == [data[at : at + n] for at, n in reads]
 
 
-def test_parts_that_make_up_a_block_are_read_where_they_belong(step: Path) -> None:
+def test_parts_that_make_up_a_block_are_read_where_they_belong(step: Path, grain: int) -> None:
     source, counted = open_counted(str(step))
     counted.ranges.clear()
-    half = BLOCK_BYTES // 2
+    half = grain // 2
     reads = [Read(payload(step).name, at * half, memoryview(bytearray(half))) for at in (3, 0, 2, 1)]
     source.store.read(reads)
     assert {(at, n) for _, at, n in counted.ranges} == {(at * half, half) for at in range(4)}
 
 
-def test_a_large_part_of_a_block_is_read_where_it_belongs_and_the_rest_once(step: Path) -> None:
+def test_a_large_part_of_a_block_is_read_where_it_belongs_and_the_rest_once(step: Path, grain: int) -> None:
     source, counted = open_counted(str(step))
     counted.ranges.clear()
-    third = BLOCK_BYTES // 3
+    third = grain // 3
     source.store.read([Read(payload(step).name, third, memoryview(bytearray(third)))])
     assert sorted((at, n) for _, at, n in counted.ranges) == [
         (0, third),
         (third, third),
-        (2 * third, BLOCK_BYTES - 2 * third),
+        (2 * third, grain - 2 * third),
     ]
+
+
+def test_a_piece_needs_its_own_bytes_and_less_than_two_hashed_ranges_more(step: Path, grain: int) -> None:
+    source, counted = open_counted(str(step))
+    counted.ranges.clear()
+    start, nbytes = BLOCK_BYTES + 100, 1 << 20
+    source.store.read([Read(payload(step).name, start, memoryview(bytearray(nbytes)))])
+    first, last = start // grain, -(-(start + nbytes) // grain)
+    assert counted.nbytes == (last - first) * grain
+
+
+def test_neighbours_in_a_file_are_read_in_one_call(step: Path) -> None:
+    source, counted = open_counted(str(step))
+    counted.batches = 0
+    source.store.read([Read(payload(step).name, 100, memoryview(bytearray(3 * SUB_BLOCK_BYTES)))])
+    assert counted.batches == 1
+
+
+def test_a_local_file_is_hashed_in_steps_that_stay_in_the_cache(step: Path, grain: int) -> None:
+    source, counted = open_counted(str(step))
+    counted.batches = 0
+    source.store.read([Read(payload(step).name, 0, memoryview(bytearray(2 * BLOCK_BYTES)))])
+    assert counted.batches == 2 * BLOCK_BYTES // max(grain, 1 << 20)
 
 
 def test_beyond_the_end_is_the_usual_error(step: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the golden steps hold. Their files were written once, by version 1.0, and are read for ever."""
+"""What the golden steps hold. Each was written once, by the version of its folder, and is read for ever."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ def based() -> dict[str, Any]:
 def before_based() -> dict[str, Any]:
     """Return what `digests` holds."""
     return {**based(), "step": 99, "model": {**small()["model"], "b": torch.tensor([6])}}
+
+
+def large() -> dict[str, Any]:
+    """Return what `large` holds: one file of several sub-blocks."""
+    w = (torch.arange(300_000) % 251).to(torch.uint8).reshape(300, 1000)
+    return {"model": {"w": w}, "optim": torch.tensor([6]), "step": 99}
+
+
+def large_based() -> dict[str, Any]:
+    """Return what `large-based` holds: `model.w` lies in `large`, and its own file has no sub-blocks."""
+    return {**large(), "optim": torch.tensor([7]), "step": 100}
 
 
 def full() -> dict[str, Any]:

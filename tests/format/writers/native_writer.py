@@ -42,6 +42,11 @@ def scalar(value: np.generic) -> tagged_json.NamedValue:
     return tagged_json.NamedValue("numpy", f"{value.dtype.name} {value.tobytes().hex()}")
 
 
+def without_sub_hashes(contents: ManifestContents) -> ManifestContents:
+    """Return what version 1.0 of the format stored, for `write_step(change=...)`."""
+    return replace(contents, files=tuple(file._replace(sub_hashes=b"") for file in contents.files))
+
+
 class Nest:
     """A nest taken apart: its tensors by path, each once, and its tagged form.
 
