@@ -16,6 +16,8 @@ same files into the same memory.
 
 **reshard.** Saved by 2 ranks, loaded by 1 and by 4. The baseline reads the same bytes with as many processes.
 
+**reshard-pieces.** The same on 4 ranks, with tensors of which each rank loads 1 MiB, less than a block.
+
 **replicas.** Like load, with half the size, and full tensors on both ranks. With `broadcast_reads=True` each rank reads
 half from the page cache and receives the other half from the other rank.
 
@@ -80,6 +82,7 @@ from shardckpt.plan.layout.write_plan import LocalTensor
 
 Act = Callable[[], Any]
 State = dict[str, DTensor]
+Shapes = Mapping[str, tuple[int, ...]]
 SLICE = 4 << 20
 HAS_PEER = importlib.util.find_spec("torch_checkpointing") is not None
 SMALL = (16, 16)
@@ -387,7 +390,7 @@ def save(sizes: Sizes, folder: Path) -> list[Method]:
 
 def load(sizes: Sizes, folder: Path) -> list[Method]:
     state = sharded(inputs.shapes("large", sizes.nbytes))
-    return loads("load", state, folder, {False: 1.1, "read": 1.5})
+    return loads("load", state, folder, {False: 1.1, "read": 1.3})
 
 
 def loads(operation: str, state: State, folder: Path, limits: Mapping[Any, float]) -> list[Method]:
@@ -401,10 +404,30 @@ def loads(operation: str, state: State, folder: Path, limits: Mapping[Any, float
     return methods + [loading(operation, tool, "peer", state, folder / tool.name) for tool in peers()]
 
 
-def reshard(sizes: Sizes, folder: Path) -> list[Method]:
-    state = sharded(inputs.shapes("large", sizes.nbytes))
-    methods = loads(f"{RANKS} ranks to {dist.get_world_size()}", state, folder, {"read": 1.5})
+def large_shapes(nbytes: int) -> Shapes:
+    return inputs.shapes("large", nbytes)
+
+
+def piece_shapes(nbytes: int) -> Shapes:
+    """Return tensors of which each of 4 ranks has 1 MiB, less than a block of the native format."""
+    shape = (4 * (1 << 20) // (4 * inputs.COLUMNS), inputs.COLUMNS)
+    return {f"layers.{at}.weight": shape for at in range(max(nbytes >> 22, 1))}
+
+
+def reshard(shapes: Callable[[int], Shapes], what: str, sizes: Sizes, folder: Path) -> list[Method]:
+    """Return loads on the ranks of this job of what other ranks saved.
+
+    Args:
+        shapes: Returns tensors of a number of bytes.
+        what: Text about them for the operation.
+        sizes: Sizes.
+        folder: Folder of the checkpoints.
+    """
+    world = dist.get_world_size()
+    methods = loads(f"{RANKS} ranks to {world}{what}", sharded(shapes(sizes.nbytes)), folder, {"read": 1.3})
     peer_limits = {method.name: 1.0 for method in methods if method.role == "peer"}
+    if world > RANKS and HAS_PEER:
+        peer_limits["torch_checkpointing"] = 0.7
     return [
         replace(method, limits={**method.limits, **peer_limits}) if method.name == "shardckpt" else method
         for method in methods
@@ -420,10 +443,10 @@ def replicas(sizes: Sizes, folder: Path) -> list[Method]:
     return [method for method in methods if method.name != "torch_checkpointing"]
 
 
-def write_checkpoints(sizes: Sizes, folder: Path, rank: int) -> None:  # noqa: ARG001
+def write_checkpoints(shapes: Callable[[int], Shapes], sizes: Sizes, folder: Path, rank: int) -> None:  # noqa: ARG001
     """Write the inputs of the loads, with every tool that saves sharded tensors."""
     disable_fsync(sizes.fsync)
-    state = sharded(inputs.shapes("large", sizes.nbytes))
+    state = sharded(shapes(sizes.nbytes))
     for tool in (ours("shardckpt"), *peers()):
         tool.save(state, folder / tool.name)
 
@@ -548,7 +571,7 @@ def many(sizes: Sizes, folder: Path) -> list[Method]:
     """Return saves and loads of many small tensors."""
     title = f"{sizes.many:,} tensors"
     limits = {"torch_checkpointing": 0.5} if HAS_PEER else {}
-    methods = save_and_load_many(title, sizes.many, sizes, folder, [SAFETENSORS, *peers()], limits)
+    methods = save_and_load_many(title, sizes.many, sizes, folder, [SAFETENSORS, *peers()], limits, limits)
     return [replace(method, is_slow=method.name == "DCP") for method in methods]
 
 
@@ -786,18 +809,26 @@ def run_save(report: Report, sizes: Sizes, folder: Path) -> None:
 
 
 def run_load(report: Report, sizes: Sizes, folder: Path) -> None:
-    run_ranks(partial(write_checkpoints, sizes, folder))
+    run_ranks(partial(write_checkpoints, large_shapes, sizes, folder))
     report.table(f"Loading {gb(sizes)}, {RANKS} ranks", measure(load, sizes, folder))
 
 
 def run_reshard(report: Report, sizes: Sizes, folder: Path) -> None:
-    run_ranks(partial(write_checkpoints, sizes, folder))
+    run_ranks(partial(write_checkpoints, large_shapes, sizes, folder))
     for world in (1, 2 * RANKS):
-        report.table(f"Loading {gb(sizes)} of {RANKS} ranks on {world}", measure(reshard, sizes, folder, world))
+        case = partial(reshard, large_shapes, "")
+        report.table(f"Loading {gb(sizes)} of {RANKS} ranks on {world}", measure(case, sizes, folder, world))
+
+
+def run_reshard_pieces(report: Report, sizes: Sizes, folder: Path) -> None:
+    run_ranks(partial(write_checkpoints, piece_shapes, sizes, folder))
+    case, world = partial(reshard, piece_shapes, ", 1 MiB each"), 2 * RANKS
+    title = f"Loading {gb(sizes)} of {RANKS} ranks on {world} in pieces of 1 MiB"
+    report.table(title, measure(case, sizes, folder, world))
 
 
 def run_replicas(report: Report, sizes: Sizes, folder: Path) -> None:
-    run_ranks(partial(write_checkpoints, replace(sizes, nbytes=sizes.nbytes // 2), folder))
+    run_ranks(partial(write_checkpoints, large_shapes, replace(sizes, nbytes=sizes.nbytes // 2), folder))
     report.table(
         f"Loading {sizes.nbytes / 2e9:g} GB of full tensors on each of {RANKS} ranks", measure(replicas, sizes, folder)
     )
@@ -872,6 +903,7 @@ CASES: dict[str, Callable[[Report, Sizes, Path], None]] = {
     "save": run_save,
     "load": run_load,
     "reshard": run_reshard,
+    "reshard-pieces": run_reshard_pieces,
     "replicas": run_replicas,
     "async": run_async,
     "small-stalls": run_small_stalls,
@@ -884,6 +916,7 @@ CASES: dict[str, Callable[[Report, Sizes, Path], None]] = {
 AREAS = {
     "load": "loads",
     "reshard": "loads",
+    "reshard-pieces": "loads",
     "replicas": "loads",
     "async": "background saves",
     "small-stalls": "background saves",

@@ -27,11 +27,13 @@ def module(monkeypatch):
 
 @pytest.mark.slow
 def test_a_small_run_prints_every_case_beside_its_peers(tmp_path):
-    done = bench(*SMALL, "--cases", "save,load,reshard,async,many,very-many,memory", "--folder", str(tmp_path))
+    cases = "save,load,reshard,reshard-pieces,async,many,very-many,memory"
+    done = bench(*SMALL, "--cases", cases, "--folder", str(tmp_path))
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
     rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in done.stdout.splitlines() if "|" in line]
     kinds = {"save": "raw write", "load": "raw read", "2 ranks to 1": "raw read", "2 ranks to 4": "raw read"}
+    kinds["2 ranks to 4, 1 MiB each"] = "raw read"
     assert {(what, by) for what, bare in kinds.items() for by in (bare, "shardckpt", "DCP")} <= set(rows)
     assert {("save 50 tensors", by) for by in ("safetensors", "shardckpt", "DCP")} <= set(rows)
     assert {("stall", by) for by in ("memcpy", "shardckpt", "DCP")} <= set(rows)
