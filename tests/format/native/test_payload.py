@@ -193,7 +193,7 @@ def test_blocks_are_hashed_however_the_bytes_come(step: int) -> None:
 
 @given(parts=st.lists(st.binary(max_size=40), max_size=6), most=st.integers(1, 4), rng=st.randoms())
 def test_blocks_are_hashed_in_any_order_of_their_tasks(parts: list[bytes], most: int, rng: random.Random) -> None:
-    with patch.object(payload_module, "BLOCK_BYTES", 8):
+    with patch.multiple(payload_module, BLOCK_BYTES=8, SUB_BLOCK_BYTES=4, _LOCKED_BYTES=2):
         hasher = BlockHasher()
         for part in parts:
             tasks = hasher.split(memoryview(part), most)
@@ -203,7 +203,10 @@ def test_blocks_are_hashed_in_any_order_of_their_tasks(parts: list[bytes], most:
                 task()
         data = b"".join(parts)
         blocks = [data[at : at + 8] for at in range(0, len(data), 8)]
-        assert hasher.digests() == tuple(map(xxhash.xxh3_64_intdigest, blocks))
+        sub_blocks = [data[at : at + 4] for at in range(0, len(data), 4)]
+        found = hasher.digests()
+        assert found.blocks == tuple(map(xxhash.xxh3_64_intdigest, blocks))
+        assert found.sub_blocks == b"".join(map(xxhash.xxh3_64_digest, sub_blocks if len(sub_blocks) > 1 else []))
 
 
 def test_every_type_that_torch_stores_plainly_has_a_place(tmp_path: Path) -> None:
