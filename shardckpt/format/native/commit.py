@@ -33,6 +33,7 @@ from shardckpt.format.native.records import (
     NEWER,
     FileRecord,
     field_error,
+    find_version,
     group_files_by_base,
     plain_name,
     read_fields,
@@ -42,7 +43,6 @@ from shardckpt.format.native.records import (
     read_save,
     read_sha256,
     read_version,
-    version_of,
 )
 from shardckpt.storage.replaceable import FolderKind
 from shardckpt.storage.store import Store, read_bytes
@@ -122,7 +122,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
     bases = group_files_by_base(files)
     content = {
         "format": "shardckpt",
-        "version": list(version_of(files)),
+        "version": list(find_version(files)),
         "features": [base_refs.FEATURE] if bases else [],
         "save": save,
         "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],

@@ -19,6 +19,7 @@ from shardckpt.format.native.records import (
     digests_json,
     field_error,
     files_json,
+    find_version,
     hashed_record,
     read_arrays,
     read_fields,
@@ -31,7 +32,6 @@ from shardckpt.format.native.records import (
     read_sha256,
     read_version,
     sub_hashes_json,
-    version_of,
     with_digests,
     with_sub_hashes,
 )
@@ -101,7 +101,7 @@ def encode_manifest(contents: ManifestContents) -> bytes:
     data = encode_canonical(
         {
             "format": "shardckpt manifest",
-            "version": list(version_of(contents.files)),
+            "version": list(find_version(contents.files)),
             "save": contents.save,
             "about": dict(contents.about),
             "topology": dict(contents.topology),

@@ -286,7 +286,7 @@ def has_sub_hashes(files: Iterable[FileRecord]) -> bool:
     return 0 < sum(len(f.sub_hashes) for f in files) <= MAX_SUB_HASH_BYTES
 
 
-def version_of(files: Iterable[FileRecord]) -> tuple[int, int]:
+def find_version(files: Iterable[FileRecord]) -> tuple[int, int]:
     """Return the lowest version of the format that has everything that is stored about files."""
     return VERSION if has_sub_hashes(files) else FIRST_VERSION
 

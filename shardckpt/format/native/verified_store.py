@@ -95,7 +95,7 @@ class _ReadPlan:
     parts: dict[_Block, list[_BlockPart]] = field(default_factory=dict)
 
 
-class _Scratch(threading.local):
+class _BlockMemory(threading.local):
     """Memory of a thread for partly wanted blocks.
 
     Attributes:
@@ -135,7 +135,7 @@ class VerifiedStore(WrappedStore):
         super().__init__(store)
         self._files = files
         self._good: dict[str, bytearray] = {}
-        self._scratch = _Scratch()
+        self._memory = _BlockMemory()
         self._is_local = store.capabilities.is_local
 
     @property
@@ -154,8 +154,8 @@ class VerifiedStore(WrappedStore):
         for read in reads:
             self._add(read, plan)
         self._join(plan)
-        if self._scratch.block is not None:
-            _copy_parts(plan.parts.pop(self._scratch.block, ()), self._scratch.data)
+        if self._memory.block is not None:
+            _copy_parts(plan.parts.pop(self._memory.block, ()), self._memory.data)
         groups = self._divide(self._list_tasks(plan))
         self._carry_out(next(groups, ()), plan.direct)
         for tasks in groups:
@@ -188,14 +188,14 @@ class VerifiedStore(WrappedStore):
         start, size = file.extent(number)
         low, high = max(read.offset, start), min(read.offset + len(read.buffer), start + size)
         target = read.buffer[low - read.offset : high - read.offset]
-        if self._is_good(block) and block != self._scratch.block:
+        if self._is_good(block) and block != self._memory.block:
             plan.direct.append(Read(read.name, low, target))
         else:
             plan.parts.setdefault(block, []).append(_BlockPart(low - start, target))
 
     def _join(self, plan: _ReadPlan) -> None:
         """Read blocks directly into the buffers of parts that cover them."""
-        for block in [block for block, parts in plan.parts.items() if len(parts) > 1 and block != self._scratch.block]:
+        for block in [block for block, parts in plan.parts.items() if len(parts) > 1 and block != self._memory.block]:
             parts = sorted(plan.parts[block], key=lambda part: part.start)
             at = 0
             for start, target in parts:
@@ -250,7 +250,7 @@ class VerifiedStore(WrappedStore):
 
     def _carry_out(self, tasks: Sequence[_Task], more: Sequence[Read] = ()) -> None:
         """Read blocks, and further ranges in the same batch; check the blocks and copy their small parts."""
-        memory = self._scratch.take(sum(task.nbytes for task in tasks if task.parts))
+        memory = self._memory.take(sum(task.nbytes for task in tasks if task.parts))
         share = _DIRECT_SHARE if self._is_local else 1
         reads = [*more]
         targets: list[tuple[_Task, _BlockTarget]] = []
@@ -270,7 +270,7 @@ class VerifiedStore(WrappedStore):
             self._check(task.name, task.first, target.views)
             _copy_parts(target.copied, target.data)
         if targets and targets[-1][1].is_cached:
-            self._scratch.cache((task.name, task.first), target.data)
+            self._memory.cache((task.name, task.first), target.data)
 
     def _is_good(self, block: _Block) -> bool:
         checked = self._good.get(block[0])
