@@ -226,9 +226,10 @@ def test_changed_states_are_saved_as_by_new_savers(style: str, tmp_path: Path) -
             save(saver, state, tmp_path)
             change(state)
             assert_saves_as_new(saver, state, tmp_path)
-            with torch.no_grad():
-                next(state["model"].parameters()).mul_(2)
-            assert_saves_as_new(saver, state, tmp_path)
+            if change in OF_MODELS:
+                with torch.no_grad():
+                    next(state["model"].parameters()).mul_(2)
+                assert_saves_as_new(saver, state, tmp_path)
 
     run(2, body)
 
