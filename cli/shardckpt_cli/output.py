@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, Protocol, TextIO
 
 _WIDEST = 96
@@ -66,9 +67,11 @@ def show_table(
     if _can_draw(sys.stdout) and not os.environ.get("NO_COLOR") and len(rows) <= _MOST_DRAWN:
         _draw_table(rows, header, right)
     else:
-        widths = [min(max(map(len, column)), _WIDEST) for column in zip(*lines, strict=True)]
-        form = "  ".join(f"{{:{'>' if i in right else '<'}{width}}}" for i, width in enumerate(widths))
-        print("\n".join(form.format(*line).rstrip() for line in lines))
+        columns = [
+            map(str.rjust if i in right else str.ljust, column, repeat(min(max(map(len, column)), _WIDEST)))
+            for i, column in enumerate(zip(*lines, strict=True))
+        ]
+        print("\n".join(map(str.rstrip, map("  ".join, zip(*columns, strict=True)))))
 
 
 def _draw_table(rows: Sequence[Sequence[str]], header: Sequence[str], right: frozenset[int]) -> None:

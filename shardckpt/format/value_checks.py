@@ -51,10 +51,12 @@ def check_counts(value: object, most: int = MOST_ELEMENTS, where: str = "") -> S
     Raises:
         FormatError: The value is not such a list.
     """
-    numbers = check_list(value, where)
-    if not all(type(n) is int and 0 <= n <= most for n in numbers):
-        raise FormatError("a number is not an integer, negative or too large", where=where, found=value)
-    return tuple(n for n in numbers if isinstance(n, int))
+    counts: list[int] = []
+    for n in check_list(value, where):
+        if type(n) is not int or not 0 <= n <= most:
+            raise FormatError("a number is not an integer, negative or too large", where=where, found=value)
+        counts.append(n)
+    return tuple(counts)
 
 
 def is_shape(value: object) -> bool:
@@ -74,6 +76,6 @@ def check_shape(value: object, where: str = "") -> Shape:
         FormatError: The value is not a shape, or has more elements than `MOST_ELEMENTS`.
     """
     shape = check_counts(value, where=where)
-    if not is_shape(shape):
+    if len(shape) > MOST_DIMENSIONS or prod(shape) > MOST_ELEMENTS:
         raise FormatError("a tensor has more elements than any machine holds", where=where, found=shape)
     return shape

@@ -7,11 +7,11 @@ pickle would import, call or construct become values of `pickle_stubs`, or a typ
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct, unpack_from
 from struct import error as StructError  # noqa: N812  # struct spells its exception in lower case
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardckpt.errors import FormatError, ShardckptError, TruncatedError, UnsafeError
 from shardckpt.format.budget import KeyGuard, ReadBudget
@@ -125,6 +125,9 @@ _REPEATED = 256
 """Cost in bytes of each value of the result beyond one per byte of the pickle; shared values count repeatedly."""
 
 _LONG_TEXT = 256
+_MOST_LISTED, _LISTED = 1 << 20, 8
+"""Bytes of data up to which opcodes are taken from a list, which is three times as fast; and the memory of each."""
+
 _MOST_MARKS = 1 << 16
 _TWO_BYTES = Struct("<H").unpack_from
 _FOUR_BYTES = Struct("<I").unpack_from
@@ -197,10 +200,10 @@ class _Machine:
             self._loop(start)
             value: object = self.stack[-1]
             self.spend(_SHARED * len(self.shared))
-            if self.limits.depth:
-                shape = _Shape(self.limits.depth, self.pos - start + self.left // _REPEATED, self)
-                shape.visit(value, 1)
-                self.spend(_REPEATED * max(0, shape.count - self.pos + start))
+            if self.limits.depth and value.__class__ in _CONTAINERS:
+                nbytes = self.pos - start
+                shape = _Shape(self.limits.depth, nbytes + self.left // _REPEATED, self)
+                self.spend(_REPEATED * max(0, shape.measure(value, 1).values - nbytes))
         except StructError:
             raise _ends_early() from None
         except IndexError:
@@ -218,41 +221,72 @@ class _Machine:
         return value
 
     def _loop(self, pos: int) -> None:
-        """Execute opcodes: frequent short ones inline to avoid a call, others by table."""
-        data, stack, memo = self.data, self.stack, self.memo
+        """Execute opcodes: frequent short ones inline, by halves of the table, and others by table."""
+        data, stack, memo, marks = self.data, self.stack, self.memo, self.marks
+        listed = len(data) if len(data) <= _MOST_LISTED else 0
+        codes = list(data) if listed else data
+        self.left -= _LISTED * listed  # until the loop ends
         table, atoms, four_bytes = _TABLE, _ATOMS, _FOUR_BYTES
-        marks = self.marks
-        push, remember, set_mark = stack.append, memo.append, marks.append
+        push, pop, remember, set_mark = stack.append, stack.pop, memo.append, marks.append
         try:
             while True:
-                op = data[pos]
+                op = codes[pos]
                 pos += 1
-                if op == 0x94:  # MEMOIZE
-                    remember(stack[-1])
-                elif op == 0x68:  # BINGET
-                    value = memo[data[pos]]
-                    pos += 1
-                    if value.__class__ not in atoms:
-                        self.share(value)
-                    push(value)
-                elif op == 0x6A:  # LONG_BINGET
-                    value = memo[four_bytes(data, pos)[0]]
+                if op < 0x70:
+                    if op == 0x68:  # BINGET
+                        value = memo[codes[pos]]
+                        pos += 1
+                        if value.__class__ not in atoms:
+                            self.share(value)
+                        push(value)
+                    elif op == 0x4B:  # BININT1
+                        push(codes[pos])
+                        pos += 1
+                    elif op == 0x6A:  # LONG_BINGET
+                        (index,) = four_bytes(data, pos)
+                        value = memo[index]
+                        pos += 4
+                        if value.__class__ not in atoms:
+                            self.share(value)
+                        push(value)
+                    elif op == 0x28:  # MARK
+                        if len(marks) >= _MOST_MARKS:
+                            raise _over("containers in one another", _MOST_MARKS)
+                        set_mark(len(stack))
+                    elif op == 0x2E:  # STOP
+                        return
+                    else:
+                        pos = table[op](self, pos)
+                elif op == 0x72:  # LONG_BINPUT
+                    (index,) = four_bytes(data, pos)
                     pos += 4
-                    if value.__class__ not in atoms:
-                        self.share(value)
-                    push(value)
-                elif op == 0x4B:  # BININT1
-                    push(data[pos])
-                    pos += 1
-                elif op == 0x28:  # MARK
-                    if len(marks) >= _MOST_MARKS:
-                        raise _over("containers in one another", _MOST_MARKS)
-                    set_mark(len(stack))
-                elif op == 0x2E:  # STOP
-                    return
+                    if index == len(memo):
+                        remember(stack[-1])
+                    else:
+                        self.put(index)
+                elif op == 0x94:  # MEMOIZE
+                    remember(stack[-1])
+                elif 0x85 <= op <= 0x87 or op == 0x74:  # TUPLE1, TUPLE2, TUPLE3, TUPLE
+                    self.left -= _TUPLE
+                    if self.left < 0:
+                        raise self.budget.exceeded()
+                    if op == 0x86:
+                        last = pop()
+                        stack[-1] = (stack[-1], last)
+                    elif op == 0x85:
+                        stack[-1] = (stack[-1],)
+                    elif op == 0x74:
+                        mark = marks.pop()
+                        values = tuple(stack[mark:])
+                        del stack[mark:]
+                        push(values)
+                    else:
+                        last, middle = pop(), pop()
+                        stack[-1] = (stack[-1], middle, last)
                 else:
                     pos = table[op](self, pos)
         finally:
+            self.left += _LISTED * listed
             self.pos = pos
 
     def share(self, value: object) -> None:
@@ -334,7 +368,7 @@ class _Machine:
         self.left -= _CALL
         if self.left < 0:
             raise self.budget.exceeded()
-        if args and what.copied:
+        if what.copied and args:
             self.check_copies(what, args)
         return what.call(what, args)
 
@@ -349,19 +383,31 @@ def _describe(value: object) -> str:
     return value.name if isinstance(value, Global | InstanceStub) else f"a value of type {type(value).__name__}"
 
 
+class _Extent(NamedTuple):
+    """The size of a container with its content.
+
+    Attributes:
+        values: Number of values in it, as often as they are used; each character of a long text counts as one.
+        depth: Nesting of containers.
+    """
+
+    values: int
+    depth: int
+
+
 class _Shape:
     """Limits the depth and size of a result, so that callers can recurse through it.
 
-    Only containers that are used twice can make the result larger than the pickle or contain themselves, so only these
-    are recorded.
+    Only containers that are used twice can make the result larger than the pickle or contain themselves, so only the
+    extents of these are kept. All others are visited once, level by level.
 
     Args:
         depth: Maximum nesting of containers.
-        most: Maximum number of values; each character of a long text counts as one.
+        most: Maximum number of values.
         machine: Interpreter that created the result.
     """
 
-    __slots__ = ("budget", "count", "deepest", "depth", "has_long_text", "known", "most", "shared")
+    __slots__ = ("budget", "depth", "has_long_text", "known", "most", "shared")
 
     def __init__(self, depth: int, most: int, machine: _Machine) -> None:
         self.depth = depth
@@ -369,65 +415,66 @@ class _Shape:
         self.shared = machine.shared
         self.has_long_text = machine.has_long_text
         self.budget = machine.budget
-        self.known: dict[int, tuple[int, int] | None] = {}
-        self.count = 0
-        self.deepest = 0
+        self.known: dict[int, _Extent | None] = {}
 
-    def visit(self, value: object, level: int) -> None:
-        """Count a value and its content, recursively, at a depth of `level`."""
-        if level > self.depth:
-            raise _over("containers in one another", self.depth)
-        if id(value) in self.shared:
-            self.visit_shared(value, level)
-        else:
-            self.visit_once(value, level)
+    def measure(self, value: object, level: int) -> _Extent:
+        """Return the extent of a container at a depth of `level`."""
+        count, depth, deepest = 0, 0, 0
+        found, shared = [value], self.shared
+        while found:
+            if level + depth > self.depth:
+                raise _over("containers in one another", self.depth)
+            depth += 1
+            children = _children(found)
+            count += len(children)
+            if self.has_long_text:
+                count += sum(len(child) for child in children if child.__class__ is str or child.__class__ is bytes)
+            found = []
+            for child in children:
+                if child.__class__ in _CONTAINERS:
+                    if id(child) in shared:
+                        inner = self.measure_shared(child, level + depth)
+                        count += inner.values
+                        deepest = max(deepest, depth + inner.depth)
+                    else:
+                        found.append(child)
+            if count > self.most:
+                raise self.budget.exceeded()
+        return _Extent(count, max(depth, deepest))
 
-    def visit_once(self, value: object, level: int) -> None:
-        """Count the content of a value."""
-        children = _children(value)
-        self.count += len(children)
-        if self.has_long_text:
-            self.count += sum(len(child) for child in children if child.__class__ is str or child.__class__ is bytes)
-        if self.count > self.most:
-            raise self.budget.exceeded()
-        self.deepest = max(self.deepest, level)
-        for child in children:
-            if child.__class__ not in _ATOMS:
-                self.visit(child, level + 1)
-
-    def visit_shared(self, value: object, level: int) -> None:
-        """Count the content of a repeatedly used value; look it up after the first time."""
+    def measure_shared(self, value: object, level: int) -> _Extent:
+        """Return the extent of a container that is used repeatedly; measure it once."""
         key = id(value)
-        if key in self.known:
-            known = self.known[key]
-            if known is None:
-                raise UnsafeError("the pickle holds a container that contains itself")
-            self.count += known[1]
-            self.deepest = max(self.deepest, level + known[0])
-        else:
+        if key not in self.known:
             self.known[key] = None
-            count, deepest = self.count, self.deepest
-            self.deepest = level
-            self.visit_once(value, level)
-            self.known[key] = (self.deepest - level, self.count - count)
-            self.deepest = max(self.deepest, deepest)
-        if self.deepest > self.depth:
+            self.known[key] = self.measure(value, level)
+        extent = self.known[key]
+        if extent is None:
+            raise UnsafeError("the pickle holds a container that contains itself")
+        if level + extent.depth - 1 > self.depth:
             raise _over("containers in one another", self.depth)
-        if self.count > self.most:
-            raise self.budget.exceeded()
+        return extent
 
 
-def _children(value: object) -> Collection[object]:
-    if isinstance(value, tuple | list):
-        return value
-    if isinstance(value, dict):
-        attributes = (value.attributes,) if type(value) is Ordered and value.attributes is not None else ()
-        return [*value.values(), *value, *attributes]
-    if isinstance(value, InstanceStub):
-        return (value.args, value.state)
-    if isinstance(value, set | frozenset):
-        return value
-    return ()
+_CONTAINERS = frozenset({tuple, list, dict, Ordered, set, frozenset, InstanceStub})
+
+
+def _children(containers: list[Any]) -> list[object]:
+    """Return the content of containers, one level deep."""
+    children: list[object] = []
+    for container in containers:
+        kind = container.__class__
+        if kind is InstanceStub:
+            if container.args:
+                children.append(container.args)
+            children.append(container.state)
+        else:
+            children.extend(container)
+            if kind is dict or kind is Ordered:
+                children.extend(container.values())
+                if kind is Ordered:
+                    children.append(container.attributes)
+    return children
 
 
 _Step = Callable[[_Machine, int], int]
@@ -484,6 +531,18 @@ def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
         return pos + int(length)
 
     return step
+
+
+def _unicode(machine: _Machine, pos: int) -> int:
+    (length,) = _FOUR_BYTES(machine.data, pos)
+    pos += 4
+    end: int = pos + length
+    if end > len(machine.data):
+        raise _ends_early()
+    if length >= _LONG_TEXT:
+        machine.has_long_text = True
+    machine.stack.append(machine.data[pos:end].decode("utf-8", "surrogatepass"))
+    return end
 
 
 def _text(raw: bytes) -> str:
@@ -577,16 +636,6 @@ def _short_put(machine: _Machine, pos: int) -> int:
     return pos + 1
 
 
-def _long_put(machine: _Machine, pos: int) -> int:
-    (index,) = _FOUR_BYTES(machine.data, pos)
-    memo = machine.memo
-    if index == len(memo):
-        memo.append(machine.stack[-1])
-    else:
-        machine.put(index)
-    return pos + 4
-
-
 def _text_get(machine: _Machine, pos: int) -> int:
     line, pos = machine.line(pos)
     machine.get(int(line[:20]))
@@ -629,33 +678,6 @@ def _empty_set(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _tuple(machine: _Machine, pos: int) -> int:
-    machine.left -= _TUPLE
-    if machine.left < 0:
-        raise machine.budget.exceeded()
-    machine.stack.append(tuple(machine.above_mark()))
-    return pos
-
-
-def _tuple1(machine: _Machine, pos: int) -> int:
-    machine.left -= _TUPLE
-    if machine.left < 0:
-        raise machine.budget.exceeded()
-    stack = machine.stack
-    stack[-1] = (stack[-1],)
-    return pos
-
-
-def _tuple2(machine: _Machine, pos: int) -> int:
-    machine.left -= _TUPLE
-    if machine.left < 0:
-        raise machine.budget.exceeded()
-    stack = machine.stack
-    last = stack.pop()
-    stack[-1] = (stack[-1], last)
-    return pos
-
-
 def _empty_tuple(machine: _Machine, pos: int) -> int:
     """Push an empty tuple.
 
@@ -676,16 +698,6 @@ def _empty_tuple(machine: _Machine, pos: int) -> int:
     return pos + 1
 
 
-def _tuple3(machine: _Machine, pos: int) -> int:
-    machine.left -= _TUPLE
-    if machine.left < 0:
-        raise machine.budget.exceeded()
-    stack = machine.stack
-    last, middle = stack.pop(), stack.pop()
-    stack[-1] = (stack[-1], middle, last)
-    return pos
-
-
 def _list(machine: _Machine, pos: int) -> int:
     machine.spend(_LIST)
     machine.stack.append(machine.above_mark())
@@ -696,31 +708,31 @@ def _no_dict(target: object) -> UnsafeError:
     return UnsafeError(f"the pickle sets items of {_describe(target)}", expected="a dict", fix=NEVER_RUN)
 
 
-def _fill_dict(machine: _Machine, target: object, keys: list[object], values: list[object]) -> None:
-    """Insert keys and values into a dict."""
-    if not isinstance(target, dict):
-        raise _no_dict(target)
-    if len(keys) != len(values):
-        raise FormatError("the pickle has a key without a value")
-    machine.spend(_ITEM * len(keys))
-    for key, value in zip(keys, values, strict=True):
-        if type(key) is not str:
-            machine.keys.check(key, target)
-        target[key] = value
-
-
 def _dict(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
     made: dict[object, object] = {}
-    machine.spend(_DICT)
-    _fill_dict(machine, made, items[::2], items[1::2])
+    machine.spend(_DICT + _ITEM * (len(items) // 2))
+    if len(items) % 2:
+        raise FormatError("the pickle has a key without a value")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        machine.keys.check(key, made)
+        made[key] = value
     machine.stack.append(made)
     return pos
 
 
 def _set_item(machine: _Machine, pos: int) -> int:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    _fill_dict(machine, machine.stack[-1], [key], [value])
+    stack = machine.stack
+    value, key = stack.pop(), stack.pop()
+    target = stack[-1]
+    if not isinstance(target, dict):
+        raise _no_dict(target)
+    machine.left -= _ITEM
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    if key.__class__ not in PLAIN_KEYS:
+        machine.keys.check(key, target)
+    target[key] = value
     return pos
 
 
@@ -885,7 +897,7 @@ _STEPS: dict[bytes, _Step] = {
     b"M": _two_bytes,
     b"R": _reduce,
     b"V": _text_unicode,
-    b"X": _sized("<I", 4, _text),
+    b"X": _unicode,
     b")": _empty_tuple,
     b"]": _empty_list,
     b"}": _empty_dict,
@@ -900,18 +912,13 @@ _STEPS: dict[bytes, _Step] = {
     b"o": _object,
     b"p": _text_put,
     b"q": _short_put,
-    b"r": _long_put,
     b"s": _set_item,
-    b"t": _tuple,
     b"u": _set_items,
     b"\x80": _protocol,
     b"\x81": _reduce,
     b"\x82": _extension,
     b"\x83": _extension,
     b"\x84": _extension,
-    b"\x85": _tuple1,
-    b"\x86": _tuple2,
-    b"\x87": _tuple3,
     b"\x88": _constant(True),
     b"\x89": _constant(False),
     b"\x8a": _long("<B", 1),

@@ -245,9 +245,9 @@ def _path(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _device(what: Global, args: tuple[object, ...]) -> object:
-    if not args or not isinstance(args[0], str) or len(args) > 2 or not all(_is_small(a) for a in args[1:]):
+    if not args or not isinstance(args[0], str) or len(args) > 2 or not (len(args) == 1 or _is_small(args[1])):
         raise malformed(what, args)
-    return ":".join(map(str, args))
+    return args[0] if len(args) == 1 else f"{args[0]}:{args[1]}"
 
 
 def _is_small(value: object) -> bool:
@@ -262,12 +262,11 @@ def _text(what: Global, args: tuple[object, ...]) -> object:
 
 def _sizes(what: Global, args: tuple[object, ...], value: object) -> tuple[int, ...]:
     """Return non-negative 64-bit sizes, the only ones that torch supports."""
-    if (
-        not isinstance(value, list | tuple)
-        or len(value) > _MOST_DIMS
-        or not all(type(n) is int and 0 <= n < 2**63 for n in value)
-    ):
+    if not isinstance(value, list | tuple) or len(value) > _MOST_DIMS:
         raise malformed(what, args)
+    for n in value:
+        if type(n) is not int or not 0 <= n < 2**63:
+            raise malformed(what, args)
     return tuple(value)
 
 
@@ -298,10 +297,11 @@ def _tensor(what: Global, args: tuple[object, ...]) -> object:
             raise malformed(what, args)
         dtype = args[6].name
     flags = args[7 if v3 else 6] if len(args) > (7 if v3 else 6) else None
-    if flags and not (isinstance(flags, dict) and len(flags) <= _MOST_FLAGS):
+    if not flags:
+        return TensorStub(args[0], args[1], shape, strides, dtype)
+    if not isinstance(flags, dict) or len(flags) > _MOST_FLAGS:
         raise malformed(what, args)
-    bits = tuple(str(k) for k, v in flags.items() if v) if isinstance(flags, dict) else ()
-    return TensorStub(args[0], args[1], shape, strides, dtype, bits)
+    return TensorStub(args[0], args[1], shape, strides, dtype, tuple(str(k) for k, v in flags.items() if v))
 
 
 def _inner(what: Global, args: tuple[object, ...]) -> object:

@@ -142,18 +142,20 @@ def _full_tensors(
     store: Store, headers: Mapping[str, Header], weight_map: Mapping[str, str]
 ) -> dict[Path, TensorEntry]:
     tensors: dict[Path, TensorEntry] = {}
+    names: set[str] = set()
     for file, header in headers.items():
         for name, (dtype, shape, begin, end) in header.tensors.items():
             if weight_map.get(name, file) != file:
                 continue
             path = (name,)
+            names.add(name)
             if path in tensors:
                 other = tensors[path].pieces[0].file
                 raise two_files_error(name, f"{store.url}/{file}", other)
             span = Span(header.data_start + begin, end - begin)
             tensors[path] = TensorEntry(path, shape, dtype, (Piece(full_box(shape), file, span),))
     for name, file in weight_map.items():
-        if (name,) in tensors:
+        if name in names:
             continue
         if file in headers:
             raise unindexed_error(name, f"{store.url}/{file}")

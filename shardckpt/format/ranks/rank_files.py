@@ -105,11 +105,10 @@ class RankGroup:
     def optimizers(self) -> list[Path]:
         """Return the paths that have both `state` and `param_groups` below them."""
         seen: dict[Path, set[str]] = {}
-        for content in self.ranks:
-            for path in content.paths():
-                for at, key in enumerate(path[: _DEEPEST + 1]):
-                    if key in (STATE, GROUPS):
-                        seen.setdefault(path[:at], set()).add(str(key))
+        for path in self.paths():
+            for at, key in enumerate(path[: _DEEPEST + 1]):
+                if key in (STATE, GROUPS):
+                    seen.setdefault(path[:at], set()).add(str(key))
         return [root for root, kinds in seen.items() if len(kinds) == 2]
 
 

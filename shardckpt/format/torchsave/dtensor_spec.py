@@ -6,9 +6,10 @@ Placements and meshes, or the list of shards, give the boxes; values are not com
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift
 from shardckpt.errors import FormatError, UnsupportedError, escape
@@ -22,6 +23,12 @@ from shardckpt.format.value_checks import (
 )
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
+
+_Placement = tuple[str, int, int]
+"""Class of a placement, the dimension that it splits (-1 for none), and its split factor."""
+
+_Orders = tuple[tuple[int, tuple[int, ...]], ...]
+"""Tensor dimensions with a stored order of the mesh dimensions that split them."""
 
 _MOST_RANKS = 1 << 24
 _DEEPEST = 4
@@ -125,13 +132,12 @@ class ShardList:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """The layout of one rank's shard in the full tensor.
+    """The layout of one rank's shard in the full tensor, without its elements.
 
     Attributes:
         kind: `DTensor` or `ShardedTensor`.
         shape: Full shape, in elements.
         dtype: Stored dtype; empty if only files of other ranks store it.
-        local: Boxes of this rank, each with its local tensor.
         sharding: Sharding of the tensor; None for nested shards, which have no complete list.
         mesh: Mesh of a DTensor.
         rank: Global rank; -1 if not stored.
@@ -144,7 +150,6 @@ class ShardInfo:
     kind: str
     shape: Shape
     dtype: str
-    local: tuple[tuple[Box, TensorStub], ...]
     sharding: Grid | ShardList | None
     mesh: Mesh | None = None
     rank: int = -1
@@ -162,14 +167,29 @@ class ShardInfo:
             yield from zip(self.sharding.boxes, self.sharding.owners, strict=True)
 
 
+class ParsedShard(NamedTuple):
+    """One rank's shard of a tensor.
+
+    Attributes:
+        info: Layout of the shard.
+        local: Boxes of this rank, each with its local tensor.
+    """
+
+    info: ShardInfo
+    local: tuple[tuple[Box, TensorStub], ...] = ()
+
+
 class ShardParser:
-    """Parser of the DTensors and ShardedTensors of one file, with a cache of meshes."""
+    """Parser of the DTensors and ShardedTensors of one file.
+
+    Keeps its meshes, and the layouts of its DTensors: most tensors of a model have one of a few.
+    """
 
     def __init__(self) -> None:
         self._meshes: dict[int, tuple[InstanceStub, Mesh]] = {}
-        self._grids: dict[object, Grid] = {}
+        self._layouts: dict[object, tuple[ShardInfo, Box | None]] = {}
 
-    def parse(self, value: InstanceStub) -> ShardInfo:
+    def parse(self, value: InstanceStub) -> ParsedShard:
         """Parse a DTensor or a ShardedTensor.
 
         Raises:
@@ -188,35 +208,30 @@ class ShardParser:
 
     # --------------------------------------------------------------------------------------------------- DTensors
 
-    def _dtensor(self, value: InstanceStub) -> ShardInfo:
+    def _dtensor(self, value: InstanceStub) -> ParsedShard:
         fields = _fields(value)
         spec = _fields(fields["_spec"])
         mesh = self._mesh(spec["mesh"])
-        placements = check_list(spec["placements"])
+        placements = tuple(map(_parse_placement, check_list(spec["placements"])))
         shape, dtype = _meta(spec.get("tensor_meta"), value)
-        if len(placements) != len(mesh.sizes):
-            raise FormatError("it must have one placement for each dimension of its mesh", found=len(placements))
-        common = {"mesh": mesh, "rank": mesh.rank, "world": len(mesh.ranks)}
-        partial = next((name for p in placements if "Partial" in (name := _class(p))), "")
-        if partial:
-            kind = f"a DTensor of partial sums ({partial}), whose full values are in no file"
-            return ShardInfo(DTENSOR, shape, dtype, (), None, refusal=kind, **common)  # type: ignore[arg-type]
-        grid = self._grid(shape, mesh.sizes, placements, spec.get("shard_order"))
+        orders = _parse_orders(spec.get("shard_order"), len(shape), len(mesh.sizes))
+        key = (id(mesh), shape, dtype, placements, orders)
+        if key not in self._layouts:
+            self._layouts[key] = _dtensor_layout(mesh, shape, dtype, placements, orders)
+        info, box = self._layouts[key]
+        if box is None:
+            return ParsedShard(info)
         local = fields["_local_tensor"]
-        if mesh.place is None:
-            return ShardInfo(DTENSOR, shape, dtype, (), grid, **common)  # type: ignore[arg-type]
         if not isinstance(local, TensorStub):
             kind = f"a DTensor over {getattr(local, 'name', type(local).__name__)}"
-            return ShardInfo(DTENSOR, shape, dtype, (), grid, refusal=kind, **common)  # type: ignore[arg-type]
-        box = grid.box(mesh.place)
+            return ParsedShard(replace(info, refusal=kind))
         if local.shape != box.size and (box.volume or prod(local.shape)):
             raise FormatError(
-                f"the local tensor of the rank at {mesh.place} does not fit its placements ({grid})",
+                f"the local tensor of the rank at {mesh.place} does not fit its placements ({info.sharding})",
                 found=local.shape,
                 expected=box.size,
             )
-        parts = ((box, local),) if box.volume or not shape else ()
-        return ShardInfo(DTENSOR, shape, dtype, parts, grid, **common)  # type: ignore[arg-type]
+        return ParsedShard(info, ((box, local),) if box.volume or not shape else ())
 
     def _mesh(self, value: object) -> Mesh:
         if not isinstance(value, InstanceStub):
@@ -225,13 +240,20 @@ class ShardParser:
             self._meshes[id(value)] = (value, _parse_mesh(_fields(value)))
         return self._meshes[id(value)][1]
 
-    def _grid(self, shape: Shape, sizes: Shape, placements: Sequence[object], order: object) -> Grid:
-        parsed = tuple((_class(p), *_parse_placement(p)) for p in placements)
-        orders = _parse_orders(order, len(shape), len(sizes))
-        key = (shape, sizes, parsed, orders)
-        if key not in self._grids:
-            self._grids[key] = Grid(shape, sizes, _mesh_dims_by_dim(len(shape), sizes, parsed, orders))
-        return self._grids[key]
+
+def _dtensor_layout(
+    mesh: Mesh, shape: Shape, dtype: str, placements: tuple[_Placement, ...], orders: _Orders
+) -> tuple[ShardInfo, Box | None]:
+    """Return the layout of a DTensor, and the box of this rank; None if the rank stores nothing that can be read."""
+    if len(placements) != len(mesh.sizes):
+        raise FormatError("it must have one placement for each dimension of its mesh", found=len(placements))
+    partial = next((name for name, _, _ in placements if "Partial" in name), "")
+    if partial:
+        kind = f"a DTensor of partial sums ({partial}), whose full values are in no file"
+        return ShardInfo(DTENSOR, shape, dtype, None, mesh, mesh.rank, len(mesh.ranks), refusal=kind), None
+    grid = Grid(shape, mesh.sizes, _mesh_dims_by_dim(len(shape), mesh.sizes, placements, orders))
+    info = ShardInfo(DTENSOR, shape, dtype, grid, mesh, mesh.rank, len(mesh.ranks))
+    return info, None if mesh.place is None else grid.box(mesh.place)
 
 
 def _parse_mesh(fields: dict[str, object]) -> Mesh:
@@ -288,22 +310,22 @@ def _class(placement: object) -> str:
     return placement.name.rpartition(".")[2]
 
 
-def _parse_placement(placement: object) -> tuple[int, int]:
-    """Return the dimension that a placement splits, and the parts before it.
+def _parse_placement(placement: object) -> _Placement:
+    """Return the class of a placement, the dimension that it splits, and the parts before it.
 
     The dimension is -1 for none.
     """
-    assert isinstance(placement, InstanceStub)
+    name = _class(placement)
     fields = _fields(placement)
     if "dim" not in fields:
-        return -1, 1
+        return name, -1, 1
     dim, before = fields["dim"], fields.get("split_factor", 1)
     if type(dim) is not int or type(before) is not int or not 0 < before < _MOST_RANKS or not -64 <= dim < 64:
-        raise FormatError("a placement is malformed", found=(_class(placement), dim, before))
-    return dim, before
+        raise FormatError("a placement is malformed", found=(name, dim, before))
+    return name, dim, before
 
 
-def _parse_orders(value: object, ndim: int, mesh_ndim: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _parse_orders(value: object, ndim: int, mesh_ndim: int) -> _Orders:
     """Return the tensor dimensions with a stored order of mesh dimensions."""
     if value is None:
         return ()
@@ -323,8 +345,8 @@ def _parse_orders(value: object, ndim: int, mesh_ndim: int) -> tuple[tuple[int, 
 def _mesh_dims_by_dim(
     ndim: int,
     sizes: Shape,
-    placements: Sequence[tuple[str, int, int]],
-    orders: tuple[tuple[int, tuple[int, ...]], ...],
+    placements: Sequence[_Placement],
+    orders: _Orders,
 ) -> tuple[tuple[int, ...], ...]:
     """Return, for each tensor dimension, the mesh dimensions that split it, in order.
 
@@ -371,7 +393,7 @@ def _meta(meta: object, value: InstanceStub) -> tuple[Shape, str]:
 # -------------------------------------------------------------------------------------------------- ShardedTensors
 
 
-def _sharded_tensor(value: InstanceStub, depth: int) -> ShardInfo:
+def _sharded_tensor(value: InstanceStub, depth: int) -> ParsedShard:
     state = value.state
     if not isinstance(state, tuple) or len(state) != _SHARDED_STATE or not depth:
         raise FormatError("a ShardedTensor is malformed")
@@ -395,7 +417,7 @@ def _sharded_tensor(value: InstanceStub, depth: int) -> ShardInfo:
             share = _sharded_tensor(inner, depth - 1)
             origin = tuple(-o for o in box.offset)
             local += [(_inside(shift(part, origin), shape), stub) for part, stub in share.local]
-            is_nested, dtype = True, dtype or share.dtype
+            is_nested, dtype = True, dtype or share.info.dtype
         elif isinstance(inner, TensorStub):
             if inner.shape != box.size:
                 raise FormatError(
@@ -404,10 +426,10 @@ def _sharded_tensor(value: InstanceStub, depth: int) -> ShardInfo:
             local.append((box, inner))
         else:
             kind = f"a ShardedTensor of {getattr(inner, 'name', type(inner).__name__)}"
-            return ShardInfo(SHARDED_TENSOR, shape, dtype, (), None, None, rank, world, place, parts, kind)
+            return ParsedShard(ShardInfo(SHARDED_TENSOR, shape, dtype, None, None, rank, world, place, parts, kind))
     sharding = None if is_nested else ShardList(shape, boxes, owners)
     kept = tuple((box, stub) for box, stub in local if box.volume)
-    return ShardInfo(SHARDED_TENSOR, shape, dtype, kept, sharding, None, rank, world, place, parts)
+    return ParsedShard(ShardInfo(SHARDED_TENSOR, shape, dtype, sharding, None, rank, world, place, parts), kept)
 
 
 def _read_shards(shards: object, shape: Shape) -> tuple[tuple[Box, ...], tuple[int, ...]]:
@@ -446,11 +468,12 @@ def _any(state: object) -> tuple[object, ...]:
 
 
 def _fields(value: object) -> dict[str, object]:
-    """Return the attributes of an instance, from its dict and its slots."""
+    """Return the attributes of an instance, from its dict and its slots; the caller does not change them."""
     if not isinstance(value, InstanceStub):
         raise FormatError("an instance was expected", found=type(value).__name__)
-    found: dict[str, object] = {}
-    for part in value.state if isinstance(value.state, tuple) else (value.state,):
-        if isinstance(part, dict):
-            found.update(part)
-    return found
+    if isinstance(value.state, dict):
+        return value.state
+    parts = [part for part in value.state if isinstance(part, dict)] if isinstance(value.state, tuple) else []
+    if len(parts) == 1:
+        return parts[0]
+    return {name: attribute for part in parts for name, attribute in part.items()}

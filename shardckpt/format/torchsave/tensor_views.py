@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -36,7 +37,6 @@ _KEY_CHARACTERS = 4
 """Characters that a numeric key counts in a path."""
 
 _NO_STORAGE = "a tensor whose storage is not in the file"
-_SHARDED = frozenset({DTENSOR, SHARDED_TENSOR})
 LEAVE_OUT = "Leave it out with --exclude, or save it dense."
 
 
@@ -280,7 +280,7 @@ class _TreeBuilder:
             shape, dtype = value.shape, value.dtype or _storage_dtype(value)
         else:
             assert isinstance(value, InstanceStub)
-            if value.name.rpartition(".")[2] in _SHARDED:
+            if _is_sharded(value.name):
                 self._put_shard(value, path)
                 return
             kind = _TENSOR_LIKE.get(value.name, f"a {value.name}")
@@ -300,10 +300,11 @@ class _TreeBuilder:
     def _layout(self, stub: TensorStub, dtype: str, path: Path) -> Lazy:
         ref = stub.storage
         assert isinstance(ref, StorageRef) and self._container is not None
-        width = bits(dtype) // 8
-        last = stub.offset + sum((n - 1) * s for n, s in zip(stub.shape, stub.strides, strict=True))
+        width, numel, last = bits(dtype) // 8, prod(stub.shape), stub.offset
+        for n, step in zip(stub.shape, stub.strides, strict=True):
+            last += (n - 1) * step
         held = self._container.storage_bytes(ref) // width
-        if prod(stub.shape) and last >= held:
+        if numel and last >= held:
             raise FormatError(
                 f"{dotted(path)!r} reaches beyond its storage",
                 where=self._where,
@@ -311,11 +312,12 @@ class _TreeBuilder:
                 expected=f"fewer than {held}",
                 fix="The file was damaged or made by hand; save the checkpoint again.",
             )
-        packed = not prod(stub.shape) or all(
-            n == 1 or a == b for n, a, b in zip(stub.shape, stub.strides, strides(stub.shape), strict=True)
+        steps = (
+            None
+            if not numel or _is_packed(stub.shape, stub.strides)
+            else tuple(0 if n == 1 else s for n, s in zip(stub.shape, stub.strides, strict=True))
         )
-        steps = None if packed else tuple(0 if n == 1 else s for n, s in zip(stub.shape, stub.strides, strict=True))
-        if prod(stub.shape):  # steps, not strides: strides of dimensions of size 1 can be chosen to collide
+        if numel:  # steps, not strides: strides of dimensions of size 1 can be chosen to collide
             first = self._first.setdefault((ref.key, ref.base, stub.offset, stub.shape, steps, dtype), path)
             if first != path:
                 self._tree.aliases[path] = first
@@ -324,29 +326,31 @@ class _TreeBuilder:
     def _put_shard(self, value: InstanceStub, path: Path) -> None:
         """Add one rank's shard of an array: its boxes in this file, and its layout."""
         try:
-            shard = self._shards.parse(value)
+            shard, local = self._shards.parse(value)
         except (FormatError, UnsupportedError) as error:
             what = f"{dotted(path)!r} is one rank's shard of an array, and {error.what}"
             raise type(error)(
                 what, where=self._where, found=error.found, expected=error.expected, fix=error.fix
             ) from None
-        kinds = (_refusal(stub) if self._container else _NO_STORAGE for _, stub in shard.local)
+        kinds = [_refusal(stub) if self._container else _NO_STORAGE for _, stub in local]
         kind = shard.refusal or next(filter(None, kinds), "")
-        stored = {stub.dtype or _storage_dtype(stub) for _, stub in shard.local} | ({shard.dtype} - {""})
+        stored = {stub.dtype or _storage_dtype(stub) for _, stub in local}
+        if shard.dtype:
+            stored.add(shard.dtype)
         if kind:
             self._tree.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
             lost = Piece(full_box(shard.shape), self._file, Lazy(0, 0, UnreadableTensor(path, kind)))
             dtype = shard.dtype if is_known(shard.dtype) else "uint8"
             self._tree.tensors[path] = TensorEntry(path, shard.shape, dtype, (lost,))
-            self._tree.shards[path] = replace(shard, local=(), refusal=kind)
+            self._tree.shards[path] = replace(shard, refusal=kind)
             return
         if len(stored) != 1 or not is_known(dtype := stored.pop()) or bits(dtype) % 8:
             raise FormatError(
                 f"{dotted(path)!r} has no one type that is known", where=self._where, found=sorted(stored)
             )
-        pieces = tuple(Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in shard.local)
+        pieces = tuple([Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in local])
         self._tree.tensors[path] = TensorEntry(path, shard.shape, dtype, pieces)
-        self._tree.shards[path] = replace(shard, local=())
+        self._tree.shards[path] = shard
 
 
 def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:
@@ -366,8 +370,23 @@ def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[obj
 
 def _is_tensor(value: object) -> bool:
     if isinstance(value, InstanceStub):
-        return value.name in _TENSOR_LIKE or value.name.rpartition(".")[2] in _SHARDED or _wraps_tensor(value)
+        return _is_sharded(value.name) or value.name in _TENSOR_LIKE or _wraps_tensor(value)
     return isinstance(value, TensorStub | StorageRef)
+
+
+@cache  # names are those of the allow-list
+def _is_sharded(name: str) -> bool:
+    return name.rpartition(".")[2] in (DTENSOR, SHARDED_TENSOR)
+
+
+def _is_packed(shape: Shape, strides: Shape) -> bool:
+    """Return True if strides are those of row-major elements without gaps."""
+    expected = 1
+    for n, step in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and step != expected:
+            return False
+        expected *= n
+    return True
 
 
 def _wraps_tensor(value: InstanceStub) -> bool:

@@ -8,7 +8,7 @@ subtrees are other parts. Options override the rules.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -144,8 +144,8 @@ def _below(path: Path, root: Path) -> bool:
     return path[: len(root)] == root
 
 
-def _below_any(path: Path, roots: Iterable[Path]) -> bool:
-    return any(_below(path, root) for root in roots)
+def _below_any(path: Path, roots: Collection[Path]) -> bool:
+    return bool(roots) and any(_below(path, root) for root in roots)
 
 
 def _optimizers(manifest: Manifest) -> list[Path]:

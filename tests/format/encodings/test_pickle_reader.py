@@ -358,6 +358,45 @@ def test_deep_nesting_is_refused(raw: bytes) -> None:
         load(raw, where="deep")
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"]q\0h\0a.",
+        b"}q\0U\x01kh\0s.",
+        b"]q\0h\0\x85a.",
+        b"]2a.",
+        b"cargparse\nNamespace\n)\x81q\0h\0b.",
+        b"ccollections\nOrderedDict\n)Rq\0}U\x01kh\0sb.",
+    ],
+)
+def test_a_container_that_contains_itself_is_refused(raw: bytes) -> None:
+    with pytest.raises(UnsafeError, match="contains itself"):
+        load(raw, where="cycle")
+
+
+def nest(depth: int) -> bytes:
+    """Return opcodes of an empty tuple within tuples, of which the outermost is in the memo."""
+    return b")" + b"\x85" * (depth - 1) + b"q\0"
+
+
+@pytest.mark.parametrize(
+    ("depth", "above", "is_read"), [(200, 0, True), (201, 0, False), (150, 50, True), (150, 51, False)]
+)
+def test_the_depth_of_a_shared_container_counts_at_each_of_its_places(depth: int, above: int, is_read: bool) -> None:
+    raw = nest(depth) + (b"0]h\0a" + b"h\0" + b"\x85" * (above - 1) + b"a" if above else b"") + b"."
+    if is_read:
+        load(raw, where="deep")
+    else:
+        with pytest.raises(UnsafeError, match="in one another"):
+            load(raw, where="deep")
+
+
+def test_data_above_the_limit_of_a_list_is_read_like_smaller_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardckpt.format.encodings.pickle_reader._MOST_LISTED", 0)
+    for protocol in range(6):
+        assert load(pickle.dumps(PLAIN, protocol=protocol), where="x") == PLAIN
+
+
 def test_a_memo_bomb_is_refused() -> None:
     bomb = b"]q\x00" + b"".join(b"(" + b"h%c" % i * 10 + b"lq%c" % (i + 1) for i in range(60)) + b"."
     with pytest.raises(UnsafeError, match="would cost more"):
@@ -421,12 +460,6 @@ def test_keys_that_are_merely_large_or_many_are_read() -> None:
         {2.0**n: n for n in range(-1000, 1000)},
     ):
         assert load(pickle.dumps(fine), where="x") == fine
-
-
-def test_a_container_that_contains_itself_is_refused() -> None:
-    for raw in (b"]q\x00h\x00a.", b"}q\x00U\x01ah\x00s.", b"]2a."):
-        with pytest.raises(UnsafeError):
-            load(raw, where="loop")
 
 
 def test_limits_are_the_callers_to_set() -> None:

@@ -16,7 +16,6 @@ from share_writers import as_rank, sharded
 
 from shardckpt.boxes import Box
 from shardckpt.errors import FormatError, UnsupportedError, UsageError
-from shardckpt.format.encodings.pickle_reader import TensorStub
 from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.rank_files import RankFile
 from shardckpt.format.reader import ParamShapes, Reader
@@ -202,9 +201,8 @@ def test_moments_of_other_lengths_are_refused(tmp_path: Path) -> None:
 def test_a_claim_of_many_ranks_is_refused(tmp_path: Path) -> None:
     """Shards of an unheard-of number of ranks, of which two are listed: not counted through."""
     listed = (Box((0,), (4,)), Box((4,), (4,)))
-    held = ((listed[0], TensorStub(None, 0, (4,), (1,))),)
     cut = ShardList((8,), listed, (0, 1))
-    share = ShardInfo(SHARDED_TENSOR, (8,), "float32", held, cut, None, 0, 1 << 24, 0, 1 << 24)
+    share = ShardInfo(SHARDED_TENSOR, (8,), "float32", cut, None, 0, 1 << 24, 0, 1 << 24)
     entry = TensorEntry(("f", "_flat_param"), (8,), "float32", (Piece(listed[0], "f", Lazy(0, 0)),))
     manifest = Manifest("x", {"f": 1}, {entry.path: entry})
     with pytest.raises(FormatError, match="not split into equal chunks"):

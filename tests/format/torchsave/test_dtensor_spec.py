@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardckpt.boxes import Box, cover, full_box
 from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
-from shardckpt.format.torchsave.dtensor_spec import Grid, ShardInfo, ShardParser
+from shardckpt.format.torchsave.dtensor_spec import Grid, ParsedShard, ShardParser
 from shardckpt.format.torchsave.tensor_views import StorageRef
 
 PLACEMENTS = "torch.distributed.tensor.placement_types"
@@ -59,7 +59,7 @@ def dtensor(shape: tuple[int, ...], over: InstanceStub, placements: Any, local: 
     return InstanceStub("torch.distributed.tensor.DTensor", (Dtype("float32"), shape, shape), state)
 
 
-def shared(value: InstanceStub) -> ShardInfo:
+def shared(value: InstanceStub) -> ParsedShard:
     return ShardParser().parse(value)
 
 
@@ -110,7 +110,7 @@ def test_each_rank_holds_what_cutting_the_array_gives(given_cut: Any, spelt: boo
         over = old_mesh(sizes, place) if old else mesh(sizes, place)
         share = shared(dtensor(shape, over, placements, stub(tuple(local.shape)), order))
         held = [box for box, _ in share.local]
-        assert share.shape == shape
+        assert share.info.shape == shape
         if local.numel():
             [box] = held
             inside = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
@@ -118,7 +118,7 @@ def test_each_rank_holds_what_cutting_the_array_gives(given_cut: Any, spelt: boo
         else:
             assert held == []
         boxes += held
-        told = dict(share.list_parts())
+        told = dict(share.info.list_parts())
         assert set(boxes) <= set(told)
         replicas = [m for m in range(len(sizes)) if not any(m in o for o in orders)]
         if not old and held and not any(place[m] for m in replicas):
@@ -138,12 +138,12 @@ def test_a_submesh_knows_the_ranks_of_its_own_column() -> None:
     }
     over = InstanceStub("torch.distributed.device_mesh.DeviceMesh", (), state)
     share = shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((2,))))
-    assert list(share.list_parts()) == [(Box((0,), (2,)), 1), (Box((2,), (2,)), 3)]
+    assert list(share.info.list_parts()) == [(Box((0,), (2,)), 1), (Box((2,), (2,)), 3)]
 
 
 def test_partial_sums_are_refused_by_name() -> None:
     value = dtensor((4,), mesh((2,), (0,)), (placement("Partial", reduce_op="sum"),), stub((4,)))
-    assert "partial sums (Partial)" in shared(value).refusal
+    assert "partial sums (Partial)" in shared(value).info.refusal
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
@@ -167,6 +167,25 @@ def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
 def test_what_cannot_be_is_refused(placements: Any, local: tuple[int, ...], error: str) -> None:
     with pytest.raises((FormatError, UnsupportedError), match=error):
         shared(dtensor((4, 4), mesh((2,), (0,)), placements, stub(local)))
+
+
+def test_tensors_of_one_layout_share_it_and_others_do_not() -> None:
+    parser, over, other = ShardParser(), mesh((2,), (0,)), mesh((2,), (1,))
+
+    def parse(shape: tuple[int, ...], over: InstanceStub, dim: int) -> ParsedShard:
+        local = tuple(n // 2 if at == dim else n for at, n in enumerate(shape))
+        return parser.parse(dtensor(shape, over, (placement("Shard", dim=dim),), stub(local)))
+
+    first = parse((4, 4), over, 0)
+    assert parse((4, 4), over, 0).info is first.info
+    others = [parse((4, 6), over, 0), parse((4, 4), over, 1), parse((4, 4), other, 0)]
+    assert [share.local[0][0] for share in others] == [
+        Box((0, 0), (2, 6)),
+        Box((0, 0), (4, 2)),
+        Box((2, 0), (2, 4)),
+    ]
+    with pytest.raises(FormatError, match="does not fit its placements"):
+        parser.parse(dtensor((4, 4), over, (placement("Shard", dim=0),), stub((3, 4))))
 
 
 # -------------------------------------------------------------------------------------------------- ShardedTensors
@@ -205,8 +224,8 @@ def test_a_sharded_tensor_lists_who_holds_what() -> None:
     boxes = [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))]
     share = shared(sharded_tensor((3, 3), boxes, 1, [stub((1, 3))]))
     assert [box for box, _ in share.local] == boxes[1:]
-    assert list(share.list_parts()) == [(boxes[0], 0), (boxes[1], 1)]
-    assert (share.rank, share.world, share.place, share.parts) == (1, 2, 1, 2)
+    assert list(share.info.list_parts()) == [(boxes[0], 0), (boxes[1], 1)]
+    assert (share.info.rank, share.info.world, share.info.place, share.info.parts) == (1, 2, 1, 2)
 
 
 def test_shards_of_shards_lie_where_both_say() -> None:
@@ -214,7 +233,7 @@ def test_shards_of_shards_lie_where_both_say() -> None:
     outer = sharded_tensor((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))], 1, [inner])
     share = shared(outer)
     assert [box for box, _ in share.local] == [Box((2, 2), (2, 2))]
-    assert share.sharding is None
+    assert share.info.sharding is None
 
 
 @pytest.mark.parametrize(
@@ -277,7 +296,7 @@ def test_hostile_values_are_typed_errors_or_read(kind: str) -> None:
                 assert "\n" not in str(error), path
                 refused += 1
             else:
-                assert all(box.within(share.shape) for box, _ in share.local)
+                assert all(box.within(share.info.shape) for box, _ in share.local)
     assert refused > 50
 
 
