@@ -23,11 +23,10 @@ FORWARD = [
 BACKWARD = [
     *(f"pre_backward ({ROOT})", "backward_prefetch for 1", "all_gather (1)"),
     *("pre_backward (1)", "all_gather_copy_out (1)", "backward_prefetch for 0", "all_gather (0)"),
-    *("post_backward_reshard (1)", "post_backward_reduce (1)"),
+    *("post_backward_reshard (1)", "post_backward_reduce (1)", "post_backward_rs_wait (1)"),
     *("pre_backward (0)", "all_gather_copy_out (0)", "root_post_backward_callback"),
-    *("post_backward_reshard (0)", "post_backward_reduce (0)", "post_backward_rs_wait (1)"),
-    *(f"post_backward_reshard ({ROOT})", f"post_backward_reduce ({ROOT})"),
-    *("post_backward_rs_wait (0)", f"post_backward_rs_wait ({ROOT})"),
+    *("post_backward_reshard (0)", "post_backward_reduce (0)", "post_backward_rs_wait (0)"),
+    *(f"post_backward_reshard ({ROOT})", f"post_backward_reduce ({ROOT})", f"post_backward_rs_wait ({ROOT})"),
 ]
 
 
