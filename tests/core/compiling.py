@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import harness  # noqa: F401  # starts autograd before torch compiles
 import torch
 from torch import nn
 

@@ -44,6 +44,9 @@ for _name in ("torch.profiler._cupti_monitor", "torch.utils.serialization"):
     with contextlib.suppress(ImportError):  # torch 2.6 has no such modules
         importlib.import_module(_name)
 
+# Starts autograd's engine. With torch 2.15 a compiler gives torch a device, for which the engine starts threads if that
+# comes first, and then refuses every backward pass of a fork.
+torch.ones((), requires_grad=True).backward()
 torch.manual_seed(0)  # imports what it tells devices with: here too once for all
 
 make_forks_cheap()
