@@ -14,43 +14,21 @@ from typing import Any, NamedTuple, SupportsFloat
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels, require_bools, resolve_process_group
-from shardckpt.checkpoint.load.load import EARLIER_PARAMS, MIXED, load
+from shardckpt.checkpoint.coordinator import get_channels, require_bools, resolve_process_group
+from shardckpt.checkpoint.load.load import EARLIER_PARAMS, load
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_restore import restore_step
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, RunNotes, SaveParams, read_notes, save
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import (
-    CheckpointError,
-    MissingFileError,
-    PrecisionError,
-    RankError,
-    SourceNotFoundError,
-    UnknownFormatError,
-    UsageError,
-)
-from shardckpt.events import (
-    FallbackEvent,
-    OnEvent,
-    OperationEvent,
-    RestoreEvent,
-    deliver,
-    emit,
-    recorded,
-    require_on_event,
-)
+from shardckpt.errors import UsageError
+from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC, step_name
 from shardckpt.plan.retention import Retention, RetentionParams
-
-_DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
-"""Errors of steps that are damaged or that another process is removing."""
-
-_LOOKS = 50
-"""Maximum number of consecutive steps that `restore` tries while another process removes them."""
 
 
 class Checkpointer:
@@ -108,10 +86,9 @@ class Checkpointer:
     ) -> None:
         require_bools(dedup=dedup)
         require_on_event(on_event)
-        retention = Retention.from_params("Checkpointer", **rules)
         self._schedule = SaveSchedule(save_every)
         self._finder = StepFinder(root, process_group)
-        self._retention = StepRetention(retention, self._finder, on_event)
+        self._retention = StepRetention(Retention.from_params("Checkpointer", **rules), self._finder, on_event)
         self._on_event = on_event
         self.root, self._dedup, self._group = self._finder.root, dedup, process_group
         self._restored: int | None = None
@@ -304,55 +281,15 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             options, fault = {}, error
         on_event = self._join_on_event(options.pop("on_event", None))
-        rank = get_channels(self._group).main.rank
-        with recorded(RestoreEvent, self.root, on_event, rank=rank) as recorder:
-
-            def take_measurement(event: OperationEvent) -> None:
-                recorder.phases.update(event.phases)
-                recorder.values["nbytes"] = event.nbytes
-                if on_event is not None:
-                    on_event(event)
-
-            options["on_event"] = take_measurement
-            found, faults = self._load_newest(state, wanted, options, fault, on_event)
-            recorder.values.update(step=found, warnings=faults)
-        if faults and rank == 0:
-            shown = "; ".join(faults[:SHOWN])
-            warnings.warn(f"newer steps cannot be loaded, restored step {found}: {shown}", stacklevel=3)
-        return found
-
-    def _load_newest(
-        self,
-        state: Any,
-        wanted: int | None,
-        options: dict[str, Any],
-        fault: Exception | None,
-        on_event: OnEvent | None,
-    ) -> tuple[int | None, tuple[str, ...]]:
-        """Load the newest step that can be loaded; return its number, and the faults of newer steps. Collective."""
-        damages: dict[str, str] = {}
-        removed_meanwhile = 0
-        while removed_meanwhile < _LOOKS:
-            latest = self._finder.find_step(wanted, damages, fault)
-            self._finder.require_readable(latest.unreadable)
-            if latest.save is None:
-                break
-            path, is_last = self._finder.path(latest.name), wanted is not None
-            damage = _load_step(state, path, self._group, options, is_last=is_last)
-            if not damage:
-                self._restored, self._branch = latest.number, latest.branch
-                self._schedule.record_restore(latest.number)
-                return latest.number, (*latest.faults, *damages.values())
-            if self._finder.has_save(latest.save):
-                damages[latest.save] = damage
-                self._finder.damaged.add(latest.save)
-                rank = get_channels(self._group).main.rank
-                emit(FallbackEvent(path, step=latest.number, rank=rank, warnings=(damage,)), on_event)
-            else:
-                removed_meanwhile += 1
-        if latest.save is None and wanted is None and not latest.faults and not damages:
-            return None, ()
-        raise self._finder.build_no_checkpoint_error(wanted, list(damages.values()), latest.faults)
+        restored = restore_step(self._finder, state, wanted, options, on_event=on_event, fault=fault)
+        if restored is None:
+            return None
+        self._restored, self._branch = restored.number, restored.branch
+        self._schedule.record_restore(restored.number)
+        if restored.faults and get_channels(self._group).main.rank == 0:
+            shown = "; ".join(restored.faults[:SHOWN])
+            warnings.warn(f"newer steps cannot be loaded, restored step {restored.number}: {shown}", stacklevel=3)
+        return restored.number
 
     @property
     def stop_requested(self) -> bool:
@@ -453,34 +390,3 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
         except Exception as error:  # any type may define __float__
             raise UsageError("a metric must be a number", where=name, found=error) from error
     return numbers
-
-
-def _load_step(
-    state: Any, path: str, group: dist.ProcessGroup | None, options: Mapping[str, Any], *, is_last: bool
-) -> str:
-    """Load a step; if a rank finds it damaged, return the fault on all ranks."""
-    try:
-        load(state, path, process_group=group, **options)
-    except Exception as error:
-        coordinator = get_channels(group).main
-        if is_last or coordinator.has_lost_rank:
-            raise
-        return _agree_on_damage(coordinator, path, error)
-    return ""
-
-
-def _agree_on_damage(coordinator: Coordinator, path: str, error: Exception) -> str:
-    """Return the fault that a rank found; without one, raise this rank's error."""
-    message: bytes | Exception = error
-    if isinstance(error, _DAMAGE) and not isinstance(error, PrecisionError):
-        message = str(error).removesuffix(MIXED).rstrip().encode()
-    elif isinstance(error, RankError):
-        message = b""
-
-    def decide(messages: list[bytes]) -> list[bytes]:
-        damage = next((text for text in messages if text), None)
-        if damage is None:
-            raise error
-        return [damage] * len(messages)
-
-    return coordinator.coordinate(f"loading {path}", message, decide).decode()

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint import manager
-from shardckpt.checkpoint.run import step_finder
+from shardckpt.checkpoint.run import step_finder, step_restore
 from shardckpt.errors import (
     NoCompleteCheckpoint,
     RankError,
@@ -455,7 +455,7 @@ class TestDamagedSteps:
             raise error
 
         ck = saved(Checkpointer(tmp_path), 1, 2)
-        monkeypatch.setattr(manager, "load", failing)
+        monkeypatch.setattr(step_restore, "load", failing)
         with pytest.raises(type(error)) as caught:
             ck.restore(state())
         assert caught.value is error
@@ -486,7 +486,7 @@ class TestBesideATrainer:
     """Another process saves the next step and removes the last one, before what was found is loaded."""
 
     def moving(self, root: Path, monkeypatch: pytest.MonkeyPatch, turns: int) -> list[str]:
-        trainer, load = saved(Checkpointer(root, keep_last=1), 1), manager.load
+        trainer, load = saved(Checkpointer(root, keep_last=1), 1), step_restore.load
         loads: list[str] = []
 
         def late(into: object, path: str, **options: object) -> None:
@@ -495,7 +495,7 @@ class TestBesideATrainer:
                 saved(trainer, 1 + len(loads))
             load(into, path, **options)
 
-        monkeypatch.setattr(manager, "load", late)
+        monkeypatch.setattr(step_restore, "load", late)
         return loads
 
     @pytest.mark.parametrize("turns", [1, 3])
@@ -507,7 +507,7 @@ class TestBesideATrainer:
         assert not ck._finder.damaged, "what was removed is not damaged"
 
     def test_that_has_an_end(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(manager, "_LOOKS", 4)
+        monkeypatch.setattr(step_restore, "_LOOKS", 4)
         loads = self.moving(tmp_path, monkeypatch, 100)
         with pytest.raises(NoCompleteCheckpoint):
             Checkpointer(tmp_path).restore(state())

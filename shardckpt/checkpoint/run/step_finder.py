@@ -63,6 +63,7 @@ class StepFinder:
 
     Attributes:
         root: Path or URL of the run's folder, without a slash at the end.
+        group: Process group of the ranks; None for all ranks.
         damaged: Ids of saves whose steps a load found damaged.
     """
 
@@ -70,7 +71,7 @@ class StepFinder:
         self.root = as_url(root).rstrip("/") or "/"
         if self.root.endswith(":") and as_url(root).startswith(f"{self.root}//"):
             raise UsageError("this URL names no place", where=as_url(root), fix="Name a bucket, or a folder in it.")
-        self._group = group
+        self.group = group
         self.damaged: set[str] = set()
 
     def path(self, name: str) -> str:
@@ -104,7 +105,7 @@ class StepFinder:
         def decide(messages: list[bytes]) -> list[bytes]:
             return [json.dumps(answer()).encode()] * len(messages)
 
-        return json.loads(get_channels(self._group).main.coordinate(f"{what} of {self.root}", fault or b"", decide))
+        return json.loads(get_channels(self.group).main.coordinate(f"{what} of {self.root}", fault or b"", decide))
 
     def list_complete(self) -> list[int]:
         """Return the numbers of the complete steps, the oldest first. Collective.

@@ -1,0 +1,143 @@
+"""Restore a step of a run: the newest one that can be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.checkpoint.load.load import MIXED, load
+from shardckpt.checkpoint.run.step_finder import StepFinder
+from shardckpt.errors import (
+    CheckpointError,
+    MissingFileError,
+    PrecisionError,
+    RankError,
+    SourceNotFoundError,
+    UnknownFormatError,
+)
+from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEvent, emit, recorded
+
+_DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
+"""Errors of steps that are damaged or that another process is removing."""
+
+_LOOKS = 50
+"""Maximum number of consecutive steps that `restore_step` tries while another process removes them."""
+
+
+class RestoredStep(NamedTuple):
+    """Step that was loaded.
+
+    Attributes:
+        number: Number of the step.
+        branch: Branch of the run for steps that are saved from now on.
+        faults: Faults of newer steps.
+    """
+
+    number: int
+    branch: int
+    faults: tuple[str, ...]
+
+
+def restore_step(
+    finder: StepFinder,
+    state: Any,
+    wanted: int | None,
+    options: Mapping[str, Any],
+    *,
+    on_event: OnEvent | None,
+    fault: Exception | None,
+) -> RestoredStep | None:
+    """Load the newest step that can be loaded, and emit a `RestoreEvent`. Collective.
+
+    Args:
+        finder: Finder of the run's steps.
+        state: As for `shardckpt.load`; filled in place.
+        wanted: Number of the only step to try; None for any step.
+        options: Options for `shardckpt.load`, without `on_event`.
+        on_event: Called with the events of the restore, its loads and fallbacks.
+        fault: Error of this rank, which all ranks raise; None without an error.
+
+    Returns:
+        The step; None if the folder is missing or does not contain a checkpoint.
+
+    Raises:
+        NoCompleteCheckpoint: No step can be loaded, or the requested step cannot.
+        ShardckptError: As for `Checkpointer.restore`.
+    """
+    rank = get_channels(finder.group).main.rank
+    with recorded(RestoreEvent, finder.root, on_event, rank=rank) as recorder:
+
+        def take_measurement(event: OperationEvent) -> None:
+            recorder.phases.update(event.phases)
+            recorder.values["nbytes"] = event.nbytes
+            if on_event is not None:
+                on_event(event)
+
+        given = {**options, "on_event": take_measurement}
+        restored = _load_newest(finder, state, wanted, given, on_event=on_event, fault=fault)
+        if restored is not None:
+            recorder.values.update(step=restored.number, warnings=restored.faults)
+    return restored
+
+
+def _load_newest(
+    finder: StepFinder,
+    state: Any,
+    wanted: int | None,
+    options: Mapping[str, Any],
+    *,
+    on_event: OnEvent | None,
+    fault: Exception | None,
+) -> RestoredStep | None:
+    """Load the newest step that can be loaded. Collective."""
+    damages: dict[str, str] = {}
+    removed_meanwhile = 0
+    while removed_meanwhile < _LOOKS:
+        latest = finder.find_step(wanted, damages, fault)
+        finder.require_readable(latest.unreadable)
+        if latest.save is None:
+            break
+        path = finder.path(latest.name)
+        damage = _load_step(finder, path, state, options, is_last=wanted is not None)
+        if not damage:
+            return RestoredStep(latest.number, latest.branch, (*latest.faults, *damages.values()))
+        if finder.has_save(latest.save):
+            damages[latest.save] = damage
+            finder.damaged.add(latest.save)
+            rank = get_channels(finder.group).main.rank
+            emit(FallbackEvent(path, step=latest.number, rank=rank, warnings=(damage,)), on_event)
+        else:
+            removed_meanwhile += 1
+    if latest.save is None and wanted is None and not latest.faults and not damages:
+        return None
+    raise finder.build_no_checkpoint_error(wanted, list(damages.values()), latest.faults)
+
+
+def _load_step(finder: StepFinder, path: str, state: Any, options: Mapping[str, Any], *, is_last: bool) -> str:
+    """Load a step; if a rank finds it damaged, return the fault on all ranks."""
+    try:
+        load(state, path, process_group=finder.group, **options)
+    except Exception as error:
+        coordinator = get_channels(finder.group).main
+        if is_last or coordinator.has_lost_rank:
+            raise
+        return _agree_on_damage(coordinator, path, error)
+    return ""
+
+
+def _agree_on_damage(coordinator: Coordinator, path: str, error: Exception) -> str:
+    """Return the fault that a rank found; without one, raise this rank's error."""
+    message: bytes | Exception = error
+    if isinstance(error, _DAMAGE) and not isinstance(error, PrecisionError):
+        message = str(error).removesuffix(MIXED).rstrip().encode()
+    elif isinstance(error, RankError):
+        message = b""
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        damage = next((text for text in messages if text), None)
+        if damage is None:
+            raise error
+        return [damage] * len(messages)
+
+    return coordinator.coordinate(f"loading {path}", message, decide).decode()
