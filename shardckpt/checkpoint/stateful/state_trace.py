@@ -251,7 +251,9 @@ def _find_local_tensors(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor]
             if type(tensor) is DTensor:
                 mesh = tensor.device_mesh
                 described = meshes.get(id(mesh)) or meshes.setdefault(id(mesh), _describe_mesh(mesh))
-                shardings.append((tensor.shape, tensor.placements, described))
+                placements = tensor.placements
+                # In many versions of torch a strided shard equals a plain one, which has other rows.
+                shardings.append((tensor.shape, placements, list(map(type, placements)), described))
                 tensor = tensor.to_local()
                 _require(type(tensor) in PLAIN_TENSORS)
             local_tensors.append(tensor)

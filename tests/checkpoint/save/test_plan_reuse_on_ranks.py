@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from states import FRONT_ENDS, Net, step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import shardckpt
 from shardckpt.checkpoint.coordinator import get_channels
@@ -328,6 +329,24 @@ def test_one_dtensor_under_two_names_is_not_taken_for_two_that_share_memory(tmp_
             assert_saves_as_new(saver, state, tmp_path)
 
     run(2, body)
+
+
+def test_a_strided_shard_is_not_taken_for_a_plain_one_which_torch_calls_equal(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        saver, strided = Saver(get_channels(None)), _StridedShard(0, split_factor=2)
+        ways: list[tuple[list[Placement], int]] = [
+            ([Shard(0), Shard(0)], rank),
+            ([strided, Shard(0)], rank % 2 * 2 + rank // 2),
+        ]
+        with patch.object(_StridedShard, "__eq__", lambda one, other: one.dim == other.dim):
+            for placements, row in ways:
+                value = DTensor.from_local(numbers(1, 4, start=4 * row), mesh, placements, run_check=False)
+                save(saver, {"value": value}, tmp_path)
+        saved = shardckpt.open(str(tmp_path / "1"))["value"][...]
+        assert torch.equal(saved, numbers(4, 4)), saved
+
+    run(4, body)
 
 
 def test_partial_sums_are_refused_in_a_later_save_too(tmp_path: Path) -> None:
