@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.load.load_plan import LoadItem, LoadPlanBuilder, Put, Taker
 from shardckpt.checkpoint.load.source import torch_dtype
 from shardckpt.checkpoint.stateful.flatten import LocalModels, require_model_for
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.sections import find_sections
 from shardckpt.plan.optim import optimizer_state as optimizers
@@ -104,9 +105,27 @@ class OptimizerLoadPlanner:
                 f"{dotted(path)}: it can only be loaded completely, and `include` names a part of it"
             )
         take: Put = optim.load_state_dict
-        if model is not None:
+        if model is None:
+            self._require_no_dtensors(optim, path, root)
+        else:
             take = lambda state: torch_fsdp1.put_optim_state(model, optim, state)  # noqa: E731
         self._builder.plan.values.append(Taker(path, self._builder.source.find(root)[0], take))
+
+    def _require_no_dtensors(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
+        """Refuse an optimizer of DTensors without its model: it would take full tensors in place of its shards.
+
+        Raises:
+            UsageError: The optimizer has a DTensor, and saved slots have a shape.
+        """
+        place = (*root, "state")
+        has_slots = any(at[: len(place)] == place and e.shape for at, e in self._builder.source.arrays.items())
+        parameters = (parameter for group in optim.param_groups for parameter in group["params"])
+        if has_slots and any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise UsageError(
+                "the optimizer holds sharded parameters, and their model is not in the state",
+                where=dotted(path),
+                fix='Load both together: {"model": model, "optim": optim}; or use `load_optim_state_dict`.',
+            )
 
     def _read_named_state(
         self, root: Path, index: ModelIndex, optim: torch.optim.Optimizer
