@@ -34,6 +34,7 @@ def diff(
 ) -> None:
     """Compare tensors and other values; exit 0 if all are compared and equal."""
     import shardckpt
+    from shardckpt.errors import escape
 
     if sort not in _ORDERS:
         raise typer.BadParameter(f"--sort must be one of {', '.join(_ORDERS)}, got {sort}")
@@ -55,7 +56,7 @@ def diff(
     else:
         _show(result, by_layer, sort, top)
         if html:
-            print(f"wrote {html}")
+            print(f"wrote {escape(html)}")
     raise typer.Exit(0 if result.same else 1)
 
 

@@ -23,6 +23,9 @@ from shardckpt.offline.write.report import LayerStats, Statistics, TensorStats, 
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
 
+_HALF_BYTES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""Values of `float4_e2m1fn` by their bits."""
+
 
 def stats(
     src: str | os.PathLike[str],
@@ -99,7 +102,7 @@ def _measure(name: str, reader: Reader, entry: TensorEntry) -> TensorStats:
     [entry] = locate(reader, reader.manifest, [entry])
     sums = _Sums()
     for data in read_values((reader, entry), max(BLOCK_BYTES * 8 // bits(entry.stored), 1)):
-        sums.add(to_numbers(data, entry.dtype))
+        sums.add(_unpack(data) if entry.dtype == "float4_e2m1fn" else to_numbers(data, entry.dtype))
     has_values = sums.finite > 0
     return TensorStats(
         name=name,
@@ -113,6 +116,12 @@ def _measure(name: str, reader: Reader, entry: TensorEntry) -> TensorStats:
         mean=sums.total / sums.finite if has_values else None,
         l2=math.sqrt(sums.squares),
     )
+
+
+def _unpack(data: bytearray) -> NDArray[Any]:
+    """Return numbers of 4 bits, the lower half of each byte first."""
+    packed = np.frombuffer(data, np.uint8)
+    return _HALF_BYTES[np.stack([packed & 15, packed >> 4], axis=-1)].ravel()
 
 
 def _sum_layers(tensors: Iterable[TensorStats]) -> tuple[LayerStats, ...]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -88,3 +89,11 @@ def test_missing_bytes_are_an_error_and_not_a_statistic(fixtures: Path, tmp_path
 def test_large_values_overflow_to_an_infinite_norm_without_a_warning(tmp_path: Path) -> None:
     with np.errstate(all="raise"):
         assert measure(tmp_path, torch.tensor([1e300, 1e300], dtype=torch.float64)).l2 == math.inf
+
+
+def test_numbers_of_four_bits_are_counted_as_numbers(tmp_path):
+    header = json.dumps({"w": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
+    data = bytes([0xF7, 0x00, 0x01, 0x02])  # 6, -6, 0, 0, 0.5, 0, 1, 0
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    [found] = shardckpt.stats(tmp_path).tensors
+    assert (found.min, found.max, found.zeros, found.mean) == (-6.0, 6.0, 4, 1.5 / 8)
