@@ -210,10 +210,11 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         exported = replace(state, stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)])
         # The states of the ranks differ, in timings for instance. As in the Trainer's folders, that of rank 0 is saved.
         text = broadcast_object_list([json.dumps(asdict(exported))])[0]
+        metrics = {**_eval_metrics(state), _BEST: step if state.best_global_step == step else -1}
         arguments = {
-            "metrics": {**_eval_metrics(state), _BEST: step if state.best_global_step == step else -1},
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
+            "metrics": {**(self._options.get("metrics") or {}), **metrics},
         }
         saved = self._build_state(text, RNGState())
         if self._background:

@@ -110,7 +110,7 @@ def choose_the_best(rank: int, world: int, folder: Path, scores: list[float], st
     from torch.distributed.tensor import DTensor
 
     trainers.be_rank(rank, world)
-    callback = trainers.ShardckptCallback(folder / "run")
+    callback = trainers.ShardckptCallback(folder / "run", metrics={"mine": 7})
     best = {"metric_for_best_model": "score", "greater_is_better": True, "load_best_model_at_end": True}
     trainer, _ = trainers.build(
         "fsdp2" if world > 1 else "ddp",

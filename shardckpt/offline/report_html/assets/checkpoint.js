@@ -450,6 +450,6 @@ document.getElementById("main").replaceChildren(
   problems.length ? makeProblems(formatPlural(problems.length, "problem"), problems) : "",
   makeTree(), makeMap(), makeTensors(), makeValues());
 
-const opened = tensors.find((tensor) => tensor.name === decodeURIComponent(location.hash.slice(1)));
+const opened = location.hash && tensors.find((tensor) => tensor.name === decodeURIComponent(location.hash.slice(1)));
 if (opened) select(opened);
 document.documentElement.dataset.ready = "true";
