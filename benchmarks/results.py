@@ -127,14 +127,15 @@ def with_summary(text: str) -> str:
 
 
 def summarize(text: str) -> str:
-    """Return the table of the goals in all sections, by area; of several rows with one name, the last."""
-    rows: dict[tuple[str, str], str] = {}
+    """Return the table of the goals in all sections, by area; of several rows with one name and unit, the last."""
+    rows: dict[tuple[str, str, str], str] = {}
     for section in split_sections(text)[1:]:
         _, _, table = section.partition(f"\n{GOALS}\n")
         for row in re.findall(r"(?m)^\| (?!area ).+$", table):
-            area, what = (cell.strip() for cell in row.split("|")[1:3])
-            rows.pop((area, what), None)
-            rows[area, what] = row
+            area, what, measured = (cell.strip() for cell in row.split("|")[1:4])
+            key = (area, what, measured.partition(" ")[2])
+            rows.pop(key, None)
+            rows[key] = row
     lines = [
         line
         for area in AREAS

@@ -61,6 +61,13 @@ def test_the_figure_recorded_last_replaces_one_of_another_section(results):
     ]
 
 
+def test_goals_of_one_row_beside_two_peers_are_both_shown(results):
+    peers = ("1.67 x raw", "0.85 x peer")
+    goals = "".join(f"| loads | 2 to 4 | {measured} | 1.0 | MISSED | 2026-11-23 | here |\n" for measured in peers)
+    text = f"# Results\n\n## Loads\n\n### Goals\n{goals}"
+    assert [row[2] for row in rows(results.summarize(text)) if row[0] == "loads"] == ["1.67 x raw", "0.85 x peer"]
+
+
 def test_a_section_recorded_again_loses_its_old_goals(results):
     record(results, "First", ("loads", "4 GB", 1.5), ("loads", "2 to 4", 1.0))
     record(results, "First", ("loads", "4 GB", 1.2))
