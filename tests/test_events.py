@@ -9,7 +9,7 @@ import pytest
 
 from shardckpt import events
 from shardckpt.errors import UsageError
-from shardckpt.events import OperationEvent, PruneEvent, SaveEvent, emit, recorded, subscribe
+from shardckpt.events import OperationEvent, PruneEvent, SaveEvent, emit, record_operation, subscribe
 from shardckpt.storage.retry import retry
 
 
@@ -64,7 +64,10 @@ def test_an_event_has_the_step_the_phases_the_retries_and_the_error() -> None:
         return "done"
 
     seen: list[OperationEvent] = []
-    with pytest.raises(ValueError, match="odd"), recorded(SaveEvent, "s3://b/run/step-00000012", seen.append) as it:
+    with (
+        pytest.raises(ValueError, match="odd"),
+        record_operation(SaveEvent, "s3://b/run/step-00000012", seen.append) as it,
+    ):
         with it.phase("write"):
             assert retry(request, "cannot read", "b", pause=lambda _: None) == "done"
         raise ValueError("odd")

@@ -26,8 +26,8 @@ def diff(
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of A; repeatable.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
     sort: Annotated[str, typer.Option("--sort", help="Order of tensors: name, rel (relative L2), l2 or max.")] = "name",
-    top: Annotated[int, typer.Option("--top", help="Show only the first N rows; 0 shows all.", min=0)] = 0,
-    by_layer: Annotated[bool, typer.Option("--by-layer", help="A row for each layer instead of each tensor.")] = False,
+    top: options.Top = 0,
+    by_layer: options.ByLayer = False,
     base: options.Base = None,
     html: options.Html = "",
     as_json: options.AllAsJson = False,
@@ -36,8 +36,7 @@ def diff(
     import shardckpt
     from shardckpt.errors import escape
 
-    if sort not in _ORDERS:
-        raise typer.BadParameter(f"--sort must be one of {', '.join(_ORDERS)}, got {sort}")
+    options.require_order(sort, _ORDERS)
     result = shardckpt.diff(
         a,
         b,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 import typer
@@ -65,3 +66,11 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but er
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 AllAsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Html = Annotated[str, typer.Option("--html", help="Write a page for browsers to this file.")]
+Top = Annotated[int, typer.Option("--top", help="Show only the first N rows; 0 shows all.", min=0)]
+ByLayer = Annotated[bool, typer.Option("--by-layer", help="A row for each layer instead of each tensor.")]
+
+
+def require_order(sort: str, orders: Collection[str]) -> None:
+    """Refuse a value of `--sort` that is not one of `orders`."""
+    if sort not in orders:
+        raise typer.BadParameter(f"--sort must be one of {', '.join(orders)}, got {sort}")

@@ -27,8 +27,8 @@ def stats(
     include: options.Include = None,
     exclude: options.Exclude = None,
     sort: Annotated[str, typer.Option("--sort", help="Order of rows: name, bad (NaN, Inf), l2 or max.")] = "name",
-    top: Annotated[int, typer.Option("--top", help="Show only the first N rows; 0 shows all.", min=0)] = 0,
-    by_layer: Annotated[bool, typer.Option("--by-layer", help="A row for each layer instead of each tensor.")] = False,
+    top: options.Top = 0,
+    by_layer: options.ByLayer = False,
     base: options.Base = None,
     as_json: options.AllAsJson = False,
 ) -> None:
@@ -36,8 +36,7 @@ def stats(
     import shardckpt
     from shardckpt.errors import escape
 
-    if sort not in _ORDERS:
-        raise typer.BadParameter(f"--sort must be one of {', '.join(_ORDERS)}, got {sort}")
+    options.require_order(sort, _ORDERS)
     found = shardckpt.stats(src, part=part, include=include or (), exclude=exclude or (), base=base or ())
     if as_json:
         print(output.as_json(found))

@@ -12,7 +12,7 @@ from shardckpt.events.recorder import (
     count_retry,
     deliver,
     emit,
-    recorded,
+    record_operation,
     require_on_event,
     subscribe,
 )
@@ -29,7 +29,7 @@ __all__ = [
     "count_retry",
     "deliver",
     "emit",
-    "recorded",
+    "record_operation",
     "require_on_event",
     "subscribe",
 ]

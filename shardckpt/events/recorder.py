@@ -80,7 +80,7 @@ def _describe(event: OperationEvent) -> str:
         line += f", removed {', '.join(map(str, event.removed))}"
     if event.phases:
         line += f" ({', '.join(f'{name} {seconds:.2f} s' for name, seconds in event.phases.items())})"
-    line += f", {event.retries} retries" if event.retries else ""
+    line += f", {event.retries} {'retry' if event.retries == 1 else 'retries'}" if event.retries else ""
     line += "".join(f"; warning: {text}" for text in event.warnings)
     return line if event.error is None else f"{line}; failed: {type(event.error).__name__}: {event.error}"
 
@@ -133,7 +133,9 @@ class Recorder:
 
 
 @contextmanager
-def recorded(kind: type[OperationEvent], path: str, *on_event: OnEvent | None, **values: Any) -> Iterator[Recorder]:
+def record_operation(
+    kind: type[OperationEvent], path: str, *on_event: OnEvent | None, **values: Any
+) -> Iterator[Recorder]:
     """Measure an operation, and emit its event when the context ends.
 
     Args:

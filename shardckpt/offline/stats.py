@@ -19,7 +19,7 @@ from shardckpt.manifest import TensorEntry
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.compare.stored_values import BLOCK_BYTES, read_values, sum_squares, to_numbers
 from shardckpt.offline.select.options import parse_part
-from shardckpt.offline.write.report import LayerStats, Statistics, TensorStats, find_layer, natural_order
+from shardckpt.offline.write.report import LayerStats, Statistics, TensorStats, find_layer, split_numbers
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
 
@@ -129,7 +129,7 @@ def _sum_layers(tensors: Iterable[TensorStats]) -> tuple[LayerStats, ...]:
     members: dict[str, list[TensorStats]] = {}
     for tensor in tensors:
         members.setdefault(find_layer(tensor.name), []).append(tensor)
-    return tuple(_sum_layer(name, members[name]) for name in sorted(members, key=natural_order))
+    return tuple(_sum_layer(name, members[name]) for name in sorted(members, key=split_numbers))
 
 
 def _sum_layer(name: str, tensors: Sequence[TensorStats]) -> LayerStats:

@@ -29,7 +29,7 @@ from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
-from shardckpt.events import LoadEvent, OnEvent, Recorder, recorded, require_on_event
+from shardckpt.events import LoadEvent, OnEvent, Recorder, record_operation, require_on_event
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.reader import NamedBases, ParamShapes
 from shardckpt.manifest import Path, dotted
@@ -183,7 +183,7 @@ def load(
             name = "cast" if cast else "ignore_extra" if ignore_extra else "include"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         skipped: list[Path] = []
-        with gc_paused(), recorded(LoadEvent, as_url(state), on_event) as recorder, recorder.phase("read"):
+        with gc_paused(), record_operation(LoadEvent, as_url(state), on_event) as recorder, recorder.phase("read"):
             saved = CheckpointSource(as_url(state), verify, rules, key_map, _named(base))
             saved.expect_most()
             if verify == "full":
@@ -205,7 +205,11 @@ def load(
     coordinator = get_channels(process_group).main
     shown = order.source.path if isinstance(order, _Order) else str(path)
     sink = on_event if callable(on_event) else None
-    with gc_paused(), coordinator.in_step(), recorded(LoadEvent, shown, sink, rank=coordinator.rank) as recorder:
+    with (
+        gc_paused(),
+        coordinator.in_step(),
+        record_operation(LoadEvent, shown, sink, rank=coordinator.rank) as recorder,
+    ):
         _load_into(state, path, order, coordinator, recorder)
     return state
 

@@ -16,7 +16,7 @@ from shardckpt.errors import (
     SourceNotFoundError,
     UnknownFormatError,
 )
-from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEvent, emit, recorded
+from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEvent, emit, record_operation
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
 """Errors of steps that are damaged or that another process is removing."""
@@ -66,7 +66,7 @@ def restore_step(
         ShardckptError: As for `Checkpointer.restore`.
     """
     rank = get_channels(finder.group).main.rank
-    with recorded(RestoreEvent, finder.root, on_event, rank=rank) as recorder:
+    with record_operation(RestoreEvent, finder.root, on_event, rank=rank) as recorder:
 
         def take_measurement(event: OperationEvent) -> None:
             recorder.phases.update(event.phases)

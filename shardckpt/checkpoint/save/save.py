@@ -16,7 +16,7 @@ from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError, unknown_keyword_error
-from shardckpt.events import OnEvent, SaveEvent, recorded, require_on_event
+from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC
 from shardckpt.storage.resolve_url import as_url
@@ -88,7 +88,7 @@ def save(
         StorageError: The storage failed. The written files were removed.
     """
     checked, fault = check_options("save", path, options)
-    with PENDING_SAVE.entry, recorded(SaveEvent, checked.path, checked.on_event) as recorder:
+    with PENDING_SAVE.entry, record_operation(SaveEvent, checked.path, checked.on_event) as recorder:
         with recorder.phase("waiting"):
             PENDING_SAVE.wait()
         refusal = fault or PENDING_SAVE.unretrieved_error()

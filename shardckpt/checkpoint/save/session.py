@@ -40,7 +40,7 @@ from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
 from shardckpt.checkpoint.stateful.stateful import as_root
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
-from shardckpt.events import FallbackEvent, OnEvent, Recorder, SaveEvent, recorded
+from shardckpt.events import FallbackEvent, OnEvent, Recorder, SaveEvent, record_operation
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
 from shardckpt.format.native.manifest_json import (
@@ -178,7 +178,7 @@ class Saver:
         except BaseRemovedError as error:
             if options.trainable_only:
                 raise
-            with recorded(FallbackEvent, options.path, options.on_event, rank=rank, warnings=(str(error),)):
+            with record_operation(FallbackEvent, options.path, options.on_event, rank=rank, warnings=(str(error),)):
                 self._save(state, replace(options, base=lambda: None), recorder, refusal)
 
     def _save(self, state: Any, options: SaveOptions, recorder: Recorder, refusal: Exception | None) -> None:

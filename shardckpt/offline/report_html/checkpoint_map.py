@@ -10,7 +10,7 @@ from shardckpt.boxes import Box, strides
 from shardckpt.dtypes import array_nbytes, bits
 from shardckpt.errors import escape
 from shardckpt.manifest import Manifest, Piece, Span, Strided, TensorEntry, dotted
-from shardckpt.offline.write.report import Inspection, natural_order
+from shardckpt.offline.write.report import Inspection, split_numbers
 from shardckpt.plan.layout.coverage import faults
 
 MAX_PIECES = 400_000
@@ -106,7 +106,7 @@ def _sort_files(files: Mapping[str, int]) -> list[str]:
 
     def key(name: str) -> tuple[bool, int, list[tuple[int, str]]]:
         rank = find_rank(name)
-        return rank is None, rank or 0, natural_order(name)
+        return rank is None, rank or 0, split_numbers(name)
 
     return sorted(files, key=key)
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from shardckpt.errors import escape
-from shardckpt.offline.write.report import Comparison, LayerDifference, TensorDifference, natural_order
+from shardckpt.offline.write.report import Comparison, LayerDifference, TensorDifference, split_numbers
 
 
 def describe_comparison(found: Comparison) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def describe_comparison(found: Comparison) -> dict[str, Any]:
 
     The first difference is that of the first layer by natural order of names, so that `layers.2` is before `layers.10`.
     """
-    differences = sorted(found.differences, key=lambda each: natural_order(each.name))
+    differences = sorted(found.differences, key=lambda each: split_numbers(each.name))
     return {
         "schema_version": 1,
         "kind": "diff",

@@ -372,7 +372,7 @@ class Comparison:
         members: dict[str, list[TensorDifference]] = {}
         for difference in self.differences:
             members.setdefault(difference.layer, []).append(difference)
-        return tuple(_sum_layer(name, members[name]) for name in sorted(members, key=natural_order))
+        return tuple(_sum_layer(name, members[name]) for name in sorted(members, key=split_numbers))
 
     @property
     def same(self) -> bool:
@@ -380,8 +380,8 @@ class Comparison:
         return not self.differences and not self.value_differences and not self.not_compared
 
 
-def natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts names with the numbers in them as numbers."""
+def split_numbers(name: str) -> list[tuple[int, str]]:
+    """Return the parts of a name, a key that sorts the numbers in it as numbers."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 

@@ -20,8 +20,7 @@ function makeLayers() {
     { name: "max abs", width: "90px", isNumber: true, value: (row) => toNumber(row.maxAbs), text: (row) => formatNumber(row.maxAbs) },
     { name: "", width: "240px", value: (row) => toNumber(row.relative), text: () => "",
       mark: (row) => make("i", { class: "swatch", "aria-hidden": "true", style: `background:${PALETTE[0]};width:${width(row)}%` }) },
-  ], { onSelect: (row) => { pattern.value = `${row.name}`; filter(); } });
-  grid.element.classList.toggle("short", data.layers.length < 14);
+  ], { onSelect: (row) => { pattern.value = row.name; filter(); } });
   grid.element.style.height = `${Math.min(data.layers.length + 1, 16) * Grid.ROW + 6}px`;
   grid.show(rows);
   return make("section", { "aria-labelledby": "layers" }, make("h2", { id: "layers" }, "By layer"), grid.element,
