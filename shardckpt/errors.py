@@ -279,6 +279,13 @@ def unknown_keyword_error(function: str, names: Iterable[str]) -> TypeError:
     return TypeError(f"{function}() got an unexpected keyword argument {min(names)!r}")
 
 
+def require_bools(**arguments: object) -> None:
+    """Raise UsageError, with the name of the argument, unless all arguments are bools."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
+
+
 def require_torch(where: str, or_else: str = "") -> None:
     """Import torch, or raise an error that says how to install it.
 

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from shardckpt_cli import options, output
+
+if TYPE_CHECKING:
+    from shardckpt import StepInfo
 
 
 def ls(
     root: options.Root,
+    long: Annotated[bool, typer.Option("--long", "-l", help="Show sizes, times and metrics in a table.")] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
     """List the complete steps of a run, one number per line; report others on stderr."""
     import shardckpt
 
-    found = shardckpt.ls(root)
+    found = shardckpt.ls(root, metrics=long or as_json)
     if as_json:
         print(output.as_json(found))
         return
-    for step in found.complete:
-        print(step.number)
+    if long:
+        output.show_table([*map(_row, found.complete)], header=("step", "size", "saved", "metrics"), right=_NUMBERS)
+    else:
+        for step in found.complete:
+            print(step.number)
     for step in found.incomplete:
         print(f"not complete: {step.fault}", file=sys.stderr)
+
+
+_NUMBERS = frozenset({0, 1})
+"""Columns of numbers."""
+
+
+def _row(step: StepInfo) -> tuple[str, ...]:
+    from shardckpt.errors import escape
+
+    saved = "" if step.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(step.saved_at))
+    metrics = " ".join(f"{escape(name)}={value:.6g}" for name, value in (step.metrics or {}).items())
+    return f"{step.number}", output.size(step.nbytes), saved, metrics

@@ -383,13 +383,6 @@ ALONE = Channels(Coordinator(None))
 """Channels of a single process."""
 
 
-def require_bools(**arguments: object) -> None:
-    """Raise UsageError, with the name of the argument, unless all arguments are bools."""
-    for name, value in arguments.items():
-        if not isinstance(value, bool):
-            raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
-
-
 def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group, by default that of all ranks; None for a single process.
 

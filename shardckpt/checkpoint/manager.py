@@ -9,12 +9,12 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.coordinator import get_channels, require_bools, resolve_process_group
+from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
 from shardckpt.checkpoint.load.load import EARLIER_PARAMS, load
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
@@ -24,7 +24,7 @@ from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, RunNotes, SaveParams, read_notes, save
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import UsageError
+from shardckpt.errors import UsageError, require_bools
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC, step_name
@@ -49,7 +49,7 @@ class Checkpointer:
         keep_every: Keep steps whose number is a multiple of this.
         keep_best: Number of best steps by `metric` to keep; steps without the metric are kept too, unless other rules
             are given.
-        metric: Name of the metric that `keep_best` ranks by.
+        metric: Name of the metric that `keep_best` and `best` rank by.
         mode: Whether the best step has the smallest or the largest metric.
         keep_for: Age up to which steps are kept: a timedelta, seconds, or text such as `"7d"`.
         save_every: `should_save` returns True for multiples of this.
@@ -116,6 +116,31 @@ class Checkpointer:
         For the errors see `steps`.
         """
         return next(reversed(self.steps()), None)
+
+    def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
+        """Return the number of the complete step with the best metric, or None. Collective.
+
+        Of equal steps the later is returned; a NaN is not ranked.
+
+        Args:
+            metric: Name of one of the `metrics` of `save`; None for the `metric` of the Checkpointer.
+            mode: Whether the best step has the smallest or the largest metric; None for the `mode` of the Checkpointer,
+                which goes with its `metric` alone.
+
+        Raises:
+            UsageError: No step has a number for the metric, or the mode of another metric is missing.
+            ShardckptError: As for `steps`.
+        """
+        return self._find_best(metric, mode)
+
+    def _find_best(
+        self, metric: str | None, mode: Literal["min", "max"] | None, fault: Exception | None = None
+    ) -> int | None:
+        """Return the best step; if one rank passes a fault, all ranks raise it. Collective."""
+        found: int | None = self._finder.ask_rank0(
+            "ranking steps", lambda: self._retention.find_best(metric, mode), fault
+        )
+        return found
 
     @renamed_params(**EARLIER_NAMES)
     def save(
@@ -253,12 +278,12 @@ class Checkpointer:
         return [json.dumps([overwrite or is_replaceable, any(signals), unranked, branch]).encode()] * len(messages)
 
     @renamed_params(**EARLIER_PARAMS)
-    def restore(self, state: Any, *, step: int | None = None, **options: Any) -> int | None:
+    def restore(self, state: Any, *, step: int | Literal["best"] | None = None, **options: Any) -> int | None:
         """Load the newest complete step; if it is damaged, the previous one. Collective.
 
         Args:
             state: As for `shardckpt.load`; filled in place.
-            step: Number of the only step to try; None for any step.
+            step: Number of the only step to try; `"best"` for the one that `best()` returns; None for any step.
             **options: As for `shardckpt.load`; a `process_group` must be that of the Checkpointer.
 
         Returns:
@@ -268,18 +293,20 @@ class Checkpointer:
             UnknownFormatError: The folder contains a checkpoint of another tool, or is itself a step.
             NoCompleteCheckpoint: No step can be loaded, or the requested step cannot.
             UnsupportedError: A newer version of shardckpt wrote the step, or a newer step that would be skipped.
-            UsageError: The checkpoint does not fit the state.
+            UsageError: The checkpoint does not fit the state; or no step has the metric of the Checkpointer.
             ShardckptError: As for `shardckpt.load`.
 
         Warns:
             UserWarning: Newer steps are damaged; the message lists their faults.
         """
-        wanted, fault = None, None
+        wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
         try:
             options = _check_options(load, options, self._group)
-            wanted = None if step is None else require_step_number(step)
+            wanted = None if step is None or is_best else require_step_number(step)
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             options, fault = {}, error
+        if is_best:
+            wanted = self._find_best(None, None, fault)
         on_event = self._join_on_event(options.pop("on_event", None))
         restored = restore_step(self._finder, state, wanted, options, on_event=on_event, fault=fault)
         if restored is None:

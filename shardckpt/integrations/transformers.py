@@ -54,6 +54,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def __init__(self, root: str | os.PathLike[str], *, background: bool = True, **options: Any) -> None:
         self.checkpointer = Checkpointer(root)
+        if not isinstance(background, bool):
+            raise UsageError("`background` is neither True nor False", found=repr(background))
         self._background, self._options = background, options
         self._trainer: Any = None
         self._restore: Callable[[], object] | None = None

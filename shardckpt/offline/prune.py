@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from typing_extensions import Unpack
 
 from shardckpt.deprecation import warn_renamed
-from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
+from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError, require_bools
 from shardckpt.events import PruneEvent, Recorder, emit
 from shardckpt.format.apply_retention import apply_retention
 from shardckpt.format.native.commit import COMMIT
@@ -30,6 +32,7 @@ from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store
 
 _SHOWN = 8
+_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class StepInfo:
         nbytes: Committed bytes of its files.
         saved_at: Start time of its save, in seconds since the epoch; None if unknown.
         fault: Reason why the step is not complete; empty if it is.
+        metrics: Metrics that were saved with it, by name; None if they were not read.
     """
 
     number: int
@@ -49,6 +53,7 @@ class StepInfo:
     nbytes: int
     saved_at: float | None
     fault: str = ""
+    metrics: Mapping[str, float] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +103,14 @@ class Pruned:
         return self.orphans
 
 
-def ls(root: str | os.PathLike[str]) -> StepList:
+def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
     """List the steps of a run.
 
     A step is complete if its `COMMIT` is valid and all its files have their sizes.
 
     Args:
         root: Path or URL of the run's folder.
+        metrics: Read the metrics of the complete steps from their manifests.
 
     Raises:
         UsageError: The folder does not exist or has no steps; the message describes its content.
@@ -114,11 +120,17 @@ def ls(root: str | os.PathLike[str]) -> StepList:
         >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
     """
     root = os.fspath(root)
+    require_bools(metrics=metrics)
     store = _open(root)
     run = read_run(store)
     if not run.steps:
         _require_empty(root, store)
-    return StepList(root, _infos(store, run.complete), _infos(store, run.incomplete))
+    complete = _infos(store, run.complete)
+    if metrics:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-metrics") as pool:
+            read = pool.map(partial(read_metrics, store), run.complete)
+            complete = tuple(replace(step, metrics=found) for step, found in zip(complete, read, strict=True))
+    return StepList(root, complete, _infos(store, run.incomplete))
 
 
 def prune(
@@ -156,6 +168,7 @@ def prune(
         StorageError: Reading or removing failed.
     """
     root = os.fspath(root)
+    require_bools(verify=verify, dry_run=dry_run)
     retention = Retention.from_params("prune", **rules)
     recorder = Recorder(PruneEvent, root)
     store = _open(root)

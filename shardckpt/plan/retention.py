@@ -108,7 +108,7 @@ class Retention:
                 raise UsageError(f"`{name}` must be a number of steps", found=repr(value), expected="an integer from 1")
         if self.keep_for_s is not None and not _is_duration(self.keep_for_s):
             raise UsageError("`keep_for` must be a time", found=repr(self.keep_for_s), expected="more than 0 seconds")
-        if self.keep_best is not None and not isinstance(self.metric, str):
+        if not isinstance(self.metric, str):
             raise UsageError("`metric` must be the name of a metric", found=repr(self.metric))
         if self.mode not in ("min", "max"):
             raise UsageError("the mode is unknown", found=self.mode, expected="min or max")
@@ -246,6 +246,34 @@ def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
             found=", ".join(sorted(found)) or "no metrics",
             fix="Name a metric that was saved, or save this one with the steps: NaN where it is not known yet.",
         )
+
+
+def find_best(steps: Iterable[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:
+    """Return the number of the complete step with the best metric; of equal ones the later.
+
+    A step whose metric is NaN is not ranked.
+
+    Args:
+        steps: All steps of a run; incomplete ones are ignored.
+        metric: Name of the metric.
+        mode: Whether the best step has the smallest or the largest metric.
+
+    Returns:
+        The number; None if no step is complete.
+
+    Raises:
+        UsageError: No complete step has a number for the metric.
+    """
+    rules = Retention(keep_best=1, metric=metric, mode=mode)
+    complete = sorted((step for step in steps if step.is_complete), key=_age_order)
+    ranked = [step for step in complete if not math.isnan(step.metrics.get(metric, math.nan))]
+    if complete and not ranked:
+        raise UsageError(
+            f"no step has a number for the metric {metric!r}",
+            found=", ".join(sorted({name for step in complete for name in step.metrics})) or "no metrics",
+            fix='Name a metric that was saved: best("accuracy", mode="max"), or Checkpointer(metric=, mode=).',
+        )
+    return next(iter(_best(ranked, 1, rules)), None)
 
 
 def _best(steps: Sequence[SavedStep], count: int, rules: Retention) -> list[int]:

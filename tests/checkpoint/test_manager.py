@@ -166,6 +166,7 @@ class TestSaveAndRestore:
             {"keep_for": "0d"},
             {"keep_for": [1]},
             {"mode": "most"},
+            {"metric": 5},
         ],
         ids=repr,
     )
@@ -361,12 +362,13 @@ class TestStepsOfANewerVersion:
         yield
         assert {path.name: path.read_bytes() for path in folder(root, 2).iterdir()} == before
 
-    @pytest.mark.parametrize("call", ["latest", "steps", "restore", "restore it"])
+    @pytest.mark.parametrize("call", ["latest", "steps", "best", "restore", "restore it"])
     def test_it_is_not_passed_over(self, call: str, kind: str, root: Path) -> None:
         ck = Checkpointer(root)
         calls = {
             "latest": ck.latest,
             "steps": ck.steps,
+            "best": ck.best,
             "restore": lambda: ck.restore(state()),
             "restore it": lambda: ck.restore(state(), step=2),
         }
@@ -976,6 +978,69 @@ class TestInTheBackground:
             ck.async_save(4, state(4.0)).result()
             assert not ck.should_save(4) and not ck.should_save(5)
         assert ck.steps() == (4,)
+
+
+class TestBest:
+    @pytest.fixture
+    def ck(self, tmp_path: Path) -> Checkpointer:
+        """Steps of two metrics; the loss of the last is not known, and step 4 was never committed."""
+        ck = Checkpointer(tmp_path, metric="loss")
+        for number, (loss, accuracy) in enumerate([(3.0, 0.1), (1.0, 0.9), (1.0, 0.9), (0.5, 1.0)], 1):
+            ck.save(number, state(float(number)), metrics={"loss": loss, "accuracy": accuracy})
+        ck.save(5, state(5.0), metrics={"loss": float("nan")})
+        (folder(tmp_path, 4) / "COMMIT").unlink()
+        return ck
+
+    def test_it_is_the_later_of_equal_complete_steps_by_the_metric_of_the_checkpointer(self, ck: Checkpointer) -> None:
+        assert ck.best() == 3
+        assert Checkpointer(ck.root, metric="accuracy").best() == 1
+        assert Checkpointer(ck.root, metric="accuracy", mode="max").best() == 3
+
+    def test_another_metric_is_named_with_its_mode(self, ck: Checkpointer) -> None:
+        assert (ck.best("accuracy", mode="max"), ck.best("loss", mode="max")) == (3, 1)
+        with pytest.raises(UsageError, match=r"`mode` must be given for the metric 'accuracy'.*mode='max'"):
+            ck.best("accuracy")
+        with pytest.raises(UsageError, match="the mode is unknown; found best"):
+            ck.best(mode="best")  # type: ignore[arg-type]
+
+    def test_it_is_restored_and_training_goes_on_from_it(self, ck: Checkpointer) -> None:
+        assert restored(ck, step="best") == (3, 3)
+        ck.save(4, state(4.0), metrics={"loss": 2.0})
+        assert (ck.latest(), ck.best()) == (4, 3)
+
+    def test_a_metric_without_numbers_is_an_error_that_names_the_others(self, ck: Checkpointer) -> None:
+        other = Checkpointer(ck.root, metric="score")
+        for call in (other.best, lambda: other.restore(state(), step="best")):
+            with pytest.raises(UsageError, match=r"no step has a number for the metric 'score'; found accuracy, loss"):
+                call()
+        with pytest.raises(UsageError, match=r"Name a metric that was saved: best\(\"accuracy\", mode=\"max\"\)"):
+            other.best()
+
+    def test_one_that_a_load_found_damaged_is_not_the_best(self, ck: Checkpointer) -> None:
+        flip(payload(ck.root, 5))
+        flip(payload(ck.root, 3))
+        with pytest.raises(shardckpt.ChecksumError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ck.restore(state(), step="best")
+        with pytest.warns(UserWarning, match="restored step 2"):
+            ck.restore(state())
+        assert ck.best() == 2
+
+    def test_without_a_step_it_is_none(self, tmp_path: Path) -> None:
+        ck = Checkpointer(tmp_path / "new")
+        assert (ck.best(), ck.restore(state(), step="best")) == (None, None)
+
+    def test_a_name_that_is_not_best_is_no_step(self, ck: Checkpointer) -> None:
+        with pytest.raises(UsageError, match="number of a step must be an integer"):
+            ck.restore(state(), step="bset")  # type: ignore[arg-type]
+
+    def test_all_ranks_get_the_same(self, ck: Checkpointer) -> None:
+        def body(rank: int, world: int) -> object:
+            ranks = Checkpointer(ck.root)
+            into = state()
+            return ranks.best(), ranks.restore(into, step="best"), into["step"]
+
+        assert run(2, body) == [(3, 3, 3)] * 2
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from shardckpt_cli import exits
 
 from shardckpt import Checkpointer
 from shardckpt.format import apply_retention
+from shardckpt.format.native import run_directory
 from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.native.run_directory import step_name
 
@@ -32,6 +35,29 @@ def test_ls_prints_a_complete_step_a_line_and_the_others_on_stderr(root: Path) -
     assert (found.code, found.out) == (0, "5\n10\n15\n")
     assert len(found.err.splitlines()) == 1
     assert step_name(20) in found.err
+
+
+def test_ls_shows_sizes_times_and_metrics_of_steps(tmp_path: Path) -> None:
+    ck = Checkpointer(tmp_path)
+    ck.save(7, {"w": torch.ones(4)}, metrics={"loss": 0.25, "a\nb": float("nan")})
+    ck.save(12, {"w": torch.ones(4)})
+    now = time.strftime("%Y-%m-%d", time.gmtime())
+    for option in ("-l", "--long"):
+        lines = run_here("ls", tmp_path, option).out.splitlines()
+        assert lines[0].split() == ["step", "size", "saved", "metrics"]
+        assert re.fullmatch(rf" +7  +\d+.\d kB  {now} ..:..:..Z  loss=0.25 a\\nb=nan", lines[1])
+        assert re.fullmatch(rf" +12  +\d+.\d kB  {now} ..:..:..Z", lines[2])
+    listed = json.loads(run_here("ls", tmp_path, "--json").out)["complete"]
+    assert [step["metrics"] for step in listed] == [{"a\nb": "nan", "loss": 0.25}, {}]
+
+
+def test_a_plain_ls_reads_no_manifest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(run_directory, "read_about", lambda *step: read.append(step) or {})
+    assert run_here("ls", root).code == 0
+    assert read == []
+    assert run_here("ls", root, "-l").code == 0
+    assert len(read) == 3
 
 
 def test_ls_of_an_empty_folder_prints_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from harness import outcomes, run
 
 import shardckpt
+from shardckpt.errors import UsageError
 
 KINDS = ("ddp", "fsdp1", "fsdp2")
 
@@ -23,6 +24,13 @@ def _imports() -> None:
 
     assert trainers.Trainer
     assert trainers.accelerate.Accelerator
+
+
+def test_background_is_true_or_false(tmp_path: Path) -> None:
+    import trainers
+
+    with pytest.raises(UsageError, match="`background` is neither True nor False; found 'yes'"):
+        trainers.ShardckptCallback(tmp_path, background="yes")
 
 
 def losses_of_trainer_alone(rank: int, world: int, kind: str, folder: Path) -> dict[int, Any]:

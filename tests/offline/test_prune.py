@@ -123,6 +123,8 @@ class TestPrune:
         write(tmp_path, 1, 2)
         with pytest.raises(UsageError, match="keep_last"):
             shardckpt.prune(str(tmp_path), keep_last=0)
+        with pytest.raises(UsageError, match="`verify` is neither True nor False; found 'no'"):
+            shardckpt.prune(str(tmp_path), keep_last=1, verify="no")  # type: ignore[arg-type]
         assert complete(tmp_path) == [1, 2]
 
     @pytest.mark.parametrize("fault", ["no commit", "flipped commit", "file gone", "manifest gone", "flipped manifest"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels, require_bools
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.broadcast import BroadcastReader
 from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker
 from shardckpt.checkpoint.load.load_planner import plan_load
@@ -28,7 +28,7 @@ from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest, as
 from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.deprecation import Replace, renamed_params
-from shardckpt.errors import RankError, ShardckptError, UsageError, escape
+from shardckpt.errors import RankError, ShardckptError, UsageError, escape, require_bools
 from shardckpt.events import LoadEvent, OnEvent, Recorder, record_operation, require_on_event
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.reader import NamedBases, ParamShapes

@@ -120,9 +120,7 @@ class StepFinder:
     def _list_on_rank0(self) -> tuple[list[int], str]:
         """Return the complete steps, and the fault of a newer step of another version."""
         run = self.read()
-        newest = run.complete[-1].number if run.complete else -1
-        unreadable = [step.fault for step in run.steps if step.is_newer and step.number > newest]
-        return [step.number for step in run.complete], unreadable[-1] if unreadable else ""
+        return [step.number for step in run.complete], find_unreadable(run)
 
     def require_readable(self, fault: str) -> None:
         """Raise UnsupportedError if this version cannot read the newest step."""
@@ -207,6 +205,13 @@ class StepFinder:
         fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."
         shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])
         return NoCompleteCheckpoint(what, where=self.root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
+
+
+def find_unreadable(run: RunDirectory) -> str:
+    """Return the fault of a step of another version that is newer than all complete ones; empty without one."""
+    newest = run.complete[-1].number if run.complete else -1
+    unreadable = [step.fault for step in run.steps if step.is_newer and step.number > newest]
+    return unreadable[-1] if unreadable else ""
 
 
 def require_step_number(step: Any) -> int:

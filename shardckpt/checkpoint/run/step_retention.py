@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
-from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder
+from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, find_unreadable
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
 from shardckpt.events import OnEvent, PruneEvent, Recorder, emit
 from shardckpt.format.apply_retention import apply_retention
-from shardckpt.format.native.run_directory import StepFolder, read_metrics, read_run
-from shardckpt.plan.retention import Retention, SavedStep, require_metric
+from shardckpt.format.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run
+from shardckpt.plan.retention import Retention, SavedStep, find_best, require_metric
 from shardckpt.storage.store import Store
 
 
@@ -86,15 +88,42 @@ class StepRetention:
         """
         if self._rules.keep_best is None or not names or self._rules.metric in names:
             return ""
-        store = self._finder.open_store()
         saved = [SavedStep(number, metrics=dict.fromkeys(names, 0.0))]
-        saved += [
-            SavedStep(step.number, metrics=self._read_metrics(store, step))
-            for step in read_run(store).complete
-            if step.number != number and self._finder.is_good(step)
-        ]
+        others = [step for step in self._list_metrics(read_run(self._finder.open_store())) if step.number != number]
         try:
-            require_metric(saved, self._rules.metric)
+            require_metric([*saved, *others], self._rules.metric)
         except UsageError as error:
             return f"step {number} is saved, but no step can be removed: {error}"
         return ""
+
+    def find_best(self, metric: str | None, mode: Literal["min", "max"] | None) -> int | None:
+        """Return the number of the complete step with the best metric; None without steps.
+
+        Args:
+            metric: Name of the metric; None for that of the rules.
+            mode: Whether the smallest or the largest is the best; None for that of the rules.
+
+        Raises:
+            UsageError: No step has the metric; or it is another than that of the rules, and the mode is missing.
+            UnsupportedError: A newer version of shardckpt wrote the newest step.
+        """
+        if metric not in (None, self._rules.metric) and mode is None:
+            raise UsageError(
+                f"`mode` must be given for the metric {metric!r}, since the Checkpointer ranks by another",
+                found=repr(self._rules.metric),
+                expected="mode='min' or mode='max'",
+            )
+        rules = replace(
+            self._rules,
+            metric=self._rules.metric if metric is None else metric,
+            mode=self._rules.mode if mode is None else mode,
+        )
+        run = self._finder.read()
+        self._finder.require_readable(find_unreadable(run))
+        return find_best(self._list_metrics(run), rules.metric, rules.mode)
+
+    def _list_metrics(self, run: RunDirectory) -> list[SavedStep]:
+        """Return the steps that can be loaded, with their metrics."""
+        store = self._finder.open_store()
+        good = [step for step in run.complete if self._finder.is_good(step)]
+        return [SavedStep(s.number, metrics=self._read_metrics(store, s), branch=s.branch) for s in good]

@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.coordinator import ALONE, get_channels, require_bools, resolve_process_group
+from shardckpt.checkpoint.coordinator import ALONE, get_channels, resolve_process_group
 from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import UsageError, unknown_keyword_error
+from shardckpt.errors import UsageError, require_bools, unknown_keyword_error
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC
