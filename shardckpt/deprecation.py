@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from shardckpt.errors import UsageError
 
@@ -54,6 +54,27 @@ def renamed_params(**names: str | Replace) -> Callable[[Callable[P, T]], Callabl
         return call
 
     return decorate
+
+
+class RenamedAttribute(Generic[T]):
+    """Deprecated name of an attribute: reads the attribute by its current name, and warns.
+
+    Args:
+        new: Current name.
+    """
+
+    def __init__(self, new: str) -> None:
+        self._new, self._old = new, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Remember the deprecated name."""
+        self._old = name
+
+    def __get__(self, instance: object, owner: type) -> T:
+        """Return the value of the attribute."""
+        warn_renamed(f"{owner.__name__}.{self._old}", f"{owner.__name__}.{self._new}")
+        value: T = getattr(instance, self._new)
+        return value
 
 
 def warn_renamed(old: str, new: str) -> None:

@@ -16,7 +16,7 @@ from shardckpt_cli.commands import Command, CommandWithTargets, CommandWithVerbs
 from shardckpt_cli.exits import run_main, wrap_command
 
 
-class _Verb(NamedTuple):
+class Verb(NamedTuple):
     """A command, named by its verb.
 
     Attributes:
@@ -30,19 +30,19 @@ class _Verb(NamedTuple):
     help: str | None = None
 
 
-_VERBS = {
-    "consolidate": _Verb(consolidate.consolidate, CommandWithTargets),
-    "convert": _Verb(consolidate.consolidate, CommandWithTargets, consolidate.CONVERT_HELP),
-    "rekey": _Verb(rekey.rekey),
-    "reshard": _Verb(reshard.reshard, CommandWithTargets),
-    "merge-adapter": _Verb(merge.merge_adapter, CommandWithTargets),
-    "inspect": _Verb(inspect.inspect),
-    "repair": _Verb(repair.repair),
-    "verify": _Verb(verify.verify),
-    "diff": _Verb(compare.diff),
-    "stats": _Verb(stats.stats),
-    "ls": _Verb(ls.ls),
-    "prune": _Verb(prune.prune),
+VERBS = {
+    "consolidate": Verb(consolidate.consolidate, CommandWithTargets),
+    "convert": Verb(consolidate.consolidate, CommandWithTargets, consolidate.CONVERT_HELP),
+    "rekey": Verb(rekey.rekey),
+    "reshard": Verb(reshard.reshard, CommandWithTargets),
+    "merge-adapter": Verb(merge.merge_adapter, CommandWithTargets),
+    "inspect": Verb(inspect.inspect),
+    "repair": Verb(repair.repair),
+    "verify": Verb(verify.verify),
+    "diff": Verb(compare.diff),
+    "stats": Verb(stats.stats),
+    "ls": Verb(ls.ls),
+    "prune": Verb(prune.prune),
 }
 
 
@@ -63,8 +63,8 @@ def build_command(first_word: str = "") -> Any:
         rich_markup_mode=None,
     )
     app.callback()(_take_options)
-    for name in [first_word] if first_word in _VERBS else _VERBS:
-        verb = _VERBS[name]
+    for name in [first_word] if first_word in VERBS else VERBS:
+        verb = VERBS[name]
         app.command(name, cls=verb.command_class, help=verb.help)(wrap_command(verb.function))
     return typer.main.get_command(app)
 

@@ -51,7 +51,7 @@ def diff(
         html=html,
     )
     if as_json:
-        print(output.as_json(result))
+        output.print_json(result)
     else:
         _show(result, by_layer, sort, top)
         if html:

@@ -72,7 +72,7 @@ def run(verb: str, given: dict[str, Any]) -> None:
     with output.show_progress(quiet=quiet or as_json) as on_progress:
         report: Report = getattr(shardckpt, verb)(on_progress=on_progress, **chosen)
     if as_json:
-        print(output.as_json(report))
+        output.print_json(report)
         return
     if not quiet:
         output.warn(report.warnings)

@@ -28,7 +28,7 @@ def inspect(
 
     found = shardckpt.inspect(src, shapes_from=shapes_from, base=base or (), html=html)
     if as_json:
-        print(output.as_json(found))
+        output.print_json(found)
         return
     output.warn(found.warnings)
     print(_summary(found))

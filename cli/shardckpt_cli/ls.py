@@ -24,7 +24,7 @@ def ls(
 
     found = shardckpt.ls(root, metrics=long or as_json)
     if as_json:
-        print(output.as_json(found))
+        output.print_json(found)
         return
     if long:
         output.show_table([*map(_row, found.complete)], header=("step", "size", "saved", "metrics"), right=_NUMBERS)

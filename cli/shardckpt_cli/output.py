@@ -10,11 +10,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol, TextIO
+
+SCHEMA_VERSION = 1
+"""Version of the JSON of all commands; a change that is not an added field raises it."""
 
 _WIDEST = 96
 _MOST_PLACES = 12
@@ -92,20 +95,25 @@ def _can_draw(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def as_json(result: Any) -> str:
-    """Return a result as JSON.
+def print_json(result: Any) -> None:
+    """Print the result of a command as JSON, with the version of its schema.
 
-    Surrogates are escaped, and numbers that JSON lacks are text: "inf", "nan".
+    Dataclasses and named tuples are objects with their fields and properties. Surrogates are escaped, and numbers that
+    JSON lacks are text: "inf", "nan".
+
+    Args:
+        result: Frozen dataclass that the public function of the command returns; `docs/output.schema.json` is
+            generated from its annotations.
     """
-    return json.dumps(_plain(result), indent=2, default=str)
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **_plain(result)}, indent=2, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:
     """Return nested results as JSON values."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if hasattr(value, "_asdict"):
-        return value._asdict()
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        return {name: _plain(getattr(value, name)) for name in list_members(type(value))}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -113,6 +121,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+@lru_cache(maxsize=64)
+def list_members(cls: type) -> tuple[str, ...]:
+    """Return the names of the fields and properties of a dataclass or named tuple, which JSON has too."""
+    fields = getattr(cls, "_fields", None) or tuple(field.name for field in dataclasses.fields(cls))
+    return *fields, *(name for name, value in vars(cls).items() if isinstance(value, property))
 
 
 def warn(lines: Iterable[str]) -> None:

@@ -53,7 +53,7 @@ def prune(
         dry_run=dry_run,
     )
     if as_json:
-        print(output.as_json(done))
+        output.print_json(done)
         return
     for step in done.incomplete:
         print(f"not complete: {step.fault}", file=sys.stderr)

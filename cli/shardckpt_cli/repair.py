@@ -23,7 +23,7 @@ def repair(
 
     result = shardckpt.repair(src, save=save, rehash=rehash, base=base or (), dry_run=dry_run)
     if as_json:
-        print(output.as_json(result))
+        output.print_json(result)
         return
     output.warn(result.warnings)
     done = f"{'would write' if dry_run else 'wrote'} {' and '.join(result.written)}" if result.written else "intact"

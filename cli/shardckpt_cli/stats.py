@@ -39,7 +39,7 @@ def stats(
     options.require_order(sort, _ORDERS)
     found = shardckpt.stats(src, part=part, include=include or (), exclude=exclude or (), base=base or ())
     if as_json:
-        print(output.as_json(found))
+        output.print_json(found)
     else:
         items = sorted(found.layers if by_layer else found.tensors, key=_ORDERS[sort])
         rows = [_row(item) for item in items[: top or None]]

@@ -19,7 +19,7 @@ def verify(
 
     result = shardckpt.verify(src, shapes_from=shapes_from, base=base or ())
     if as_json:
-        print(output.as_json(result))
+        output.print_json(result)
     else:
         output.warn(result.warnings)
         for problem in result.problems:

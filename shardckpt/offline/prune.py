@@ -11,7 +11,7 @@ from functools import partial
 
 from typing_extensions import Unpack
 
-from shardckpt.deprecation import warn_renamed
+from shardckpt.deprecation import RenamedAttribute
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError, require_bools
 from shardckpt.events import PruneEvent, Recorder, emit
 from shardckpt.format.apply_retention import apply_retention
@@ -96,11 +96,7 @@ class Pruned:
         """Bytes of the removed steps."""
         return sum(step.nbytes for step in self.removed)
 
-    @property
-    def leftovers(self) -> tuple[str, ...]:
-        """Deprecated name of `orphans`."""
-        warn_renamed("Pruned.leftovers", "Pruned.orphans")
-        return self.orphans
+    leftovers = RenamedAttribute[tuple[str, ...]]("orphans")
 
 
 def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
