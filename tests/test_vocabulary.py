@@ -93,7 +93,6 @@ ALLOWED: dict[str, str] = {
     "keep_whole": "a public argument of `shardckpt.reshard`",
     "--keep-whole": "an option of the command",
     "leftovers = Renamed": "the earlier name of the attribute `shardckpt.Pruned.orphans`",
-    ".leftovers": "the same attribute",
 }
 """Texts with replaced words that stay as they are, with the reason; they are not counted."""
 

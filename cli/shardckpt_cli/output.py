@@ -111,7 +111,7 @@ def print_json(result: Any) -> None:
 def _plain(value: Any) -> Any:
     """Return nested results as JSON values."""
     if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-        return {name: _plain(getattr(value, name)) for name in list_members(type(value))}
+        return {name: _plain(getattr(value, name)) for name in list_members(value.__class__)}
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
