@@ -23,7 +23,7 @@ ShardckptError
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
 ├── NoMemoryError (MemoryError)               a tensor does not fit into memory        exit code 3
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
-        ├── MissingFileError (FileNotFoundError)  a requested file does not exist
+    ├── MissingFileError (FileNotFoundError)  a requested file does not exist
     └── NoSpaceError                          the target has too little space for the result
 """
 

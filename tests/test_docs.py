@@ -21,7 +21,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
@@ -245,8 +245,13 @@ class TestTheSite:
         [
             ("engine.md", "../examples/demo.py", "source/examples/demo.py"),
             ("engine.md", "../benchmarks/RESULTS.md#saves", "source/benchmarks/RESULTS.md#saves"),
+            ("engine.md", "../README.md", "source/README.md"),
             ("decisions/0001-dtypes-leaf.md", "../../examples/demo.py", "../source/examples/demo.py"),
             ("decisions/0001-dtypes-leaf.md", "../engine.md", "../engine.md"),
+            ("source/README.md", "docs/engine.md", "../engine.md"),
+            ("source/README.md", "examples/demo.py", "examples/demo.py"),
+            ("source/benchmarks/RESULTS.md", "../docs/engine.md", "../../engine.md"),
+            ("engine.md", "https://example.org/README.md", "https://example.org/README.md"),
             ("engine.md", "../examples/none.py", "../examples/none.py"),
             ("engine.md", "../../outside.py", "../../outside.py"),
             ("engine.md", "format.md", "format.md"),
@@ -254,6 +259,31 @@ class TestTheSite:
     )
     def test_links_to_sources_lead_to_copies(self, hooks: ModuleType, page: str, link: str, rewritten: str) -> None:
         assert hooks.rewrite_links(f"see [it]({link}).", page) == f"see [it]({rewritten})."
+
+    def test_folders_anywhere_in_the_navigation_are_lists_of_pages(self, hooks: ModuleType, tmp_path: Path) -> None:
+        for name in ("b.md", "a.md", "c.txt"):
+            tmp_path.joinpath(name).touch()
+        config = SimpleNamespace(docs_dir=str(tmp_path.parent), nav=[{"A": [{"B": f"{tmp_path.name}/"}]}, "index.md"])
+        pages = [f"{tmp_path.name}/a.md", f"{tmp_path.name}/b.md"]
+        assert hooks.on_config(config).nav == [{"A": [{"B": pages}]}, "index.md"]
+
+
+class TestSignaturesOnTheSite:
+    """The API pages name each keyword argument that a docstring describes."""
+
+    SOURCE = (
+        "from typing import TypedDict, Unpack\n"
+        "class Params(TypedDict, total=False):\n    keep_last: int | None\n"
+        "def spelled(path: str, **rules: Unpack[Params]) -> None:\n    'Args:\\n    keep_last: Number of steps.'\n"
+        "def other(**options: Unpack[Params]) -> None:\n    'Args:\\n    **options: As for `spelled`.'\n"
+    )
+
+    @pytest.mark.parametrize(("name", "parameters"), [("spelled", ["path", "keep_last"]), ("other", ["options"])])
+    def test_keywords_are_spelled_out_where_the_docstring_does(self, name: str, parameters: list[str]) -> None:
+        griffe = pytest.importorskip("griffe")
+        extensions = griffe.load_extensions(str(ROOT / "mkdocs_signatures.py"))
+        with griffe.temporary_visited_package("p", {"__init__.py": self.SOURCE}, extensions=extensions) as package:
+            assert [parameter.name for parameter in package[name].parameters] == parameters
 
 
 class TestTheChecksCanFail:

@@ -1,16 +1,25 @@
-"""Public names: `shardckpt.__all__` is sorted, is exactly what is public, and every name in it can be had."""
+"""Public names: `shardckpt.__all__` is sorted, is exactly what is public, and every name in it can be had.
+
+Each of them, and of those of the public packages, is on one page of docs/api.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import types
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 import shardckpt
 
 SOURCE = Path(shardckpt.__file__).read_text(encoding="utf-8")
+API_PAGES = Path(__file__).resolve().parents[1] / "docs" / "api"
+PACKAGES = ("shardckpt", "shardckpt.core", "shardckpt.events", "shardckpt.state", "shardckpt.testing")
 
 
 def names_for_types(source: str) -> dict[str, str]:
@@ -66,6 +75,35 @@ def test_every_public_name_can_be_had_and_comes_from_where_type_checkers_look(na
 @pytest.mark.parametrize("name", [n for n in shardckpt.__all__ if not n.startswith("__")])
 def test_every_public_name_is_documented(name: str) -> None:
     assert (getattr(shardckpt, name).__doc__ or "").strip()
+
+
+def read_api_pages() -> list[str]:
+    """Return the paths of the names that the API pages show."""
+    text = "".join(page.read_text(encoding="utf-8") for page in API_PAGES.glob("*.md"))
+    return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+
+
+def undocumented(packages: Mapping[str, object], shown: list[str]) -> list[str]:
+    """Return the public names of packages that no API page shows, under their own path or another one."""
+    values = {id(resolve_name(path)) for path in shown}
+    names = [(path, name) for path, package in packages.items() for name in package.__all__ if name != "__version__"]
+    return [f"{path}.{name}" for path, name in names if id(getattr(packages[path], name)) not in values]
+
+
+def test_every_public_name_is_on_a_page_of_the_api() -> None:
+    packages = {path: import_module(path) for path in PACKAGES}
+    assert undocumented(packages, read_api_pages()) == [], "add `::: NAME` to a page of docs/api"
+
+
+def test_no_name_is_on_two_places_of_the_api() -> None:
+    shown = [resolve_name(path) for path in read_api_pages()]
+    assert len({id(value) for value in shown}) == len(shown)
+
+
+def test_a_name_that_no_page_of_the_api_shows_is_found() -> None:
+    package = types.ModuleType("example")
+    package.__dict__.update(__all__=["load", "diff"], load=shardckpt.load, diff=shardckpt.diff)
+    assert undocumented({"example": package}, ["shardckpt.diff"]) == ["example.load"]
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error_that_names_it() -> None:

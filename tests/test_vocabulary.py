@@ -88,6 +88,7 @@ ALLOWED: dict[str, str] = {
     "--nest": "an option of the command",
     "nest: _Unflatten": "the argument that typer makes that option of",
     "nest(": "the public function `shardckpt.state.nest`",
+    "shardckpt.state.nest": "the same function on its page",
     ", nest,": "imports of that function",
     '"absent"': "a key of stored optimizer states",
     "keep_whole": "a public argument of `shardckpt.reshard`",

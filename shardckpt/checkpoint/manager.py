@@ -64,7 +64,7 @@ class Checkpointer:
     Attributes:
         root: Folder of the run, without a slash at the end.
 
-    Example:
+    Examples:
         >>> ck = shardckpt.Checkpointer("s3://bucket/run", keep_last=3, save_every=1000)  # doctest: +SKIP
         >>> start = ck.restore(state) or 0
         >>> for step in range(start + 1, steps + 1):

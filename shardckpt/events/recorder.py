@@ -32,7 +32,7 @@ def subscribe(on_event: OnEvent) -> Callable[[], None]:
     Raises:
         UsageError: The argument is not a function.
 
-    Example:
+    Examples:
         >>> seen = []
         >>> unsubscribe = subscribe(seen.append)
         >>> unsubscribe()

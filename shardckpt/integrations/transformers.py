@@ -47,7 +47,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         background: Save in the background. An error is then raised by the next save, or at the end of training.
         **options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(model, args, callbacks=[ShardckptCallback("runs/a")])  # doctest: +SKIP
         >>> trainer.train(resume_from_checkpoint=True)
     """

@@ -57,7 +57,7 @@ def consolidate(
         CheckpointError: The checkpoint is damaged, incomplete or unsafe; the message names tensor and box.
         StorageError: Reading or writing failed, or the target has too little space.
 
-    Example:
+    Examples:
         >>> shardckpt.consolidate("run/step-100", "model", dtype="bf16")  # doctest: +SKIP
     """
     src, dst = os.fspath(src), os.fspath(dst)

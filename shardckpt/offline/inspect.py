@@ -45,7 +45,7 @@ def inspect(
         CheckpointError: Headers, metadata or pickles cannot be read, or are rejected.
         StorageError: Reading failed.
 
-    Example:
+    Examples:
         >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
     """
     with gc_paused():

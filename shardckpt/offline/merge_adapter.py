@@ -60,7 +60,7 @@ def merge_adapter(
             and others, by name).
         StorageError: Reading or writing failed.
 
-    Example:
+    Examples:
         >>> shardckpt.merge_adapter("llama", "run/adapter", "merged")  # doctest: +SKIP
     """
     chosen = parse_options({**options, "part": options.get("part", "model")})

@@ -112,7 +112,7 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
         UsageError: The folder does not exist or has no steps; the message describes its content.
         StorageError: Reading failed.
 
-    Example:
+    Examples:
         >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
     """
     root = os.fspath(root)

@@ -54,7 +54,7 @@ def rekey(
         CheckpointError: The checkpoint is damaged, incomplete or unsafe, or has no optimizer.
         StorageError: Reading or writing failed.
 
-    Example:
+    Examples:
         >>> shardckpt.rekey("run/step-100", "by-number", to="ids")  # doctest: +SKIP
     """
     src, dst = os.fspath(src), os.fspath(dst)

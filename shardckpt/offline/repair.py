@@ -90,7 +90,7 @@ def repair(
         CheckpointError: Tensors are missing, or files are damaged; without `rehash` also if checksums do not match.
         StorageError: Reading or writing failed.
 
-    Example:
+    Examples:
         >>> shardckpt.repair("run/step-100")  # doctest: +SKIP
     """
     src = os.fspath(src)

@@ -64,7 +64,7 @@ def reshard(
     Raises:
         ShardckptError: As for `consolidate`.
 
-    Example:
+    Examples:
         >>> shardckpt.reshard("run/step-100", "for-8", world_size=8)  # doctest: +SKIP
     """
     src, dst = os.fspath(src), os.fspath(dst)

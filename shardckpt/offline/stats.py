@@ -55,7 +55,7 @@ def stats(
         CheckpointError: The checkpoint is damaged or incomplete.
         StorageError: Reading failed.
 
-    Example:
+    Examples:
         >>> shardckpt.stats("run/step-100").nans  # doctest: +SKIP
         0
     """

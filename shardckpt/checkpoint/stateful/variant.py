@@ -32,7 +32,7 @@ class Variant:
     Raises:
         UsageError: `weights` is neither a module nor a dict of tensors, or `of` is not a module.
 
-    Example:
+    Examples:
         >>> ema = {name: p.detach().clone() for name, p in model.named_parameters()}  # doctest: +SKIP
         >>> shardckpt.save({"model": model, "ema": shardckpt.Variant(ema, of=model)}, "run/step-100")  # doctest: +SKIP
     """

@@ -50,7 +50,7 @@ def list_targets(*, for_ranks: bool = False, imports_plugins: bool = True) -> tu
         for_ranks: Whether to return the formats of `reshard` instead of `consolidate`, `convert` and `merge_adapter`.
         imports_plugins: Whether to import plugins to learn if `reshard` supports them; without it, all are listed.
 
-    Example:
+    Examples:
         >>> shardckpt.list_targets()
         ('safetensors', 'torch', 'dcp', 'native', 'deepspeed-universal')
     """
