@@ -52,13 +52,14 @@ def build_command(first_word: str = "") -> Any:
     Building all verbs takes longer than most runs.
 
     Args:
-        first_word: First word of the command line. If it is not a verb, all verbs are built, to show or suggest them.
+        first_word: First word of the command line. If it is not a verb, all verbs are built, to show, suggest or
+            complete them, and the options that install the completion.
     """
     app = typer.Typer(
         name="shardckpt",
         help="Read, check and merge checkpoints of sharded PyTorch training.",
         cls=CommandWithVerbs,
-        add_completion=False,
+        add_completion=first_word not in VERBS,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )

@@ -62,6 +62,16 @@ class CommandWithTargets(Command):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help text."""
+        self._name_targets()
+        super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return the completions of a word, with their help."""
+        self._name_targets()
+        return super().shell_complete(ctx, incomplete)
+
+    def _name_targets(self) -> None:
+        """Insert the names of the output formats into the help of the options."""
         import shardckpt
 
         targets, rank_targets = (
@@ -71,4 +81,3 @@ class CommandWithTargets(Command):
             text = getattr(parameter, "help", None)
             if text:
                 parameter.help = text.format(targets=targets, rank_targets=rank_targets)  # type: ignore[attr-defined]
-        super().format_help(ctx, formatter)

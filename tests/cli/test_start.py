@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import ENVIRONMENT
+from shardckpt_cli.app import build_command
 
 HEAVY = (
     "numpy",
@@ -78,3 +79,31 @@ def test_a_cast_imports_numpy(fixtures: Path, tmp_path: Path) -> None:
     source = fixtures / CHECKPOINTS["dcp"] / "ckpt"
     found = imported_by("consolidate", str(source), str(tmp_path / "out"), "--dtype", "bf16")
     assert found & set(HEAVY) == {"numpy", "ml_dtypes"}
+
+
+def completed(shell: str, words: str, **variables: str) -> str:
+    """Return what the command prints for a shell that completes the last of some words."""
+    program = "import sys; sys.argv[0] = 'shardckpt'; from shardckpt_cli.start import main; main()"
+    asked = {
+        "_SHARDCKPT_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": words,
+        "COMP_WORDS": words,
+        **variables,
+    }
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**ENVIRONMENT, **asked})
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_shell_completes_verbs_and_their_options() -> None:
+    assert completed("bash", "shardckpt con", COMP_CWORD="1").split() == ["consolidate", "convert"]
+    shown = completed("zsh", "shardckpt reshard --t")
+    assert "--to" in shown
+    assert "torch, dcp, native" in shown, "the help names the formats"
+
+
+def test_only_a_command_without_a_verb_builds_the_completion() -> None:
+    assert [option.name for option in build_command("ls").params] == ["version"]
+    names = [option.name for option in build_command().params]
+    assert names == ["version", "install_completion", "show_completion"]
