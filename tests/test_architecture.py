@@ -57,7 +57,7 @@ ARROWS: dict[str, set[str]] = {
     "offline": {"plan", "format", "storage", "plugins", "deprecation", "events"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
-    "integrations": {"shardckpt", "events"},
+    "integrations": {"shardckpt", "checkpoint", "events"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},
     # The package itself names everything for type checkers and resolves each name on first use.
     "shardckpt": {
@@ -102,7 +102,15 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"ranks", "dcp", "deepspeed", "huggingface", "opened"},
         {"frameworks"},
     ),
-    "checkpoint": ({"stateful"}, {"planning"}, {"coordinator"}, {"load"}, {"incremental"}, {"save"}, {"run"}),
+    "checkpoint": (
+        {"stateful"},
+        {"planning"},
+        {"coordinator"},
+        {"load"},
+        {"incremental"},
+        {"save"},
+        {"run", "dcp_storage"},
+    ),
     "offline": ({"write"}, {"select"}, {"targets", "compare", "report_html"}),
 }
 

@@ -145,6 +145,7 @@ CLASSES_TWICE: dict[str, int] = {}
 """Names of classes that several modules define, with how many do."""
 
 MODULES_TWICE: dict[str, int] = {
+    "dcp": 2,  # a target, and the integration that users import instead of torch's
     "errors": 2,
 }
 """Names of modules that several packages have, with how many do."""

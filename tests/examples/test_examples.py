@@ -33,6 +33,7 @@ RUNS = {
         ([], (EQUAL,)),
         (["--tied"], (EQUAL, "tied: lm_head.weight is model.embed_tokens.weight")),
     ],
+    "dcp_drop_in.py": [([], ("3 ranks, from step 4", "steps: [4, 8]\nintact: True\nmerged: 43 tensors"))],
     "demo.py": [
         (
             [],

@@ -1,0 +1,195 @@
+"""`torch.distributed.checkpoint`, whose `save`, `async_save` and `load` write steps and read every format.
+
+Change one line, `import shardckpt.integrations.dcp as dcp`: all other names are those of torch. `StorageWriter` and
+`StorageReader` do the same for code that keeps `torch.distributed.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver, storage
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from shardckpt import LoadEvent, SaveEvent, ShardckptError
+from shardckpt.checkpoint.dcp_storage.storage_reader import StorageReader
+from shardckpt.checkpoint.dcp_storage.storage_writer import StorageWriter
+from shardckpt.events import Recorder, emit, record_operation
+
+__all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `torch.distributed.checkpoint`."""
+    return getattr(torch.distributed.checkpoint, name)
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: storage.StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save a state as `torch.distributed.checkpoint.save` does, as a step. Collective.
+
+    An existing step is replaced when the new one is in place; anything else under the path is an error.
+
+    Args:
+        state_dict: State; of an object with `state_dict` and `load_state_dict` the result of `state_dict()` is saved.
+        checkpoint_id: Path of the step, or a URL that fsspec supports.
+        storage_writer: Writer to use; None for a `StorageWriter`. A writer of torch writes torch's format.
+        planner: As for torch. It must not cache plans.
+        process_group: Ranks that save; None for all ranks.
+        no_dist: Whether this process saves alone.
+        use_collectives: As for torch; a step needs True.
+
+    Returns:
+        Metadata of the planner, as torch returns it.
+
+    Raises:
+        ShardckptError: The step cannot be saved, on any rank; the error of the lowest such rank, on all ranks.
+        CheckpointException: The planner, or an object's `state_dict`, raised an exception on some rank.
+    """
+    writer = StorageWriter(checkpoint_id) if storage_writer is None else storage_writer
+    options = _build_options(planner, process_group, no_dist, use_collectives)
+    with record_operation(SaveEvent, _show(writer, checkpoint_id), rank=_rank()) as recorder, _typed_errors(writer):
+        saved: Metadata = state_dict_saver.save(
+            state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, **options
+        )
+        recorder.values["nbytes"] = getattr(writer, "nbytes", 0)
+        return saved
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: storage.StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: Any = None,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Any:
+    """Copy a state and save it in the background, as `torch.distributed.checkpoint.async_save` does. Collective.
+
+    Args:
+        state_dict: As for `save`.
+        checkpoint_id: As for `save`.
+        storage_writer: As for `save`.
+        planner: As for `save`.
+        process_group: As for `save`. It needs a backend for the CPU, such as gloo.
+        async_checkpointer_type: Whether a thread or a process saves; None for a thread.
+        async_stager: Copies the state; None for torch's default.
+        no_dist: As for `save`.
+        use_collectives: As for `save`.
+
+    Returns:
+        A `Future` of the metadata, whose `result()` raises the errors of `save`; with an `async_stager` that copies in
+        the background, torch's `AsyncSaveResponse` with such a future.
+    """
+    writer = StorageWriter(checkpoint_id) if storage_writer is None else storage_writer
+    options = _build_options(planner, process_group, no_dist, use_collectives)
+    options |= {} if async_checkpointer_type is None else {"async_checkpointer_type": async_checkpointer_type}
+    options |= {} if async_stager is None else {"async_stager": async_stager}
+    recorder = Recorder(SaveEvent, _show(writer, checkpoint_id), {"rank": _rank(), "is_background": True})
+    begun: Any = state_dict_saver.async_save(state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, **options)
+    saving: Future[Metadata] = begun if isinstance(begun, Future) else begun.upload_completion
+    saved: Future[Metadata] = Future()
+
+    def finish(future: Future[Metadata]) -> None:
+        failure = None
+        try:
+            with _typed_errors(writer):
+                metadata = future.result()
+        except BaseException as error:  # noqa: BLE001  (raised by `result`)
+            failure = error
+        recorder.values["nbytes"] = getattr(writer, "nbytes", 0)
+        emit(recorder.build(failure))
+        if failure is None:
+            saved.set_result(metadata)
+        else:
+            saved.set_exception(failure)
+
+    saving.add_done_callback(finish)
+    return saved if isinstance(begun, Future) else replace(begun, upload_completion=saved)
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: storage.StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Load a checkpoint as `torch.distributed.checkpoint.load` does, of any readable format. Collective.
+
+    Args:
+        state_dict: State to load into: tensors are filled in place, other values are replaced, objects with
+            `load_state_dict` get their state.
+        checkpoint_id: Path or URL of a step, of a folder of DCP, or of another format that `shardckpt.load` reads.
+        storage_reader: Reader to use; None for a `StorageReader`.
+        planner: As for torch: `DefaultLoadPlanner(allow_partial_load=True)` accepts that the checkpoint lacks values.
+        process_group: Ranks that load; None for all ranks.
+        no_dist: Whether this process loads alone.
+
+    Raises:
+        ShardckptError: The checkpoint cannot be read, on any rank; the error of the lowest such rank, on all ranks.
+        CheckpointException: The checkpoint lacks a value, or a shape differs.
+    """
+    reader = StorageReader(checkpoint_id) if storage_reader is None else storage_reader
+    options = _build_options(planner, process_group, no_dist)
+    with record_operation(LoadEvent, _show(reader, checkpoint_id), rank=_rank()) as recorder, _typed_errors():
+        state_dict_loader.load(state_dict, checkpoint_id=checkpoint_id, storage_reader=reader, **options)
+        recorder.values["nbytes"] = getattr(reader, "nbytes", 0)
+
+
+def _build_options(planner: Any, process_group: Any, no_dist: bool, use_collectives: bool = True) -> dict[str, Any]:
+    """Return arguments for torch; older versions of torch do not have all of them."""
+    options = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    return options if use_collectives else {**options, "use_collectives": False}
+
+
+def _show(store: Any, checkpoint_id: str | os.PathLike[str] | None) -> str:
+    """Return the path of a save or load, for its event."""
+    return str(checkpoint_id or getattr(store, "checkpoint_id", None) or getattr(store, "path", ""))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@contextmanager
+def _typed_errors(writer: Any = None) -> Iterator[None]:
+    """Raise the error of the lowest rank that failed instead of torch's collection, if it is one of shardckpt.
+
+    Args:
+        writer: Writer that removes its files if the save fails.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        first = error.failures[min(error.failures)][0]
+        if isinstance(first, ShardckptError):
+            raise first from error
+        raise
+    finally:
+        if isinstance(writer, StorageWriter):
+            writer.rollback()
