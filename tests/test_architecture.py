@@ -125,6 +125,7 @@ LIBRARIES: dict[str, set[str]] = {
     "safetensors": {"format"},
     "transformers": {"integrations"},
     "accelerate": {"integrations"},
+    "torchtitan": {"integrations"},
     "prometheus_client": {"integrations"},
     "wandb": {"integrations"},
 }
