@@ -126,6 +126,8 @@ LIBRARIES: dict[str, set[str]] = {
     "transformers": {"integrations"},
     "accelerate": {"integrations"},
     "torchtitan": {"integrations"},
+    "lightning": {"integrations"},
+    "lightning_utilities": {"integrations"},
     "prometheus_client": {"integrations"},
     "wandb": {"integrations"},
 }
