@@ -80,7 +80,7 @@ RUNS = {
     "train_fully_shard.py": [([], ("head.weight: (256, 64), of which rank 0 stores (128, 64)", "  19   0."))],
     "transformers_trainer.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
 }
-NEEDS = {"lightning_trainer.py": "lightning"}
+NEEDS = {"lightning_trainer.py": "lightning", "torchtitan_manager.py": "torchtitan"}
 """What an example imports that is not installed for the tests."""
 
 Run = Callable[[Path, list[str], Path], dict[str, Any]]
