@@ -128,6 +128,7 @@ LIBRARIES: dict[str, set[str]] = {
     "torchtitan": {"integrations"},
     "lightning": {"integrations"},
     "lightning_utilities": {"integrations"},
+    "torchft": {"integrations"},
     "prometheus_client": {"integrations"},
     "wandb": {"integrations"},
 }
