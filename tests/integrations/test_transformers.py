@@ -23,7 +23,7 @@ def _imports() -> None:
     import trainers
 
     assert trainers.Trainer
-    assert trainers.accelerate.Accelerator
+    assert trainers.be_rank
 
 
 def test_background_is_true_or_false(tmp_path: Path) -> None:

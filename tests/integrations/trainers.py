@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import accelerate.state
 import torch
-from accelerate.utils import DistributedType
+from accelerators import be_rank, kill, wait_for
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -55,31 +52,8 @@ class KilledAt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
         if state.global_step == self.step:
-            end = time.monotonic() + 30
-            while not self.file.exists() and time.monotonic() < end:
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def shard_on_the_cpu() -> None:
-    """Make accelerate use FSDP without an accelerator, which it does not."""
-    begin = accelerate.state.AcceleratorState.__init__
-
-    def begin_with_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **kw: Any) -> None:
-        begin(self, *args, fsdp_plugin=fsdp_plugin, **kw)
-        if fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-            self.device = torch.device("cpu")  # FSDP1 refuses "cpu:0"
-            accelerate.state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    accelerate.state.AcceleratorState.__init__ = begin_with_fsdp
-
-
-def be_rank(rank: int, world: int) -> None:
-    """Tell accelerate which rank this fork is."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(number) for name, number in ranks.items()}, ACCELERATE_USE_CPU="true")
-    shard_on_the_cpu()
+            wait_for(self.file)
+            kill()
 
 
 def build(

@@ -1,0 +1,298 @@
+"""Checkpoints of an `accelerate.Accelerator`: `save_state` and `load_state` go through shardckpt.
+
+Accelerate has no interface for that, so `register` replaces these methods of one accelerator. Everything else stays as
+Accelerate documents it, hooks and names of folders included.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import DistributedType, broadcast_object_list
+
+import shardckpt
+from shardckpt import PerRank, RNGState, SaveHandle, SourceNotFoundError, UnsupportedError, UsageError
+
+__all__ = ["AcceleratorCheckpoints", "register"]
+
+Folder = str | os.PathLike[str] | None
+
+_STEP = "shardckpt"  # name of the checkpoint in the folder that `save_state` gets, beside files of hooks and of users
+_REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
+_METHODS = ("save_state", "load_state", "end_training")
+_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+_HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def register(accelerator: Accelerator, *, background: bool = False, **options: Any) -> AcceleratorCheckpoints:
+    """Make `save_state` and `load_state` of an accelerator save and load with shardckpt.
+
+    A checkpoint has everything that Accelerate saves; every rank writes its shards. `load_state` also loads folders
+    that Accelerate wrote. The number of ranks and the kind of sharding may differ from those of the save.
+
+    Args:
+        accelerator: Accelerator, before or after `prepare`. An earlier registration is replaced.
+        background: Save in the background. An error is then raised by the next call of `save_state` or `load_state`, or
+            by `end_training`.
+        **options: Options of `shardckpt.async_save`; without `background`, of `shardckpt.save`.
+
+    Raises:
+        UnsupportedError: The accelerator uses DeepSpeed, Megatron-LM or XLA, or this version of Accelerate differs.
+        UsageError: `background` is not a bool.
+
+    Example:
+        >>> register(accelerator)  # doctest: +SKIP
+        >>> accelerator.save_state("runs/a/epoch-1")
+    """
+    if not isinstance(background, bool):
+        raise UsageError("`background` must be True or False", found=repr(background))
+    if accelerator.distributed_type in _REFUSED:
+        raise UnsupportedError(
+            f"register does not support {accelerator.distributed_type.value}",
+            fix="Leave the call out: shardckpt reads checkpoints of DeepSpeed and Megatron-LM.",
+        )
+    missing = [name for name in (*_METHODS, *_LISTS, *_HOOKS) if not hasattr(accelerator, name)]
+    if missing:
+        raise UnsupportedError(
+            "this version of Accelerate is not supported", found=f"an Accelerator without {', '.join(missing)}"
+        )
+    earlier = getattr(accelerator.save_state, "__self__", None)
+    if isinstance(earlier, AcceleratorCheckpoints):
+        earlier.remove()
+    return AcceleratorCheckpoints(accelerator, background, options)
+
+
+class AcceleratorCheckpoints:
+    """Methods of a registered accelerator; `register` makes it."""
+
+    def __init__(self, accelerator: Accelerator, background: bool, options: dict[str, Any]) -> None:
+        self._accelerator, self._background, self._options = accelerator, background, options
+        self._is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+        self._handle: SaveHandle | None = None
+        self._newest = ""  # folder of the last save
+        self._original = {name: getattr(accelerator, name) for name in _METHODS}
+        vars(accelerator).update({name: getattr(self, name) for name in _METHODS})
+
+    def remove(self) -> None:
+        """Wait for the last save, and give the accelerator its own methods again."""
+        self.wait()
+        vars(self._accelerator).update(self._original)
+
+    def wait(self) -> None:
+        """Wait for the last save in the background, and raise its error if it failed."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.result()
+            self._remove_old()
+
+    def end_training(self) -> None:
+        """Wait for the last save, then end training. In place of `Accelerator.end_training`."""
+        self.wait()
+        self._original["end_training"]()
+
+    def save_state(self, output_dir: Folder = None, *_args: Any, **_: Any) -> str | Path:
+        """Save the state. Collective. In place of `Accelerator.save_state`, whose other arguments mean nothing here.
+
+        Args:
+            output_dir: Folder, or a URL that fsspec supports. A checkpoint that an earlier call wrote there is
+                replaced. Ignored if `automatic_checkpoint_naming` is on.
+
+        Raises:
+            UsageError: The folder of `automatic_checkpoint_naming` has a checkpoint, or a hook changed weights.
+            ShardckptError: As for `shardckpt.save`.
+        """
+        self.wait()
+        project = self._accelerator.project_configuration
+        folder = self._find_new_folder() if project.automatic_checkpoint_naming else _as_text(output_dir)
+        if not _is_url(folder):
+            os.makedirs(folder, exist_ok=True)
+        state, path = self._build_state(self._call_save_hooks(folder)), f"{folder}/{_STEP}"
+        self._newest, options = folder, {"overwrite": True, **self._options}
+        if self._background:
+            self._handle = shardckpt.async_save(state, path, **options)
+        else:
+            shardckpt.save(state, path, **options)
+            self._remove_old()
+        project.iteration += 1
+        return folder if _is_url(folder) else Path(folder)
+
+    def load_state(self, input_dir: Folder = None, load_kwargs: Any = None, **model_kwargs: Any) -> None:
+        """Load what `save_state` saved, with or without shardckpt. Collective. In place of `Accelerator.load_state`.
+
+        Args:
+            input_dir: Folder or URL. None for the newest folder of `automatic_checkpoint_naming`.
+            load_kwargs: For folders that Accelerate wrote, as for `Accelerator.load_state`.
+            **model_kwargs: As well; `strict` for all folders.
+
+        Raises:
+            SourceNotFoundError: The folder is missing or has no complete checkpoint.
+            ShardckptError: As for `shardckpt.load`.
+        """
+        self.wait()
+        is_named = input_dir is None and self._accelerator.project_configuration.automatic_checkpoint_naming
+        folder = self._find_newest_folder() if is_named else os.path.expanduser(_as_text(input_dir))
+        is_step = _is_url(folder) or os.path.isdir(f"{folder}/{_STEP}")
+        is_step, is_complete = broadcast_object_list([(is_step, is_step or _is_complete(folder))])[0]
+        if not is_complete:
+            raise SourceNotFoundError("this folder has no complete checkpoint", where=folder)
+        if not is_step:
+            self._load_folder(folder, load_kwargs, model_kwargs)
+            return
+        models = [] if self._is_fsdp else list(self._accelerator._models)
+        for hook in self._accelerator._load_model_state_pre_hook.values():
+            hook(models, folder)  # it removes the models that it loads
+        state = self._build_state(_number("model", self._accelerator._models, None if self._is_fsdp else models))
+        shardckpt.load(state, f"{folder}/{_STEP}", include=list(state), strict=model_kwargs.get("strict", True))
+
+    def _load_folder(self, folder: str, load_kwargs: Any, model_kwargs: dict[str, Any]) -> None:
+        """Load a folder that Accelerate wrote; if one side is FSDP, its models and optimizers with shardckpt."""
+        accelerator, held = self._accelerator, {}
+        if self._is_fsdp or any(name.startswith("pytorch_model_fsdp") for name in os.listdir(folder)):
+            held = {name: vars(accelerator)[name] for name in ("_models", "_optimizers")}
+            optimizers = _number("optimizer", (each.optimizer for each in held["_optimizers"]))
+            state = {**_number("model", held["_models"]), **optimizers}
+            shardckpt.load(state, folder, include=list(state))
+        vars(accelerator).update({name: [] for name in held})  # so that Accelerate loads everything else
+        try:
+            self._original["load_state"](folder, load_kwargs, **model_kwargs)
+        finally:
+            vars(accelerator).update(held)
+
+    def _build_state(self, models: dict[str, Any]) -> dict[str, Any]:
+        """Return the objects to save, or to load into. Collective."""
+        held = self._accelerator
+        loaders = _number("dataloader", held._dataloaders).items()
+        return {
+            **models,
+            **_number("optimizer", (each.optimizer for each in held._optimizers)),
+            **_number("scheduler", held._schedulers),
+            **_number("custom", held._custom_objects),
+            **{name: _Position(each) for name, each in loaders if getattr(each, "use_stateful_dataloader", False)},
+            **({} if held.scaler is None else {"scaler": held.scaler}),
+            "loop": _Loop(held),
+            "rng": RNGState(),
+        }
+
+    def _call_save_hooks(self, folder: str) -> dict[str, Any]:
+        """Call the hooks of `register_save_state_pre_hook`; return the models to save by name. Collective.
+
+        As in Accelerate, hooks get no weights under FSDP, and what they do on rank 0 decides.
+        """
+        models, hooks = self._accelerator._models, self._accelerator._save_model_state_pre_hook
+        if not hooks:
+            return _number("model", models)
+        given = [] if self._is_fsdp else [self._accelerator.get_state_dict(model, unwrap=False) for model in models]
+        weights, names = list(given), list(map(list, given))
+        for hook in hooks.values():
+            hook(models, weights, folder)
+        kept = [i for i, each in enumerate(given) if any(each is left for left in weights)]
+        is_changed = len(weights) != len(kept) or names != list(map(list, given))
+        kept, is_changed = broadcast_object_list([(kept, is_changed)])[0]
+        if is_changed:
+            raise UsageError(
+                "a hook of register_save_state_pre_hook changed the weights",
+                where=folder,
+                fix="Save other weights in the hook, and remove those of the model from the list.",
+            )
+        return _number("model", models, None if self._is_fsdp else [models[i] for i in kept])
+
+    @property
+    def _project_folder(self) -> str:
+        return os.path.join(_as_text(self._accelerator.project_dir), "checkpoints")
+
+    def _find_new_folder(self) -> str:
+        """Return the next folder of `automatic_checkpoint_naming`. Collective."""
+        folder = f"{self._project_folder}/checkpoint_{self._accelerator.save_iteration}"
+        if broadcast_object_list([_is_complete(folder)])[0]:
+            raise UsageError("this folder has a checkpoint", where=folder, fix="Set project_configuration.iteration.")
+        return folder
+
+    def _find_newest_folder(self) -> str:
+        """Return the newest complete folder of `automatic_checkpoint_naming`. Collective."""
+        numbers = [number for number, folder in _numbered_folders(self._project_folder) if _is_complete(folder)]
+        return f"{self._project_folder}/checkpoint_{broadcast_object_list([max(numbers, default=0)])[0]}"
+
+    def _remove_old(self) -> None:
+        """Remove what exceeds `total_limit`, once the newest is complete; `COMMIT` goes first. On rank 0."""
+        project = self._accelerator.project_configuration
+        if not project.automatic_checkpoint_naming or not project.total_limit or not self._accelerator.is_main_process:
+            return
+        folders = sorted(_numbered_folders(self._project_folder))
+        oldest = [number for number, folder in folders if _is_complete(folder)][-project.total_limit :][0]
+        for number, folder in folders:
+            if number < oldest and folder != self._newest:
+                try:
+                    Path(folder, _STEP, "COMMIT").unlink(missing_ok=True)
+                    shutil.rmtree(folder)
+                except OSError as error:
+                    warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=3)
+
+
+class _Loop:
+    """Counters of the accelerator and order of its data, those of rank 0, as an object with `state_dict`."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._project = accelerator, accelerator.project_configuration
+        order = [[loader.iteration, sampler.initial_seed, sampler.epoch] for loader, sampler in self._samplers()]
+        values = {"step": accelerator.step, "iteration": self._project.iteration, "order": order}
+        self._values: dict[str, Any] = broadcast_object_list([values])[0]
+
+    def _samplers(self) -> list[tuple[Any, Any]]:
+        """Return the data loaders whose order is known by a seed, with their samplers."""
+        loaders = self._accelerator._dataloaders
+        pairs = [(each, each.get_sampler()) for each in loaders if hasattr(each, "get_sampler")]
+        return [(loader, sampler) for loader, sampler in pairs if isinstance(sampler, SeedableRandomSampler)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._values
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._accelerator.step = saved["step"]
+        self._project.iteration = max(self._project.iteration, saved["iteration"] + 1)
+        for (loader, sampler), order in zip(self._samplers(), saved["order"], strict=False):
+            loader.iteration, sampler.initial_seed, sampler.epoch = order
+
+
+class _Position(PerRank):
+    """Position of a stateful data loader, which counts the batches of one rank."""
+
+    def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
+        text = f"a data loader was saved by {len(states)} ranks, not by {world}: rank {rank} begins its epoch again"
+        warnings.warn(text, stacklevel=8)  # the caller of `load_state`
+        return True
+
+
+def _number(kind: str, objects: Iterable[Any], kept: list[Any] | None = None) -> dict[str, Any]:
+    """Return objects, or those that are kept, by the names that Accelerate gives them: `model`, `model_1`, ..."""
+    named = {f"{kind}_{i}" if i else kind: each for i, each in enumerate(objects)}
+    return {name: each for name, each in named.items() if kept is None or any(each is one for one in kept)}
+
+
+def _is_url(folder: str) -> bool:
+    return "://" in folder
+
+
+def _as_text(folder: Folder) -> str:
+    if folder is None:
+        raise UsageError("no folder is given", fix="Pass one, or set project_dir and automatic_checkpoint_naming.")
+    return os.fspath(folder)
+
+
+def _is_complete(folder: str) -> bool:
+    """Return True if a folder has a checkpoint of shardckpt, or of Accelerate, which writes generators after models."""
+    return os.path.isfile(f"{folder}/{_STEP}/COMMIT") or os.path.isfile(f"{folder}/random_states_0.pkl")
+
+
+def _numbered_folders(project_folder: str) -> list[tuple[int, str]]:
+    """Return numbers and paths of the folders `checkpoint_N`."""
+    names = os.listdir(project_folder) if os.path.isdir(project_folder) else []
+    return [(int(found[1]), f"{project_folder}/{name}") for name in names if (found := _NUMBERED.fullmatch(name))]

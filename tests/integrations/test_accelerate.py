@@ -1,0 +1,297 @@
+"""A registered accelerator saves, is killed and resumes as one that was never interrupted; each way to shard."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import outcomes, run
+
+import shardckpt
+
+KINDS = ("ddp", "fsdp1", "fsdp2")
+SAVED, END = 6, 12  # in the middle of the second of three epochs
+Losses = dict[int, tuple[float, float]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import what the ranks use in the process that they are forked from."""
+    import accelerators
+
+    import shardckpt.integrations.accelerate
+
+    assert accelerators.Training
+    assert shardckpt.integrations.accelerate.register
+
+
+def start(
+    rank: int, world: int, kind: str, *, is_registered: bool = True, background: bool = False, **options: Any
+) -> Any:
+    """Return a training of this rank, and what `register` gave."""
+    import accelerators
+
+    from shardckpt.integrations.accelerate import register
+
+    accelerators.be_rank(rank, world)
+    training = accelerators.Training(kind, **options)
+    checkpoints = register(training.accelerator, background=background) if is_registered else None
+    return training, checkpoints
+
+
+def train_alone(rank: int, world: int, kind: str, folder: Path, dropout: float = 0.2) -> Losses:
+    """Train without shardckpt, with a folder that Accelerate writes."""
+    training, _ = start(rank, world, kind, is_registered=False, dropout=dropout)
+    training.run(0, SAVED)
+    training.accelerator.save_state(folder)
+    training.run(SAVED, END)
+    return training.losses
+
+
+def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
+    import accelerators
+
+    training, _ = start(rank, world, kind, background=kind != "fsdp1")
+    training.run(0, SAVED)
+    training.accelerator.save_state(folder)
+    training.run(SAVED, SAVED + 2)
+    accelerators.wait_for(folder / "shardckpt" / "COMMIT")
+    accelerators.kill()
+
+
+def resume(rank: int, world: int, kind: str, folder: Path, seed: int = 2, dropout: float = 0.2) -> Losses:
+    """Train from a folder."""
+    training, _ = start(rank, world, kind, seed=seed, dropout=dropout)
+    training.accelerator.load_state(folder)
+    training.run(SAVED, END)
+    training.accelerator.free_memory()
+    return training.losses
+
+
+def resume_both(rank: int, world: int, kind: str, ours: Path, alone: Path) -> list[Losses]:
+    """Train from our folder with another seed, and from one of Accelerate, which does not have the seed."""
+    return [resume(rank, world, kind, ours), resume(rank, world, kind, alone, seed=1)]
+
+
+def after(start_step: int, losses: Losses) -> Losses:
+    return {step: loss for step, loss in losses.items() if step >= start_step}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_training_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    alone, ours = tmp_path / "alone", tmp_path / "ours"
+    expected = run(2, train_alone, kind, alone)
+    assert all("died" in (each.waits or "") for each in outcomes(2, be_killed, kind, ours))
+    for rank, (from_ours, from_alone) in enumerate(run(2, resume_both, kind, ours, alone)):
+        assert from_ours == after(SAVED, expected[rank])
+        assert from_alone == from_ours, "from a folder that Accelerate wrote"
+    assert [path.name for path in ours.iterdir()] == ["shardckpt"]
+
+
+def train_and_save(rank: int, world: int, kind: str, ours: Path, alone: Path) -> Losses:
+    """Train with shardckpt, and save as Accelerate does too."""
+    training, checkpoints = start(rank, world, kind, dropout=0.0)
+    training.run(0, SAVED)
+    training.accelerator.save_state(ours)
+    checkpoints.remove()
+    training.accelerator.save_state(alone)
+    training.run(SAVED, END)
+    return training.losses
+
+
+def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_path: Path) -> None:
+    folders = (tmp_path / "ours", tmp_path / "alone")
+    for saved, world, kind in (("fsdp2", 1, "ddp"), ("ddp", 3, "fsdp1"), ("fsdp1", 2, "fsdp2")):
+        (expected, *_) = run(2, train_and_save, saved, *folders)
+        means = [expected[step][1] for step in range(SAVED, END)]
+        for losses in run(world, resume_resharded, kind, *folders)[0]:
+            assert [losses[step][1] for step in range(SAVED, END)] == pytest.approx(means, rel=1e-4), (
+                saved,
+                world,
+                kind,
+            )
+        shutil.rmtree(folders[1])
+
+
+def resume_resharded(rank: int, world: int, kind: str, ours: Path, alone: Path) -> list[Losses]:
+    return [resume(rank, world, kind, ours, 2, 0.0), resume(rank, world, kind, alone, 1, 0.0)]
+
+
+def number_folders(rank: int, world: int, folder: Path) -> list[Any]:
+    """Save four times under `total_limit`; what is there after each, and how training goes on."""
+    project = {"project_dir": str(folder), "automatic_checkpoint_naming": True, "total_limit": 2}
+    training, checkpoints = start(rank, world, "ddp", background=True, dropout=0.0, project=project)
+    found, names = [], folder / "checkpoints"
+    for step in range(4):
+        training.run(step, step + 1)
+        saved = training.accelerator.save_state()
+        assert saved == names / f"checkpoint_{step}"
+        checkpoints.wait()
+        found.append(sorted(path.name for path in names.iterdir()))
+    (names / "checkpoint_4").mkdir()  # of a save that was killed
+    again, _ = start(rank, world, "ddp", background=True, dropout=0.0, project=project, seed=2)
+    again.accelerator.load_state()
+    training.run(4, 6)
+    again.run(4, 6)
+    again.accelerator.save_state()
+    again.accelerator.end_training()
+    return [*found, sorted(path.name for path in names.iterdir()), again.losses == after(4, training.losses)]
+
+
+def test_folders_are_numbered_and_the_oldest_go_once_the_newest_is_complete(tmp_path: Path) -> None:
+    (found,) = run(1, number_folders, tmp_path)
+    assert found == [
+        ["checkpoint_0"],
+        ["checkpoint_0", "checkpoint_1"],
+        ["checkpoint_1", "checkpoint_2"],
+        ["checkpoint_2", "checkpoint_3"],
+        ["checkpoint_3", "checkpoint_4"],
+        True,
+    ]
+
+
+def save_twice_as_number(rank: int, world: int, folder: Path) -> tuple[str, str]:
+    """Fail to replace a numbered folder, and to find one; the messages."""
+    project = {"project_dir": str(folder), "automatic_checkpoint_naming": True}
+    training, _ = start(rank, world, "ddp", project=project)
+    with pytest.raises(shardckpt.SourceNotFoundError) as missing:
+        training.accelerator.load_state()
+    training.accelerator.save_state()
+    training.accelerator.project_configuration.iteration = 0
+    with pytest.raises(shardckpt.UsageError) as present:
+        training.accelerator.save_state()
+    return str(missing.value), str(present.value)
+
+
+def test_a_numbered_folder_is_not_replaced(tmp_path: Path) -> None:
+    ((missing, present),) = run(1, save_twice_as_number, tmp_path)
+    assert "no complete checkpoint" in missing
+    assert "this folder has a checkpoint" in present
+
+
+def save_with_hooks(rank: int, world: int, folder: Path) -> tuple[list[str], float, str]:
+    """Save and load the model by hooks, as scripts of diffusers do."""
+    training, _ = start(rank, world, "ddp")
+    accelerator = training.accelerator
+
+    def save_weights(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        if accelerator.is_main_process:
+            torch.save(accelerator.unwrap_model(models[0]).state_dict(), Path(output_dir, "mine.pt"))
+            weights.pop()
+
+    def load_weights(models: list[Any], input_dir: str) -> None:
+        accelerator.unwrap_model(models.pop()).load_state_dict(torch.load(Path(input_dir, "mine.pt")))
+
+    handles = (
+        accelerator.register_save_state_pre_hook(save_weights),
+        accelerator.register_load_state_pre_hook(load_weights),
+    )
+    training.run(0, 2)
+    accelerator.save_state(folder)
+    weight = next(training.model.parameters()).detach().clone()
+    training.run(2, 4)
+    accelerator.load_state(folder)
+    distance = (next(training.model.parameters()) - weight).abs().max().item()
+    handles[0].remove()
+    accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: weights[0].popitem())
+    with pytest.raises(shardckpt.UsageError) as caught:
+        accelerator.save_state(folder)
+    return list(shardckpt.load(folder / "shardckpt")), distance, str(caught.value)
+
+
+def test_hooks_decide_which_models_are_saved_and_loaded(tmp_path: Path) -> None:
+    for parts, distance, message in run(2, save_with_hooks, tmp_path):
+        assert "optimizer" in parts
+        assert "model" not in parts
+        assert distance == 0
+        assert "a hook of register_save_state_pre_hook changed the weights" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.pt", "shardckpt"]
+
+
+class Loader:
+    """Stateful data loader at a position that differs between ranks."""
+
+    use_stateful_dataloader = True
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def save_and_load_loop(rank: int, world: int, folder: Path) -> tuple[Any, ...]:
+    training, _ = start(rank, world, "ddp")
+    accelerator = training.accelerator
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    accelerator._dataloaders.append(Loader(rank + 3))
+    training.run(0, 1)  # in the middle of a gradient accumulation
+    training.loader.iteration = 7
+    accelerator.save_state(folder)
+    training.run(1, 4)
+    accelerator.scaler.update(2.0)
+    training.loader.iteration, accelerator._dataloaders[-1].position = 0, 0
+    accelerator.load_state(str(folder))
+    state = accelerator.scaler.state_dict()["scale"], training.schedule.state_dict()["last_epoch"]
+    return accelerator.step, training.loader.iteration, accelerator._dataloaders[-1].position, *state
+
+
+def test_counters_loaders_scaler_and_schedule_come_back(tmp_path: Path) -> None:
+    assert run(2, save_and_load_loop, tmp_path) == [(1, 7, 3, 64.0, 1), (1, 7, 4, 64.0, 1)]
+    assert run(1, load_loop_on_one_rank, tmp_path) == [0], "a data loader that cannot continue begins again"
+
+
+def load_loop_on_one_rank(rank: int, world: int, folder: Path) -> int:
+    training, _ = start(rank, world, "ddp")
+    training.accelerator.scaler = torch.amp.GradScaler("cpu")
+    training.accelerator._dataloaders.append(Loader(0))
+    with pytest.warns(UserWarning, match="begins its epoch again") as caught:
+        training.accelerator.load_state(folder)
+    assert Path(__file__).name in {Path(each.filename).name for each in caught}
+    return training.accelerator._dataloaders[-1].position
+
+
+def fail_and_remove(rank: int, world: int, folder: Path) -> list[str]:
+    """Fail in the background, then register again and give the methods back."""
+    from shardckpt.integrations.accelerate import register
+
+    def write_nothing(_file: int, _data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    training, _ = start(rank, world, "ddp", background=True)
+    write, os.write = os.write, write_nothing
+    training.accelerator.save_state(folder / "lost")
+    with pytest.raises(shardckpt.StorageError, match="No space left on device"):
+        training.accelerator.end_training()
+    os.write = write
+    register(training.accelerator).remove()
+    training.accelerator.save_state(folder / "alone")
+    return sorted(path.name for path in (folder / "alone").iterdir())
+
+
+def test_the_end_of_training_raises_the_error_of_the_last_save(tmp_path: Path) -> None:
+    (names,) = run(1, fail_and_remove, tmp_path)
+    assert "model.safetensors" in names
+    assert "shardckpt" not in names, "the accelerator has its own methods again"
+
+
+def test_unsupported_accelerators_are_refused() -> None:
+    from accelerate.utils import DistributedType
+
+    from shardckpt.integrations.accelerate import register
+
+    for kind, words in ((DistributedType.DEEPSPEED, "DEEPSPEED"), (DistributedType.MEGATRON_LM, "MEGATRON_LM")):
+        with pytest.raises(shardckpt.UnsupportedError, match=words):
+            register(SimpleNamespace(distributed_type=kind))
+    with pytest.raises(shardckpt.UnsupportedError, match="an Accelerator without save_state"):
+        register(SimpleNamespace(distributed_type=DistributedType.NO))
+    with pytest.raises(shardckpt.UsageError, match="`background` must be True or False"):
+        register(SimpleNamespace(distributed_type=DistributedType.NO), background="yes")
