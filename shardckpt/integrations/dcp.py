@@ -162,8 +162,9 @@ def load(
 
 
 def _build_options(planner: Any, process_group: Any, no_dist: bool, use_collectives: bool = True) -> dict[str, Any]:
-    """Return arguments for torch; older versions of torch do not have all of them."""
-    options = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    """Return arguments for torch, without defaults that older versions of torch do not have."""
+    options = {"planner": planner, "process_group": process_group}
+    options |= {"no_dist": True} if no_dist else {}
     return options if use_collectives else {**options, "use_collectives": False}
 
 
