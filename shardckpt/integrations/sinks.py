@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from shardckpt import OperationEvent
+from shardckpt import OperationEvent, UsageError
 
 __all__ = ["JSONLinesSink", "PrometheusSink", "TensorBoardSink", "WandbSink"]
 
@@ -62,6 +62,9 @@ class PrometheusSink:
         registry: Registry for the metrics; None for the default one, which the client serves.
         textfile: File that is replaced with the metrics after each event, such as `/var/lib/node/shardckpt.prom`; one
             for each process.
+
+    Raises:
+        UsageError: The registry has the metrics of another sink.
     """
 
     def __init__(self, registry: Any = None, textfile: str | os.PathLike[str] | None = None) -> None:
@@ -75,7 +78,13 @@ class PrometheusSink:
             return kind(f"shardckpt_{name}", text, ["operation", "store", *labels], registry=self._registry)
 
         counter, gauge = prometheus_client.Counter, prometheus_client.Gauge
-        self._operations = add(counter, "operations_total", "Operations that have ended.", "outcome")
+        try:
+            self._operations = add(counter, "operations_total", "Operations that have ended.", "outcome")
+        except ValueError as error:
+            raise UsageError(
+                f"the registry has the metrics of another PrometheusSink: {error}",
+                fix="Give that sink to both, as one counts the events of all; or give this one a registry of its own.",
+            ) from error
         self._bytes = add(counter, "bytes_total", "Bytes of tensors that this rank wrote, read or removed.")
         self._retries = add(counter, "retries_total", "Repeated requests.")
         self._warnings = add(counter, "warnings_total", "Faults that did not make an operation fail.")

@@ -112,8 +112,15 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             resume_from: Argument `resume_from_checkpoint` of `Trainer.train`.
 
         Raises:
-            UsageError: Training would start in a run that has steps.
+            UsageError: Training would start in a run that has steps, or the argument is neither a bool nor a path.
         """
+        if not isinstance(resume_from, (str, os.PathLike, bool, type(None))):
+            raise UsageError(
+                "resume_from_checkpoint must be True or the path of a checkpoint",
+                where=self.checkpointer.root,
+                found=repr(resume_from),
+                fix="Give `callback.checkpointer.path(step)` for a step of this run.",
+            )
         numbers = self.checkpointer.steps()
         if not resume_from and numbers:
             raise UsageError(
@@ -292,10 +299,16 @@ def _wrap_train() -> None:
 
     @functools.wraps(original)
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        callbacks = self.callback_handler.callbacks
-        callback = next((each for each in callbacks if isinstance(each, ShardckptCallback)), None)
-        if callback is None:
+        callbacks = [each for each in self.callback_handler.callbacks if isinstance(each, ShardckptCallback)]
+        if not callbacks:
             return original(self, resume_from_checkpoint, *args, **kwargs)
+        if len(callbacks) > 1:
+            raise UsageError(
+                "a Trainer saves with one ShardckptCallback",
+                found=f"callbacks for {', '.join(each.checkpointer.root for each in callbacks)}",
+                fix="Remove the others: `trainer.remove_callback(callback)`.",
+            )
+        (callback,) = callbacks
         with callback.attach(self), callback.find_resume_folder(resume_from_checkpoint) as folder:
             return original(self, folder, *args, **kwargs)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardckpt import UsageError
 from shardckpt.events import OperationEvent, PruneEvent, SaveEvent
 from shardckpt.integrations.sinks import JSONLinesSink, PrometheusSink, TensorBoardSink, WandbSink
 
@@ -59,6 +60,14 @@ def test_prometheus_counts_events_and_replaces_a_textfile(tmp_path: Path) -> Non
     assert samples["shardckpt_last_success_step", "save"] == 6
     assert registry.get_sample_value("shardckpt_last_seconds", {"operation": "prune", "store": "s3"}) == 0.5
     assert [path.name for path in tmp_path.iterdir()] == ["shardckpt.prom"]
+
+
+def test_a_second_sink_of_a_prometheus_registry_is_refused() -> None:
+    registry = pytest.importorskip("prometheus_client").CollectorRegistry()
+    PrometheusSink(registry)(SAVE)
+    with pytest.raises(UsageError, match="Give that sink to both"):
+        PrometheusSink(registry)
+    assert registry.get_sample_value("shardckpt_last_seconds", {"operation": "save", "store": "s3"}) == SAVE.seconds
 
 
 def test_tensorboard_reads_scalars_by_step(tmp_path: Path) -> None:

@@ -162,6 +162,27 @@ def start_again(rank: int, world: int, folder: Path) -> str:
     return str(caught.value)
 
 
+def test_two_callbacks_and_a_number_to_resume_from_are_refused(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        import trainers
+
+        trainers.be_rank(rank, world)
+        first, second = (trainers.ShardckptCallback(tmp_path / name) for name in ("one", "two"))
+        trainer, _ = trainers.build("ddp", tmp_path / "out", first, second)
+        with pytest.raises(shardckpt.UsageError) as both:
+            trainer.train()
+        trainer.remove_callback(second)
+        with pytest.raises(shardckpt.UsageError) as number:
+            trainer.train(resume_from_checkpoint=4)
+        return [str(both.value), str(number.value)]
+
+    ((both, number),) = run(1, body)
+    assert f"callbacks for {tmp_path / 'one'}, {tmp_path / 'two'}" in both
+    assert "True or the path of a checkpoint" in number
+    assert "found 4" in number
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
 def test_a_training_from_the_start_does_not_replace_a_run(tmp_path: Path) -> None:
     (message,) = run(1, start_again, tmp_path)
     assert "found step 2" in message
