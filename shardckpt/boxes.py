@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 Shape = tuple[int, ...]
+
+
+class Narrowable(Protocol):
+    """A tensor of torch, which this module does not import."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Number of elements in each dimension."""
+
+    def narrow(self: _T, dim: int, start: int, length: int, /) -> _T:
+        """Return a range of a dimension, as a view."""
+
+
+_T = TypeVar("_T", bound=Narrowable)
 
 
 class Box(NamedTuple):
@@ -68,6 +82,14 @@ def intersect(a: Box, b: Box) -> Box | None:
 def shift(box: Box, origin: Shape) -> Box:
     """Return `box` in the coordinates of a box that starts at `origin`."""
     return Box(tuple(o - p for o, p in zip(box.offset, origin, strict=True)), box.size)
+
+
+def narrow_to_box(tensor: _T, box: Box) -> _T:
+    """Return the elements of a box of a tensor, as a view."""
+    for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def strides(shape: Shape) -> Shape:

@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 import torch
 
-from shardckpt.boxes import Box, contiguous_blocks, shift
+from shardckpt.boxes import Box, contiguous_blocks, narrow_to_box, shift
 from shardckpt.checkpoint.load import torch_casts
 from shardckpt.checkpoint.load.uploads import (
     PINNED_BYTES,
@@ -20,7 +20,7 @@ from shardckpt.checkpoint.load.uploads import (
     copy_to_device,
     place_uploads,
 )
-from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cpu, narrow_to_box
+from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cpu
 from shardckpt.devices import has_pinned_copies
 from shardckpt.dtypes import nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads

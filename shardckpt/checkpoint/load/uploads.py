@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from shardckpt.boxes import Box, contiguous_blocks, full_box
+from shardckpt.boxes import Box, contiguous_blocks, full_box, narrow_to_box
 from shardckpt.checkpoint.load import torch_casts
-from shardckpt.checkpoint.stateful.tensor_bytes import STAGED_BYTES, narrow_to_box
+from shardckpt.checkpoint.stateful.tensor_bytes import STAGED_BYTES
 from shardckpt.devices import CurrentStreams, Event, has_pinned_memory, record_event
 from shardckpt.manifest import TensorEntry
 

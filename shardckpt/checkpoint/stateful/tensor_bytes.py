@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, shift
+from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, narrow_to_box, shift
 from shardckpt.devices import Event, has_pinned_copies, has_pinned_memory, record_event
 from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.state.local.local_shards import TensorShards
@@ -52,14 +52,6 @@ def view_box(array: TensorShards, box: Box) -> torch.Tensor:
             return narrow_to_box(shard.tensor, shift(box, shard.box.offset))
     assert not box.volume, "a plan gives a rank only what it holds"
     return torch.empty(0, dtype=torch.uint8)
-
-
-def narrow_to_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the elements of a box of a tensor, as a view."""
-    for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, size)
-    return tensor
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardckpt.boxes import Box
+from shardckpt.boxes import narrow_to_box
 from shardckpt.layout import DimLayout, FlatLayout, Layout, ParamSpec, ShardRun
 
 
@@ -273,7 +273,7 @@ class DimPacking(Packing):
     def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of full values, as views of them."""
         pairs = zip(values, self._boxes, strict=True)
-        return [None if value is None else _narrow_to_box(value, boxes[rank]) for value, boxes in pairs]
+        return [None if value is None else narrow_to_box(value, boxes[rank]) for value, boxes in pairs]
 
     def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
         """Copy gathered shards to the full buffer; do nothing if `is_direct`."""
@@ -295,7 +295,7 @@ class DimPacking(Packing):
                 places[index].view(world, n).copy_(rows[:, at : at + n])
                 continue
             for row, box in zip(rows, self._boxes[index], strict=True):
-                _narrow_to_box(views[index], box).copy_(row[at : at + box.volume].view(box.size))
+                narrow_to_box(views[index], box).copy_(row[at : at + box.volume].view(box.size))
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield each full parameter, unpacked from the shards of the ranks."""
@@ -307,7 +307,7 @@ class DimPacking(Packing):
                 flat.view(world, n).copy_(rows[:, at : at + n])
             else:
                 for row, box in zip(rows, self._boxes[index], strict=True):
-                    _narrow_to_box(value, box).copy_(row[at : at + box.volume].view(box.size))
+                    narrow_to_box(value, box).copy_(row[at : at + box.volume].view(box.size))
             yield value
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
@@ -319,13 +319,5 @@ class DimPacking(Packing):
                 rows[:, at : at + n].copy_(value.reshape(self.layout.world, n))
             else:
                 for row, box in zip(rows, self._boxes[index], strict=True):
-                    row[at : at + box.volume].view(box.size).copy_(_narrow_to_box(value, box))
+                    row[at : at + box.volume].view(box.size).copy_(narrow_to_box(value, box))
                     row[at + box.volume : at + n].zero_()
-
-
-def _narrow_to_box(value: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the elements of a full value inside a box, as a view."""
-    for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
-        if size != value.shape[dim]:
-            value = value.narrow(dim, start, size)
-    return value
