@@ -82,6 +82,28 @@ def test_a_shard_without_its_wrapper_is_refused_by_its_path(tmp_path: Path, face
     assert [each.name for each in tmp_path.iterdir()] == [f"{face} right"]
 
 
+def test_one_rank_alone_is_refused_as_several_are(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> dict[str, list[str]]:
+        messages = {}
+        shardckpt.save({"optim": torch.optim.AdamW(Net((1,)).parameters())}, tmp_path / "plain")
+        for face in ("ours, flat", "ours, originals", "torch, flat"):
+            model = WRAPPERS[face](Net((1,)))
+            optim = torch.optim.AdamW(model.parameters())
+            messages[face] = [
+                message_of(shardckpt.save, {"optim": optim}, tmp_path / "refused"),
+                message_of(shardckpt.load, {"optim": optim}, tmp_path / "plain"),
+                message_of(shardckpt.save, {"model": model.module}, tmp_path / "refused"),
+            ]
+        return messages
+
+    (messages,) = run(1, body)
+    for face, (saved, loaded, inner) in messages.items():
+        assert "their model is not in the state" in saved, face
+        assert "their model is not in the state" in loaded, face
+        assert "Pass the module that FullyShardedDataParallel returned" in inner, face
+    assert [each.name for each in tmp_path.iterdir()] == ["plain"]
+
+
 UNSHARDED = {
     "torch, nothing sharded": lambda net: quiet(
         theirs.FullyShardedDataParallel,

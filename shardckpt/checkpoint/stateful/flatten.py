@@ -204,7 +204,7 @@ def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShar
         UsageError: The optimizer has flat parameters.
     """
     parameters = (parameter for group in optim.param_groups for parameter in group["params"])
-    if has_peers() and any(map(shards.has_parameter, parameters)):
+    if any(map(shards.has_parameter, parameters)):
         raise UsageError(
             "the optimizer holds flat parameters of FullyShardedDataParallel, and their model is not in the state",
             where=dotted(path),

@@ -24,7 +24,7 @@ from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path
 from shardckpt.plan.optim.param_groups import NAMES
-from shardckpt.state.adapters.flat_shard_check import FlatShards, has_peers
+from shardckpt.state.adapters.flat_shard_check import FlatShards, has_group, has_peers
 from shardckpt.state.adapters.model_index import is_fully_sharded, is_plain_module, locate_in_buckets, reshard_all
 from shardckpt.state.keys.kinds import get_metadata
 
@@ -124,7 +124,7 @@ class _Tracer:
             _require(any(all(map(model.issuperset, groups)) for model in self._models))
             self._structure.extend([places[parameter] for parameter in group] for group in groups)
         shards = FlatShards()
-        if has_peers():
+        if has_group():
             _require(not any(map(shards.has_tensor, self.tensors)))
         elif any(map(attrgetter("__dict__"), self.tensors)):
             _require(not any(map(shards.has_parameter, self.tensors)))

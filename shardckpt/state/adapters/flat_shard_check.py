@@ -87,7 +87,7 @@ class FlatShards:
             return False
         if self.has_parameter(tensor):
             return True
-        if not tensor.numel() or not has_peers():
+        if not tensor.numel() or not has_group():
             return False
         storage = tensor.untyped_storage()
         if storage in _FULL:
@@ -108,9 +108,14 @@ class FlatShards:
                 raise FlatShardError(clean(name))
 
 
+def has_group() -> bool:
+    """Return True if this process is in a group, which every wrapper needs: also alone in it."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def has_peers() -> bool:
     """Return True if there is more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return has_group() and dist.get_world_size() > 1
 
 
 def _get_storage(tensor: torch.Tensor) -> int:
@@ -121,8 +126,8 @@ def _get_storage(tensor: torch.Tensor) -> int:
 
 
 def _shard_of_bucket(bucket: Bucket) -> set[int]:
-    is_sharded = not bucket.keeps_full and bucket.group.size > 1 and isinstance(bucket.packing.layout, FlatLayout)
-    return {_get_storage(bucket.shard)} if is_sharded else set()
+    is_flat = not bucket.keeps_full and isinstance(bucket.packing.layout, FlatLayout)
+    return {_get_storage(bucket.shard)} if is_flat else set()
 
 
 def _shard_of_handle(handle: Any) -> set[int]:

@@ -17,8 +17,8 @@ def search(*shards: torch.Tensor) -> FlatShards:
 
 
 @pytest.fixture(autouse=True)
-def _several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_shard_check, "has_peers", lambda: True)
+def _in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_shard_check, "has_group", lambda: True)
 
 
 def test_a_shard_with_the_address_of_a_freed_full_tensor_is_recognized() -> None:
