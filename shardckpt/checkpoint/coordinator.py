@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import errors
+from shardckpt.checkpoint.rendezvous import LOST_RANK_FIX, BoundedStore, make_group, meet
 from shardckpt.errors import RankError, ShardckptError, UsageError
-from shardckpt.rendezvous import LOST_RANK_FIX, BoundedStore, make_group, meet
 from shardckpt.torch_features import get_group_store
 
 

@@ -12,18 +12,18 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from shardckpt.boxes import contiguous_blocks, full_box
+from shardckpt.boxes import contiguous_blocks, full_box, narrow_to_box
 from shardckpt.checkpoint.save.side_streams import SideStreams, wait_for_side_streams
 from shardckpt.checkpoint.stateful.tensor_bytes import (
     TensorSource,
     is_flat,
     join_small,
-    narrow_to_box,
     view_as_bytes,
 )
 from shardckpt.devices import Event, is_gpu_used
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import FileLayout, PayloadFile
+from shardckpt.torchrun import local_world_size
 
 BUFFER_BYTES = 64 << 20
 """Bytes per buffer unless the budget is small; copying threads synchronize once per buffer."""
@@ -50,9 +50,8 @@ def default_budget() -> int | None:
     """
     if not is_gpu_used():
         return None
-    setting = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(setting) if setting.isdecimal() else torch.accelerator.device_count()
-    return max(memory_size() // 2 // max(ranks, 1), LEAST_BUDGET_BYTES)
+    ranks = local_world_size() or torch.accelerator.device_count() or 1
+    return max(memory_size() // 2 // ranks, LEAST_BUDGET_BYTES)
 
 
 def memory_size() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardckpt.core.api import ShardingStrategy
 from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.errors import ArgumentError, ArgumentTypeError
+from shardckpt.torchrun import local_world_size
 
 
 def resolve(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, by_hand: bool) -> ShardGroup:
@@ -96,9 +96,9 @@ def ranks_per_node(world: int) -> int:
     Raises:
         ArgumentError: The number of all ranks is not a multiple of the result.
     """
-    setting = os.environ.get("LOCAL_WORLD_SIZE", "")
-    size = int(setting) if setting.isdecimal() else torch.accelerator.device_count() or world
-    if not 0 < size <= world or world % size:
+    setting = local_world_size()
+    size = setting or torch.accelerator.device_count() or world
+    if size > world or world % size:
         raise ArgumentError(
             "hybrid strategies need nodes that have equally many ranks",
             found=f"{world} ranks, LOCAL_WORLD_SIZE={setting or 'not set'}, {size} to a node",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shardckpt.errors import UsageError
+from shardckpt.torchrun import local_world_size
 
 _T = TypeVar("_T")
 
@@ -37,7 +38,7 @@ def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
     """
     if not is_local:
         return 1
-    cores = _count_cores() // _count_processes()
+    cores = _count_cores() // (local_world_size() or 1)
     return max(min(cores, _MOST_THREADS, nbytes // _LEAST_BYTES, max_memory // _MEMORY_BYTES), 1)
 
 
@@ -56,12 +57,6 @@ def _count_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _count_processes() -> int:
-    """Return torchrun's number of ranks on this machine; 1 if it is not positive."""
-    setting = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(setting), 1) if setting.isdecimal() else 1
 
 
 @contextmanager

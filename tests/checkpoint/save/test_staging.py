@@ -120,7 +120,7 @@ class TestDefault:
         assert default_budget() is None
 
     @pytest.mark.parametrize(
-        ("ranks", "accelerators", "share"), [("4", 8, 8), ("", 8, 16), ("", 0, 2), ("0", 8, 2), ("²", 8, 16)]
+        ("ranks", "accelerators", "share"), [("4", 8, 8), ("", 8, 16), ("", 0, 2), ("0", 8, 16), ("²", 8, 16)]
     )
     def test_with_one_the_ranks_share_half_of_the_memory(
         self, monkeypatch: pytest.MonkeyPatch, ranks: str, accelerators: int, share: int

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from shardckpt.checkpoint.rendezvous import BoundedStore, make_group, meet, run_within
 from shardckpt.errors import RankError
-from shardckpt.rendezvous import BoundedStore, make_group, meet, run_within
 
 SHORT = timedelta(seconds=0.3)
 
