@@ -126,6 +126,10 @@ LIBRARIES: dict[str, set[str]] = {
     "safetensors": {"format"},
     "transformers": {"integrations"},
     "accelerate": {"integrations"},
+    "torchtitan": {"integrations"},
+    "lightning": {"integrations"},
+    "lightning_utilities": {"integrations"},
+    "torchft": {"integrations"},
     "prometheus_client": {"integrations"},
     "wandb": {"integrations"},
 }

@@ -1,8 +1,10 @@
 """What the documentation shows is what happens: every code block of README.md and docs/ runs, or says why it does not.
 
-`python` blocks of a page share one namespace. In `console` blocks, lines after `$` are run as by bash, and the text
-below is compared with what they print: `...` stands for anything within a line, alone on a line for any lines;
-seconds and rates are never compared. Any other block needs `<!-- not run: the reason -->` on the line before it.
+`python` blocks of a page share one namespace; one after `<!-- file: NAME -->` is written to that file instead. In
+`console` blocks, lines after `$` are run as by bash, and the text below is compared with what they print: `...` stands
+for anything within a line, alone on a line for any lines; seconds and rates are never compared. Any other block needs
+`<!-- not run: the reason -->` on the line before it. A page can go on where another one ends (`CONTINUES`): both run in
+one folder, which is empty at first.
 
 `UPDATE_DOCS=1 pytest tests/test_docs.py` writes what is printed now into the pages, where it differs.
 """
@@ -10,16 +12,18 @@ seconds and rates are never compared. Any other block needs `<!-- not run: the r
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -30,17 +34,21 @@ from shardckpt_cli import start
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CONTINUES = {ROOT / "README.md": ROOT / "docs" / "tutorial.md"}
+"""Pages that use what another page leaves behind; that one runs only as the start of them."""
 REASON = re.compile(r"<!-- not run: (.+?) -->\n\Z")
+TARGET_FILE = re.compile(r"<!-- file: (\S+) -->\n\Z")
 SECONDS = re.compile(r"\b\d+\.\d+ s\b")
 
 
 class Block(NamedTuple):
-    """One fenced block: its language, its text, the line it starts on, and why it is not run, if it is not."""
+    """One fenced block: language, text, first line; why it is not run, if it is not; the file it is, if it is one."""
 
     language: str
     text: str
     line: int
     reason: str
+    file: str
 
 
 class Step(NamedTuple):
@@ -54,8 +62,9 @@ def blocks(text: str) -> Iterator[Block]:
     """Yield the fenced blocks of a page, in order."""
     for found in FENCE.finditer(text):
         before = text[: found.start()]
-        reason = REASON.search(before)
-        yield Block(found[1], found[2], before.count("\n") + 1, reason[1] if reason else "")
+        reason, file = REASON.search(before), TARGET_FILE.search(before)
+        line = before.count("\n") + 1
+        yield Block(found[1], found[2], line, reason[1] if reason else "", file[1] if file else "")
 
 
 def steps(text: str) -> list[Step]:
@@ -82,35 +91,65 @@ PLAIN = re.compile(r"shardckpt(?!.* --help)(?: (?:[\w./=:,@+-]+|'[^']*'))+")
 """Our command with words that mean the same to bash and to `shlex`; help has another width in a process with rich."""
 
 
+TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\S+\.py(?: \S+)*)")
+"""A script that ranks on this machine run."""
+
+
 def run(command: str, folder: Path) -> str:
     """Run a command as a reader would, and return all that it prints.
 
-    Our own command runs in a fork of this process, which has imported it: a process of its own takes ten times as long.
+    Our own command, and scripts under torchrun, run in forks of this process, which has imported what they need: a
+    process of its own takes ten times as long.
     """
-    return run_forked(shlex.split(command), folder) if PLAIN.fullmatch(command) else run_by_bash(command, folder)
+    if PLAIN.fullmatch(command):
+        return run_forked([Process(shlex.split(command), start.main, {})], folder)
+    ranks = TORCHRUN.fullmatch(command)
+    return run_ranks(int(ranks[1]), shlex.split(ranks[2]), folder) if ranks else run_by_bash(command, folder)
 
 
-def run_forked(words: list[str], folder: Path) -> str:
-    """Run our command in a fork, and return all that it prints."""
+class Process(NamedTuple):
+    """A fork to be: its command line, the function that it runs, and environment variables."""
+
+    words: list[str]
+    main: Callable[[], object]
+    environment: Mapping[str, str]
+
+
+def run_ranks(count: int, words: list[str], folder: Path) -> str:
+    """Run a script as the ranks of a job, as torchrun does, and return all that they print."""
+    import torch._dynamo  # noqa: F401  imported here once, and not by each rank
+    import torch.distributed as dist
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), **job} for rank in range(count)]
+    script = functools.partial(runpy.run_path, words[0], run_name="__main__")
+    return run_forked([Process(words, script, rank) for rank in ranks], folder)
+
+
+def run_forked(processes: list[Process], folder: Path) -> str:
+    """Run forks beside each other, and return all that they print."""
     with tempfile.TemporaryFile() as printed:
-        child = os.fork()
-        if child == 0:
-            be_command(words, folder, printed.fileno())
-        os.waitpid(child, 0)
+        children = [os.fork() or be_process(process, folder, printed.fileno()) for process in processes]
+        for child in children:
+            os.waitpid(child, 0)
         printed.seek(0)
         return printed.read().decode()
 
 
-def be_command(words: list[str], folder: Path, printed: int) -> NoReturn:
-    """Become our command with an output; the process ends with it."""
+def be_process(process: Process, folder: Path, printed: int) -> NoReturn:
+    """Become a process with an output; it ends with its function."""
     code = 1
     try:
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         os.chdir(folder)
-        sys.argv = words
+        os.environ.update(process.environment)
+        sys.argv = process.words
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-        start.main()
+        process.main()
+        code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001
@@ -165,7 +204,9 @@ def run_page(text: str, folder: Path) -> list[Ran]:
     for block in blocks(text):
         if block.reason:
             continue
-        if block.language == "python":
+        if block.file:
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
             exec(compile("\n" * block.line + block.text, "page", "exec"), names)
         elif block.language == "console":
             ran += [Ran(block.line, step, run(step.command, folder)) for step in steps(block.text)]
@@ -199,22 +240,36 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def each_page(pages: list[Path]) -> pytest.MarkDecorator:
+    """Return a mark that gives a test one page after the other."""
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
 class TestPages:
+    @each_page(PAGES)
     def test_every_block_runs_or_says_why_not(self, page: Path) -> None:
         assert unexplained(page.read_text(encoding="utf-8")) == []
 
+    @each_page([page for page in PAGES if page not in CONTINUES.values()])
     def test_what_it_shows_is_what_happens(
         self, page: Path, samples: Path, tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        folder = shutil.copytree(samples, tmp_path / "page")
+        folder = tmp_path / "page"
+        begun = CONTINUES.get(page)
+        folder.mkdir() if begun else shutil.copytree(samples, folder)
         monkeypatch.chdir(folder)
         monkeypatch.setenv("BUCKET", s3_bucket)
-        wrong = run_page(page.read_text(encoding="utf-8"), folder)
-        if wrong and os.environ.get("UPDATE_DOCS"):
-            page.write_text(updated(page.read_text(encoding="utf-8"), wrong), encoding="utf-8")
+        wrong = [each for part in ([begun] if begun else []) + [page] for each in self.run_part(part, folder)]
         assert not wrong, "\n\n".join(map(str, wrong))
 
+    def run_part(self, page: Path, folder: Path) -> list[Ran]:
+        text = page.read_text(encoding="utf-8")
+        wrong = run_page(text, folder)
+        if wrong and os.environ.get("UPDATE_DOCS"):
+            page.write_text(updated(text, wrong), encoding="utf-8")
+        return wrong
+
+    @each_page(PAGES)
     def test_its_links_lead_somewhere(self, page: Path) -> None:
         links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8"))
         assert [link for link in links if not (page.parent / link).exists()] == []

@@ -148,6 +148,7 @@ MODULES_TWICE: dict[str, int] = {
     "accelerate": 2,  # a reader, and the integration
     "dcp": 2,  # a target, and the integration that users import instead of torch's
     "errors": 2,
+    "lightning": 2,  # a reader, and the integration
 }
 """Names of modules that several packages have, with how many do."""
 

@@ -40,6 +40,7 @@ def apply_retention(
     now: float,
     is_complete: Callable[[StepFolder], bool],
     get_metrics: Callable[[StepFolder], Mapping[str, float]],
+    chosen: Collection[int] | None = None,
     may_be_over: bool = False,
     protected: Collection[int] = (),
     dry_run: bool = False,
@@ -54,6 +55,7 @@ def apply_retention(
         is_complete: Returns True if a step can be loaded. Incomplete steps are deleted only as duplicates of deleted
             steps.
         get_metrics: Returns the metrics of a complete step; called if a rule needs them.
+        chosen: Numbers of the steps to delete, except the newest complete one; None for those that no rule keeps.
         may_be_over: Whether the run may have ended, so that any time since its newest step counts in full.
         protected: Numbers of steps that stay regardless of the rules.
         dry_run: Whether to delete nothing.
@@ -67,7 +69,10 @@ def apply_retention(
         _describe(step, is_complete(step), get_metrics if rules.keep_best is not None else None) for step in run.steps
     ]
     trusted = with_trusted_times(steps, now, may_be_over=may_be_over)
-    numbers = set(steps_to_delete(trusted, rules, now=now, protected=protected))
+    if chosen is None:
+        numbers = set(steps_to_delete(trusted, rules, now=now, protected=protected))
+    else:
+        numbers = set(chosen).difference(step.number for step in run.complete[-1:])
     deleted = [step for step in run.steps if step.number in numbers and (step.is_double or is_complete(step))]
     if dry_run:
         orphans = [left.name for left in find_orphans(store, run) if is_expired(left.changed_at, now)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -132,6 +132,7 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
 def prune(
     root: str | os.PathLike[str],
     *,
+    steps: Collection[int] | None = None,
     verify: bool = False,
     dry_run: bool = False,
     **rules: Unpack[RetentionParams],
@@ -143,6 +144,7 @@ def prune(
 
     Args:
         root: Path or URL of the run's folder.
+        steps: Numbers of the steps to remove, in place of rules; the newest complete one stays.
         keep_last: Number of newest steps to keep.
         keep_every: Steps whose number is a multiple of this are kept.
         keep_best: Number of best steps by `metric` to keep; steps without the metric are kept too, unless there are
@@ -166,10 +168,12 @@ def prune(
     root = os.fspath(root)
     require_bools(verify=verify, dry_run=dry_run)
     retention = Retention.from_params("prune", **rules)
+    if steps is not None and retention.is_needed:
+        raise UsageError("`steps` and rules exclude each other", found=", ".join(rules), fix="Pass one of them.")
     recorder = Recorder(PruneEvent, root)
     store = _open(root)
     now = time.time()
-    run = _sound_run(store, verify=verify) if retention.is_needed else read_run_to_remove(store)
+    run = _sound_run(store, verify=verify) if retention.is_needed or steps else read_run_to_remove(store)
     if not run.steps:
         require_start_of_run(root)
     run.require_readable()
@@ -180,6 +184,7 @@ def prune(
         now=now,
         is_complete=_is_complete,
         get_metrics=lambda step: read_metrics(store, step),
+        chosen=steps,
         may_be_over=True,
         dry_run=dry_run,
     )

@@ -61,7 +61,7 @@ RUNS = {
     "ema.py": [
         ([], ("3 ranks resume from step 20", "variants in the checkpoint: ema", "live: error 0.", "ema: error 0."))
     ],
-    "lightning_callback.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
+    "lightning_trainer.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
     "lora.py": [
         (
             [],
@@ -76,11 +76,17 @@ RUNS = {
     "save_and_load.py": [
         ([], ("3 ranks, rows, from step 4", "head.weight in the checkpoint: SavedTensor(", *["step 7: loss 4.009"] * 2))
     ],
+    "torchft_recovery.py": [([], ("is at step 3\nreplica 1 received the state of another one", EQUAL))],
+    "torchtitan_manager.py": [([], ("from step 4", EQUAL, "steps: [4, 6, 8]"))],
     "train_fsdp.py": [([], ("2 ranks; rank 0 stores 108,160 of 216,320 parameters", "  19   0."))],
     "train_fully_shard.py": [([], ("head.weight: (256, 64), of which rank 0 stores (128, 64)", "  19   0."))],
     "transformers_trainer.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
 }
-NEEDS = {"lightning_callback.py": "lightning"}
+NEEDS = {
+    "lightning_trainer.py": "lightning",
+    "torchft_recovery.py": "torchft",
+    "torchtitan_manager.py": "torchtitan",
+}
 """What an example imports that is not installed for the tests."""
 
 Run = Callable[[Path, list[str], Path], dict[str, Any]]

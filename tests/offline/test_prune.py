@@ -119,6 +119,15 @@ class TestPrune:
         assert shardckpt.prune(str(tmp_path)).removed == ()
         assert complete(tmp_path) == [1, 2]
 
+    def test_steps_that_are_named_go_without_a_rule_but_the_newest(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2, 3, 4)
+        done = shardckpt.prune(tmp_path, steps=[2, 4, 9])
+        assert [step.number for step in done.removed] == [2]
+        assert complete(tmp_path) == [1, 3, 4]
+        assert shardckpt.prune(tmp_path, steps=()).removed == ()
+        with pytest.raises(UsageError, match="`steps` and rules exclude each other; found keep_last"):
+            shardckpt.prune(tmp_path, steps=[1], keep_last=1)
+
     def test_a_rule_that_means_nothing_is_refused_before_anything_goes(self, tmp_path: Path) -> None:
         write(tmp_path, 1, 2)
         with pytest.raises(UsageError, match="keep_last"):

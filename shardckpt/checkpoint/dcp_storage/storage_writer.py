@@ -7,17 +7,16 @@ rank 0 commits.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from shardckpt.boxes import Box, full_box
@@ -25,10 +24,10 @@ from shardckpt.checkpoint.planning.rank_report import ABOUT, RankSubtree
 from shardckpt.checkpoint.save.payload_writer import write_payloads
 from shardckpt.checkpoint.save.save import read_notes
 from shardckpt.checkpoint.stateful.flatten import encoded
-from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name, tensor_from_numpy
+from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name
 from shardckpt.checkpoint.stateful.tensor_bytes import iter_bytes
+from shardckpt.checkpoint.stateful.tensor_refs import take_tensors
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.encodings.tagged_json import path_key
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import (
     KEEPS_ORDER,
@@ -278,9 +277,15 @@ def _resolve_items(plan: SavePlan, planner: SavePlanner) -> _RankContent:
         path = _path(item.index.fqn, plan.planner_data)
         if item.type == WriteItemType.BYTE_IO:
             tensors: dict[Path, torch.Tensor] = {}
-            tree = _take_tensors(_load_value(planner.resolve_data(item), path), path, tensors)
+            tree = take_tensors(_load_value(planner.resolve_data(item), path), path, tensors)
             content.values[path] = RankSubtree.encode(tree, path)
             for at, tensor in tensors.items():
+                if isinstance(tensor, DTensor):
+                    raise UnsupportedError(
+                        "a DTensor inside of a tuple or a plain value cannot be saved",
+                        where=dotted(at),
+                        fix="Put it into a dict or a list.",
+                    )
                 shape = tuple(tensor.shape)
                 content.tensors[PayloadChunk(at, shape, dtype_name(tensor.dtype), full_box(shape))] = tensor
             continue
@@ -304,20 +309,6 @@ def _load_value(data: Any, path: Path) -> Any:
         return torch.load(data, weights_only=False)
     except Exception as error:
         raise UnsupportedError("the planner wrote no `torch.save` archive", where=dotted(path)) from error
-
-
-def _take_tensors(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
-    """Return a value with its tensors and arrays as `TensorRef`, and add them to `tensors`."""
-    is_array = isinstance(value, np.ndarray)
-    if is_array or isinstance(value, torch.Tensor):
-        tensors[path] = tensor_from_numpy(value, path) if is_array else value.detach()
-        check_tensor(tensors[path], path)
-        return TensorRef(path, "numpy" if is_array else "tensor")
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _take_tensors(item, (*path, path_key(key)), tensors)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_take_tensors(item, (*path, at), tensors) for at, item in enumerate(value))
-    return value
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -34,7 +34,7 @@ from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
-from shardckpt.state.adapters.model_index import ModelIndex
+from shardckpt.state.adapters.model_index import ModelIndex, unwrap
 from shardckpt.state.adapters.sharded_tensor import as_dtensor
 from shardckpt.state.keys.kinds import get_metadata, is_flat_part, is_sharded_tensor, require_not_local
 from shardckpt.state.keys.slots import OpaqueStateError
@@ -98,7 +98,8 @@ class LocalModels:
     def _add_models(self, value: Any, path: Path) -> None:
         if isinstance(value, nn.Module):
             if id(value) not in self._models:
-                self._models[id(value)] = (value, _local_model(value, path))
+                model = unwrap(value)
+                self._models[id(value)] = (model, _local_model(model, path))
         elif isinstance(value, Variant):
             self._add_models(value.of, path)
             self._add_models(value.module, path)

@@ -25,7 +25,13 @@ from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path
 from shardckpt.plan.optim.param_groups import NAMES
 from shardckpt.state.adapters.flat_shard_check import FlatShards, has_group, has_peers
-from shardckpt.state.adapters.model_index import is_fully_sharded, is_plain_module, locate_in_buckets, reshard_all
+from shardckpt.state.adapters.model_index import (
+    is_fully_sharded,
+    is_plain_module,
+    locate_in_buckets,
+    reshard_all,
+    unwrap,
+)
 from shardckpt.state.keys.kinds import get_metadata
 
 
@@ -149,7 +155,7 @@ class _Tracer:
         elif isinstance(value, nn.Module):
             (self._opened_models if self._is_opened else self._given_models).add(id(value))
             self._models.append(set())
-            self._visit_module(value, is_resharded=False)
+            self._visit_module(unwrap(value), is_resharded=False)
         elif isinstance(value, torch.optim.Optimizer):
             self._visit_optimizer(value, path)
         else:

@@ -277,7 +277,11 @@ def from_named_value(value: NamedValue) -> object:
     if value.kind == "size":
         return torch.Size(value.value)  # type: ignore[arg-type]
     if value.kind == "device":
-        return torch.device(str(value.value))
+        try:
+            return torch.device(str(value.value))
+        except RuntimeError as error:
+            what = "this torch has no such device"
+            raise UnsupportedError(what, found=value.value, fix="Read it with a newer torch.") from error
     if value.kind == "numpy":
         name, data = str(value.value).split(" ")
         return np.frombuffer(bytes.fromhex(data), name)[0]

@@ -92,6 +92,16 @@ class ModelIndex:
         return {entry.name: entry for adapter in self.adapters for entry in adapter.entries}
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model that Lightning's Fabric has wrapped, which it registers twice; any other model as it is."""
+    fabric = model._modules.get("_orig_mod") or model  # compiled after `Fabric.setup`
+    if not {"_forward_module", "_original_module"} <= fabric._modules.keys():
+        return model
+    forward = fabric._modules["_forward_module"]
+    assert forward is not None, "Fabric has set it up"
+    return forward
+
+
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield modules with their FQNs in the unsharded model, depth first.
 

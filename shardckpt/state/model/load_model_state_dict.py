@@ -18,7 +18,14 @@ from shardckpt.groups import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, are_sharded_as, broadcast_from_rank0
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
-from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_complete_model, index_model, reshard_all
+from shardckpt.state.adapters.model_index import (
+    Buffer,
+    ModelIndex,
+    index_complete_model,
+    index_model,
+    reshard_all,
+    unwrap,
+)
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
 from shardckpt.state.keys.validation import StateMismatchError, digest, validate_input
 from shardckpt.state.model import module_hooks
@@ -61,6 +68,7 @@ def load_model_state_dict(
         StateMismatchError: The state does not fit; the message lists every name with its problem.
         RankError: The state does not fit on another rank.
     """
+    model = unwrap(model)
     if torch_fsdp1.is_foreign(model):
         return _load_foreign(model, state_dict, kind, strict=strict)
     reshard_all(model)

@@ -17,7 +17,7 @@ from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
-from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
+from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.keys.kinds import KEY, VERSION, StateKind, parse_kind_to_take
 from shardckpt.state.model import module_hooks
 
@@ -39,6 +39,7 @@ def iter_full_state_dict(
         offload_to_cpu: Yield tensors on the CPU.
         rank0_only: Yield tensors on rank 0 only.
     """
+    model = unwrap(model)
     if torch_fsdp1.is_foreign(model):
         yield from torch_fsdp1.full_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
         return
@@ -98,6 +99,7 @@ def model_state_dict(
         FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
+    model = unwrap(model)
     if torch_fsdp1.is_foreign(model):
         torch_fsdp1.refuse_local(kind)
         if kind is StateKind.SHARDED:

@@ -28,7 +28,7 @@ from shardckpt.state.adapters.base import (
     local,
 )
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
-from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
+from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, tensors
 from shardckpt.state.keys.slots import (
@@ -103,6 +103,7 @@ def load_optim_state_dict(
         ConflictError: Parameters of one group were saved with different settings.
         RankError: The state does not fit on another rank.
     """
+    model = unwrap(model)
     if torch_fsdp1.is_foreign(model):
         torch_fsdp1.refuse_local(detect_kind(state_dict) if kind is None else StateKind.parse(kind))
         torch_fsdp1.put_optim_state(model, optim, state_dict)

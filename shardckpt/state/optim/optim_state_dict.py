@@ -19,7 +19,7 @@ from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
-from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
+from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.keys.kinds import StateKind, parse_kind_to_take
 from shardckpt.state.keys.slots import (
     Form,
@@ -185,6 +185,7 @@ def optim_state_dict(
         StateMismatchError: The optimizers of the ranks have different sharded parameters.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
+    model = unwrap(model)
     if torch_fsdp1.is_foreign(model):
         torch_fsdp1.refuse_local(kind)
         if kind is StateKind.SHARDED:

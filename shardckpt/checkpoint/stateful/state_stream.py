@@ -1,0 +1,299 @@
+"""The state of one rank as a stream of bytes with hashes, without pickle.
+
+A stream is `MAGIC`, the size of the header in eight bytes, the header (JSON), the hash of all of this, then the
+elements of all tensors in blocks of 4 MiB, each followed by its hash. Hashes are xxh3-64, big-endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from shardckpt.checkpoint.stateful.flatten import encoded
+from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name, from_named_value, require_memory
+from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, iter_bytes, view_as_bytes
+from shardckpt.checkpoint.stateful.tensor_refs import take_tensors
+from shardckpt.devices import record_event
+from shardckpt.dtypes import is_known
+from shardckpt.errors import ChecksumError, FormatError, NoMemoryError, UsageError
+from shardckpt.format.budget import require_small
+from shardckpt.format.encodings import tagged_json
+from shardckpt.format.encodings.safetensors import parse_json
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
+from shardckpt.format.native.payload import BLOCK_BYTES, encode_canonical
+from shardckpt.manifest import Path, dotted
+
+MAGIC = b"shardckS"
+MAX_HEADER_BYTES = 1 << 26
+_MAX_BYTES = 1 << 62
+_MAX_DIMS = 64
+_DIGEST_BYTES = 8
+
+Read = Callable[[memoryview], object]
+"""Fills a buffer with the next bytes of a stream, or raises an exception."""
+
+
+class _Row(NamedTuple):
+    """A tensor of a stream.
+
+    Attributes:
+        path: Path in the state.
+        dtype: Dtype in torch's spelling.
+        shape: Shape of this rank's elements.
+        sharding: Text that describes the sharding of a DTensor; empty for other tensors.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * _torch_dtype(self).itemsize
+
+
+@dataclass(frozen=True)
+class StateStream:
+    """A state that can be sent, also several times, until it changes.
+
+    Attributes:
+        head: Bytes before the elements.
+        tensors: Tensors of this rank, in the order of their elements in the stream.
+    """
+
+    head: bytes
+    tensors: Sequence[torch.Tensor]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Yield the bytes of the stream; each part is valid until the next one is requested."""
+        yield memoryview(self.head)
+        hasher, filled = xxhash.xxh3_64(), 0
+        for part in iter_bytes(self.tensors, sum(tensor.nbytes for tensor in self.tensors)):
+            while len(part):
+                piece = part[: BLOCK_BYTES - filled]
+                hasher.update(piece)
+                yield piece
+                part, filled = part[len(piece) :], filled + len(piece)
+                if filled == BLOCK_BYTES:
+                    yield memoryview(hasher.digest())
+                    hasher, filled = xxhash.xxh3_64(), 0
+        if filled:
+            yield memoryview(hasher.digest())
+
+
+def build_stream(state: Any) -> StateStream:
+    """Return the stream of a state, without copying it.
+
+    Kernels that are queued on the current stream of a device finish first.
+
+    Args:
+        state: Tensors, arrays and plain values, in dicts, lists and tuples; of a DTensor, this rank's shard is sent.
+
+    Raises:
+        UnsupportedError: A value cannot be encoded; the message contains its dotted path.
+    """
+    found: dict[Path, torch.Tensor] = {}
+    tree = take_tensors(state, (), found)
+    tensors = {path: _local(tensor) for path, tensor in found.items()}
+    for path, tensor in tensors.items():
+        require_memory(tensor, path)
+    for event in [record_event(device) for device in {tensor.device for tensor in tensors.values()}]:
+        if event is not None:
+            event.synchronize()
+    numbers = {path: number for number, path in enumerate(tensors)}
+    rows = [
+        [list(path), dtype_name(tensor.dtype), list(tensor.shape), _describe_sharding(found[path])]
+        for path, tensor in tensors.items()
+    ]
+    header = encode_canonical({"tensors": rows, "state": encoded(tree, lambda ref: numbers[ref.path])})
+    head = MAGIC + len(header).to_bytes(8, "little") + header
+    return StateStream(head + xxhash.xxh3_64(head).digest(), list(tensors.values()))
+
+
+def read_stream(read: Read, target: Any = None, where: str = "") -> Any:
+    """Return the state of a stream.
+
+    Elements are used only after the hash of their block was checked. If the stream fails later, tensors of the target
+    are filled in part.
+
+    Args:
+        read: Fills a buffer with the next bytes.
+        target: State whose tensors are filled in place where the stream has a tensor of the same path; None to make
+            new tensors on the CPU. A DTensor of the stream needs one of the same sharding.
+        where: Name of the source, for messages.
+
+    Raises:
+        ChecksumError: Bytes do not match their hash.
+        FormatError: The bytes are not a stream.
+        UnsafeError: The header is too large, or would take far more memory than its bytes.
+        UsageError: A tensor does not fit that of the target.
+        NoMemoryError: Memory for a tensor cannot be allocated.
+    """
+    rows, json = _read_header(read, where)
+    own: dict[Path, torch.Tensor] = {}
+    take_tensors(target, (), own)
+    for row in rows:
+        _require_fit(row, own.get(row.path), where)
+    blocks = _VerifiedBlocks(read, sum(row.nbytes for row in rows), where)
+    tensors = [_fill(row, own.get(row.path), blocks) for row in rows]
+
+    def decode_ref(value: ArrayRef | NamedValue) -> object:
+        if isinstance(value, NamedValue):
+            return from_named_value(value)
+        if value.number >= len(tensors):
+            raise FormatError("a value refers to a tensor that does not exist", where=where, found=value.number)
+        tensor = tensors[value.number]
+        if value.kind != "numpy":
+            return tensor
+        try:
+            return tensor.numpy()
+        except (TypeError, RuntimeError) as error:
+            raise FormatError("numpy has no such array", where=where, found=dtype_name(tensor.dtype)) from error
+
+    return tagged_json.decode(json, decode_ref, where=where)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements; a DTensor itself loses them by `detach` if this rank is not in its mesh."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _describe_sharding(tensor: torch.Tensor | None) -> str:
+    """Return the sharding of a DTensor as text; it is empty for other tensors."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    mesh = tensor.device_mesh
+    return f"{tuple(tensor.shape)} {tensor.placements} on {tuple(mesh.shape)} at {mesh.get_coordinate()}"
+
+
+def _read_header(read: Read, where: str) -> tuple[list[_Row], object]:
+    prefix = _read_bytes(read, 16)
+    if prefix[:8] != MAGIC:
+        raise FormatError("this is not a stream of a state", where=where, found=bytes(prefix[:8]))
+    length = int.from_bytes(prefix[8:], "little")
+    require_small("the header of the stream", length, MAX_HEADER_BYTES, where)
+    body = _read_bytes(read, length)
+    _check(xxhash.xxh3_64(prefix + body).digest(), _read_bytes(read, _DIGEST_BYTES), where)
+    header = parse_json(body, where=where)
+    if not isinstance(header, dict) or not isinstance(header.get("tensors"), list) or "state" not in header:
+        raise FormatError("the header of the stream lacks a field", where=where)
+    return [_read_row(row, where) for row in header["tensors"]], header["state"]
+
+
+def _read_row(row: object, where: str) -> _Row:
+    if isinstance(row, list) and len(row) == 4:
+        path, dtype, shape, sharding = row
+        are_lists = isinstance(path, list) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
+        if (
+            are_lists
+            and isinstance(dtype, str)
+            and isinstance(sharding, str)
+            and all(type(key) in (str, int) for key in path)
+            and all(type(size) is int and 0 <= size < _MAX_BYTES for size in shape)
+        ):
+            read = _Row(tuple(path), dtype, tuple(shape), sharding)
+            if read.nbytes < _MAX_BYTES:
+                return read
+    raise FormatError("the header of the stream has an invalid tensor", where=where, found=str(row)[:80])
+
+
+def _torch_dtype(row: _Row) -> torch.dtype:
+    dtype = getattr(torch, row.dtype, None) if is_known(row.dtype) else None
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError("torch has no such type", where=dotted(row.path), found=row.dtype[:40])
+    return dtype
+
+
+def _require_fit(row: _Row, target: torch.Tensor | None, where: str) -> None:
+    """Require that a tensor of the stream fits the target, and that a DTensor has one.
+
+    Raises:
+        UsageError: It does not fit.
+    """
+    expected = f"{row.dtype} {list(row.shape)} {row.sharding}".strip()
+    if target is None and row.sharding:
+        raise UsageError(
+            "a DTensor can only be received into one",
+            where=f"{where}: {dotted(row.path)}",
+            found=row.sharding,
+            fix="Pass a function that returns the state to fill.",
+        )
+    if target is None:
+        return
+    check_tensor(target, row.path)
+    local = _local(target)
+    found = f"{dtype_name(local.dtype)} {list(local.shape)} {_describe_sharding(target)}".strip()
+    if found != expected:
+        raise UsageError(
+            "a received tensor does not fit the state to fill", where=dotted(row.path), found=expected, expected=found
+        )
+
+
+def _fill(row: _Row, target: torch.Tensor | None, blocks: _VerifiedBlocks) -> torch.Tensor:
+    """Return the target, or a new tensor, filled with the next elements of the stream."""
+    filled = _allocate(row) if target is None else target
+    local = _local(filled)
+    staged = local if is_flat(local) else _allocate(row)
+    data, at = view_as_bytes(staged), 0
+    while at < row.nbytes:
+        piece = blocks.take(row.nbytes - at)
+        data[at : at + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
+        at += len(piece)
+    if staged is not local:
+        local.copy_(staged)
+    return filled
+
+
+def _allocate(row: _Row) -> torch.Tensor:
+    """Return a new tensor on the CPU, of which no memory is touched yet."""
+    try:
+        return torch.empty(row.shape, dtype=_torch_dtype(row))
+    except (RuntimeError, MemoryError) as error:
+        fix = "The sender may be wrong, or memory is used up."
+        raise NoMemoryError.from_array(dotted(row.path), row.nbytes, row.dtype, row.shape, fix) from error
+
+
+class _VerifiedBlocks:
+    """Elements of a stream, block by block; a block is used only after its hash was checked.
+
+    Args:
+        read: Fills a buffer with the next bytes.
+        nbytes: Bytes of all elements.
+        where: Name of the source, for messages.
+    """
+
+    def __init__(self, read: Read, nbytes: int, where: str) -> None:
+        self._read, self._left, self._where = read, nbytes, where
+        self._buffer = memoryview(bytearray(min(BLOCK_BYTES, nbytes)))
+        self._unused = self._buffer[:0]
+
+    def take(self, most: int) -> memoryview:
+        """Return the next bytes, at least one, valid until the next call."""
+        if not len(self._unused):
+            self._unused = self._buffer[: self._left]
+            self._read(self._unused)
+            _check(xxhash.xxh3_64(self._unused).digest(), _read_bytes(self._read, _DIGEST_BYTES), self._where)
+            self._left -= len(self._unused)
+        piece, self._unused = self._unused[:most], self._unused[most:]
+        return piece
+
+
+def _read_bytes(read: Read, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    read(memoryview(data))
+    return data
+
+
+def _check(digest: bytes, expected: bytearray, where: str) -> None:
+    if digest != expected:
+        raise ChecksumError(
+            "received bytes do not match their hash", where=where, found=digest.hex(), expected=expected.hex()
+        )

@@ -1,0 +1,267 @@
+"""Checkpoints of Lightning's Trainer: a `ModelCheckpoint` whose checkpoints are steps of a run.
+
+`ModelCheckpoint` decides when it saves, and what it keeps; the Trainer calls its strategy to save and to load. So the
+methods of the strategy are replaced: those that save for the time of a save, those that load for a run of the Trainer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from shardckpt import (
+    Checkpointer,
+    SaveHandle,
+    ShardckptError,
+    SourceNotFoundError,
+    UnsupportedError,
+    UsageError,
+    ls,
+    model_state_dict,
+    prune,
+)
+from shardckpt.events import OperationEvent, SaveEvent
+from shardckpt.integrations.lightning_state import COMMIT, StepLoading, build_state, has_hook, pop_strange_hparams
+
+__all__ = ["ShardckptModelCheckpoint"]
+
+_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+_OTHER_SUBCLASSES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+
+
+class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightning is not typed
+    """Save the steps of a Lightning `Trainer` with shardckpt, and resume from them.
+
+    It is a `ModelCheckpoint` whose checkpoints are steps of a run, each rank writing its part. A step has what
+    Lightning's checkpoints have, and each rank's random number generators and data loaders.
+
+    `trainer.fit(model, ckpt_path=...)` takes `"last"` for the newest step, `"best"`, the path of a step, and what
+    Lightning itself wrote. The number of ranks may differ from that of the save, and so may the strategy.
+
+    Args:
+        root: Run directory: a path, or a URL that fsspec supports.
+        background: Save in the background. An error is then raised by the next save, or at the end of training.
+        options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
+        **arguments: Arguments of `ModelCheckpoint`, such as `monitor`, `mode`, `save_top_k`, `save_last`,
+            `every_n_train_steps` and `save_weights_only`; not those of names of files.
+
+    Attributes:
+        checkpointer: Manager of the steps.
+
+    Raises:
+        UnsupportedError: This version of Lightning lacks a method that has to be replaced.
+
+    Example:
+        >>> checkpoint = ShardckptModelCheckpoint("runs/a", monitor="val_loss", save_last=True)  # doctest: +SKIP
+        >>> Trainer(callbacks=[checkpoint], strategy="fsdp").fit(model, ckpt_path="last")
+    """
+
+    FILE_EXTENSION = ""
+    last_model_path: str
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        background: bool = True,
+        options: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        names = {"dirpath", "filename", "auto_insert_metric_name", "enable_version_counter"} & arguments.keys()
+        if names:
+            raise UsageError("steps have the names of shardckpt", found=", ".join(sorted(names)))
+        if not isinstance(background, bool):
+            raise UsageError("`background` is neither True nor False", found=repr(background))
+        inherited = ("_save_checkpoint", "_save_last_checkpoint", "_remove_checkpoint", "_monitor_candidates")
+        missing = [name for name in (*inherited, "_find_last_checkpoints") if not hasattr(ModelCheckpoint, name)]
+        if missing:
+            raise UnsupportedError(
+                "this version of Lightning is not supported", found=f"a ModelCheckpoint without {', '.join(missing)}"
+            )
+        super().__init__(
+            os.fspath(root),
+            "step-{step:08d}",
+            auto_insert_metric_name=False,
+            enable_version_counter=False,
+            **arguments,
+        )
+        self.checkpointer = Checkpointer(self.dirpath, on_event=self._on_event)
+        self._background, self._options = background, dict(options or {})
+        self._handle: SaveHandle | None = None
+        self._to_remove: deque[int] = deque()
+        self._is_saved = self._has_warned = False
+        self._loading: StepLoading | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Replace the methods of the strategy that load, until the end of this run of the Trainer.
+
+        Raises:
+            UnsupportedError: The strategy is not supported.
+            UsageError: Another callback saves into the same run.
+        """
+        if not isinstance(trainer.strategy, _STRATEGIES) or isinstance(trainer.strategy, _OTHER_SUBCLASSES):
+            raise UnsupportedError(
+                f"{type(self).__name__} does not support this strategy",
+                found=type(trainer.strategy).__name__,
+                expected=", ".join(each.__name__ for each in _STRATEGIES),
+                fix="Use ModelCheckpoint: shardckpt reads checkpoints of DeepSpeed and of many others.",
+            )
+        checkpointers = [e.checkpointer for e in trainer.callbacks if isinstance(e, ShardckptModelCheckpoint)]
+        if len({each.root for each in checkpointers}) < len(checkpointers):
+            raise UsageError("two callbacks save into one run", where=self.dirpath, fix="Give each its own folder.")
+        super().setup(trainer, pl_module, stage)
+        self._loading = StepLoading(trainer, checkpointers)
+        self._loading.attach()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the generators that the data loaders have used since they were loaded.
+
+        Raises:
+            UsageError: Training would start in a run that has steps.
+        """
+        super().on_train_start(trainer, pl_module)
+        assert self._loading is not None, "`setup` comes first"
+        self._loading.restore_generators(is_epoch_running=True)
+        is_new = not (trainer.ckpt_path or trainer.global_step or trainer.fast_dev_run)
+        numbers = self.checkpointer.steps() if is_new else ()
+        if numbers:
+            raise UsageError(
+                "training from the start would replace the steps of this run",
+                where=self.checkpointer.root,
+                found=f"step {numbers[-1]}",
+                fix='Call fit(..., ckpt_path="last"), or choose another folder.',
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the last save, and raise its error if it failed."""
+        super().on_train_end(trainer, pl_module)
+        if self._handle is not None:
+            self._handle.result()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Wait for the last save; its error is a warning beside the exception."""
+        super().on_exception(trainer, pl_module, exception)
+        self.teardown()
+        try:
+            if self._handle is not None:
+                self._handle.result()
+        except ShardckptError as error:
+            rank_zero_warn(f"the last save failed: {error}")
+
+    def teardown(self, *_args: Any, **_: Any) -> None:
+        """Put the methods of the strategy back that load."""
+        if self._loading is not None:
+            self._loading.detach()
+
+    def _find_last_checkpoints(self, _trainer: Trainer) -> set[str]:
+        """Return the path of the newest step, for `ckpt_path="last"`."""
+        try:
+            complete = ls(self.dirpath).complete
+        except SourceNotFoundError:
+            return set()
+        # Lightning asks for the time of the last change, which folders in a bucket do not have.
+        return {f"{step.path}/{COMMIT}" if "://" in step.path else step.path for step in complete[-1:]}
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+        """Return the metrics by name; a metric `step` does not name steps."""
+        return {**super()._monitor_candidates(trainer), "step": torch.tensor(trainer.global_step)}
+
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, torch.Tensor]) -> None:
+        """Save the step, unless it is saved as one of the best."""
+        path = self.format_checkpoint_name(monitor_candidates)
+        if self.save_last and self._last_checkpoint_saved != path:
+            self._save_checkpoint(trainer, path)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Save a step with what Lightning's checkpoint has, without full weights."""
+        previous, strategy = self.last_model_path, trainer.strategy
+        if self.save_last:
+            self.last_model_path = filepath  # part of the state
+        weights = model_state_dict(strategy.model, kind="sharded") if has_hook(trainer, "on_save_checkpoint") else {}
+        with _replaced(
+            strategy,
+            lightning_module_state_dict=lambda: dict(weights),
+            optimizer_state=lambda _: {},
+            save_checkpoint=partial(self._save_step, trainer, weights),
+        ):
+            super()._save_checkpoint(trainer, filepath)
+        is_kept = self.save_top_k == -1 or previous in (filepath, self.best_model_path, *self.best_k_models)
+        if self.save_last and previous and not is_kept and self._should_remove_checkpoint(trainer, previous, filepath):
+            self._remove_checkpoint(trainer, previous)
+
+    def _save_step(
+        self, trainer: Trainer, weights: Mapping[str, Any], checkpoint: dict[str, Any], *_args: Any, **_: Any
+    ) -> None:
+        """Save a step. In place of `Strategy.save_checkpoint`."""
+        given, number = checkpoint.pop("state_dict"), trainer.global_step
+        if given.keys() != weights.keys() or any(given[name] is not weights[name] for name in given):
+            checkpoint["state_dict"] = given  # a hook of the user has changed it
+        strange = pop_strange_hparams(checkpoint)
+        if strange and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(f"these hyperparameters are not plain values, and are not saved: {', '.join(strange)}")
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        arguments = {
+            "overwrite": True,  # steps after the one that training resumed from
+            **self._options,
+            "metrics": {**metrics, **(self._options.get("metrics") or {})},
+        }
+        self._is_saved = False
+        if number in self._to_remove:
+            self._to_remove.remove(number)
+        if self._background:
+            self._handle = self.checkpointer.async_save(number, build_state(trainer, checkpoint), **arguments)
+        else:
+            self.checkpointer.save(number, build_state(trainer, checkpoint), **arguments)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Remove a step once the step that was saved after it exists."""
+        number = int(os.path.basename(filepath).rpartition("-")[2])
+        if trainer.is_global_zero and filepath == self.checkpointer.path(number):
+            self._to_remove.append(number)
+            if self._is_saved:
+                self._remove_steps()
+
+    def _on_event(self, event: OperationEvent) -> None:
+        if isinstance(event, SaveEvent) and event.error is None:
+            self._is_saved = True
+            self._remove_steps()
+
+    def _remove_steps(self) -> None:
+        numbers = set()
+        while self._to_remove:
+            numbers.add(self._to_remove.popleft())
+        try:
+            if numbers:
+                prune(self.checkpointer.root, steps=numbers)
+        except ShardckptError as error:
+            rank_zero_warn(f"steps {', '.join(map(str, sorted(numbers)))} could not be removed: {error}")
+
+
+@contextmanager
+def _replaced(target: object, **methods: Any) -> Iterator[None]:
+    """Replace methods of an object, until the context ends."""
+    vars(target).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(target)[name]

@@ -1,0 +1,205 @@
+"""State of Lightning's Trainer: what a step has of it, and the methods of its strategy that load a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, model_state_dict
+
+__all__ = ["COMMIT", "StepLoading", "build_state", "has_hook", "pop_strange_hparams"]
+
+COMMIT = "COMMIT"
+"""File of a step, for a store whose folders have no times."""
+
+_LOADING = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
+_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def build_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a step. Collective.
+
+    Args:
+        trainer: Trainer whose strategy has the model and the optimizers.
+        checkpoint: Checkpoint of Lightning without weights and states of optimizers; it is changed.
+    """
+    strategy = trainer.strategy
+    loaders = _LoaderStates(checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []))
+    state = {"model": strategy.model, "trainer": _Values(_from_rank0(strategy, checkpoint))}
+    if "optimizer_states" in checkpoint:
+        state |= {"optim": _one_or_all(strategy.optimizers), "rng": RNGState(), "loaders": loaders}
+    return state
+
+
+def pop_strange_hparams(checkpoint: dict[str, Any]) -> list[str]:
+    """Remove hyperparameters that are not plain values, and return their names. Resuming needs none.
+
+    Args:
+        checkpoint: Checkpoint of Lightning.
+    """
+    checkpoint.pop("hparams_type", None)
+    strange = []
+    for part in _HPARAMS:
+        given = checkpoint.get(part, {})
+        strange += [f"{part}.{name}" for name, value in given.items() if not _is_plain(value)]
+        if given:
+            checkpoint[part] = {name: value for name, value in given.items() if _is_plain(value)}
+    return strange
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    return all(map(_is_plain, value)) if type(value) in (list, tuple, set) else type(value) in _PLAIN
+
+
+class StepLoading:
+    """The methods of a strategy that load, for a run of the Trainer.
+
+    Args:
+        trainer: Trainer of the strategy.
+        checkpointers: Managers of the runs to which training adds steps.
+    """
+
+    def __init__(self, trainer: Trainer, checkpointers: Sequence[Checkpointer]) -> None:
+        self._trainer, self._strategy = trainer, trainer.strategy
+        self._checkpointers = checkpointers if trainer.state.fn == TrainerFn.FITTING else ()
+        self._path = ""
+        self._generators: dict[str, Any] | None = None
+
+    def attach(self) -> None:
+        """Replace the methods of the strategy."""
+        vars(self._strategy).update({name: getattr(self, name) for name in _LOADING})
+
+    def detach(self) -> None:
+        """Put the methods of the strategy back."""
+        for name in _LOADING:
+            vars(self._strategy).pop(name, None)
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
+        """Load the model, and with FSDP its optimizers; return the rest. Collective."""
+        strategy, is_fitting = self._strategy, self._trainer.state.fn == TrainerFn.FITTING
+        self._path = strategy.broadcast(_find_step(checkpoint_path))
+        if not self._path:
+            return type(strategy).load_checkpoint(strategy, checkpoint_path, weights_only=weights_only)
+        values, generators, loaders = _Values({}), RNGState(), _LoaderStates([])
+        load({"trainer": values}, self._path, ignore_extra=True)
+        checkpoint, state = values.held, {"model": strategy.model}
+        has_progress = is_fitting and "optimizer_states" in checkpoint
+        if has_progress:
+            state |= {"rng": generators, "loaders": loaders}
+            state |= {"optim": _one_or_all(strategy.optimizers)} if strategy.restore_checkpoint_after_setup else {}
+        self._load(state, strict=self._trainer.lightning_module.strict_loading)
+        if has_progress:
+            self._generators = generators.state_dict()
+            self.restore_generators()
+        if loaders.held:
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders.held
+        if not strategy.restore_checkpoint_after_setup and has_hook(self._trainer, "on_load_checkpoint"):
+            checkpoint.setdefault("state_dict", model_state_dict(strategy.model))
+        return checkpoint
+
+    def _load(self, state: dict[str, Any], **options: Any) -> None:
+        """Load the step, through its `Checkpointer` if one has it, which then remembers the step."""
+        for checkpointer in self._checkpointers:
+            for number in checkpointer.steps():
+                if checkpointer.path(number) == self._path:
+                    checkpointer.restore(state, step=number, ignore_extra=True, **options)
+                    return
+        load(state, self._path, ignore_extra=True, **options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights that a hook of the user has changed; all others are loaded."""
+        if not self._path:
+            type(self._strategy).load_model_state_dict(self._strategy, checkpoint, strict=strict)
+        elif "state_dict" in checkpoint:
+            load_model_state_dict(self._strategy.model, checkpoint["state_dict"], strict=False)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers, which exist only now without FSDP."""
+        strategy = self._strategy
+        if not self._path:
+            type(strategy).load_optimizer_state_dict(strategy, checkpoint)
+            return
+        state = {"model": strategy.model, "optim": _one_or_all(strategy.optimizers)}
+        load(state, self._path, include=["optim"])
+        self.restore_generators()
+
+    def restore_generators(self, is_epoch_running: bool = False) -> None:
+        """Restore the generators: before data loaders draw numbers for a new epoch, and after that in an epoch."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        if self._generators is not None and not (is_epoch_running and progress.is_last_batch):
+            RNGState().load_state_dict(self._generators)
+
+
+class _Values:
+    """Values and tensors of a checkpoint, equal on all ranks."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+class _LoaderStates(PerRank):
+    """States of each rank's data loaders; on another number of ranks that of rank 0, as in Lightning."""
+
+    def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
+        del rank, world
+        self.held = states[0]
+        return True
+
+
+def _find_step(path: str | os.PathLike[str]) -> str:
+    """Return the path or URL of a step; empty for what Lightning wrote."""
+    found = str(path).removesuffix(f"/{COMMIT}").rstrip("/")
+    files = get_filesystem(found)
+    if not files.isdir(found) or files.exists(f"{found}/meta.pt"):
+        return ""
+    return found if "://" in found else os.path.realpath(found)
+
+
+def _one_or_all(optimizers: Sequence[Any]) -> Any:
+    return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+
+
+def has_hook(trainer: Trainer, name: str) -> bool:
+    """Return True if the module or a callback has a hook that may change a checkpoint.
+
+    Args:
+        trainer: Trainer with the module and the callbacks.
+        name: Name of the hook.
+    """
+    return any(is_overridden(name, each) for each in (trainer.lightning_module, *trainer.callbacks))
+
+
+class _OwnTensor(int):
+    """Index of a tensor that each rank has itself."""
+
+
+def _from_rank0(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of rank 0, as in Lightning's checkpoints, with tensors of this rank except scalars."""
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> Any:
+        if not tensor.dim():
+            return tensor.cpu()
+        tensors.append(tensor)
+        return _OwnTensor(len(tensors) - 1)
+
+    values = strategy.broadcast(apply_to_collection(checkpoint, torch.Tensor, take))
+    return apply_to_collection(values, _OwnTensor, tensors.__getitem__)  # type: ignore[no-any-return]

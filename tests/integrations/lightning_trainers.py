@@ -1,0 +1,161 @@
+"""Small Trainers of Lightning for tests, on forked ranks: DDP, FSDP1 and FSDP2 on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.data import DataLoader
+
+from shardckpt.integrations.lightning import ShardckptModelCheckpoint
+
+__all__ = ["EMAWeightAveraging", "EarlyStopping", "MixedPrecision", "ModelCheckpoint", "ShardckptModelCheckpoint"]
+
+STEPS, BATCH = 4, 12  # of an epoch; the samples of a step do not depend on the number of ranks
+
+
+class ShardingOnCPU(FSDPStrategy):
+    """FSDP without an accelerator: the Trainer refuses the class itself, and torch its `device_id`."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
+class WholeAdamW(torch.optim.AdamW):
+    """AdamW that the harness lets step DTensors themselves: Lightning computes gradients inside of `step`."""
+
+
+class Batches:
+    """Batches of this rank, whose position is a state."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.taken = rank, world, 0
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.taken %= STEPS
+        while self.taken < STEPS:
+            self.taken += 1
+            samples = torch.arange(BATCH).view(-1, self.world)[:, self.rank] + self.taken * BATCH
+            yield torch.sin(samples[:, None] * torch.arange(1, 9))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken, "rank": torch.tensor([self.rank])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+        assert state["rank"].item() in (self.rank, 0), "of this rank, or of rank 0"
+
+
+class Data(LightningDataModule):
+    """Data with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fitted = 0
+
+    def train_dataloader(self) -> Batches:
+        self.fitted += 1
+        return Batches(self.trainer.global_rank, self.trainer.world_size)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(torch.linspace(-1, 1, 32).view(4, 8), batch_size=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fitted": self.fitted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fitted = state["fitted"]
+
+
+class Net(LightningModule):
+    """A network whose losses are noted, with what may lie in a checkpoint."""
+
+    def __init__(self, kind: str, dropout: float, act: Any = torch.relu, folder: Path = Path("runs")) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=[] if kind == "one" else ["act", "folder"])
+        self.kind, self.losses = kind, dict[int, float]()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Sequential(nn.Linear(16, 8), nn.Tanh()))
+
+    def configure_model(self) -> None:
+        if self.kind == "fsdp2" and not hasattr(self.net[0], "unshard"):
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.net[0], mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        loss = (self.net(batch) - batch.cos()).square().mean()
+        self.losses[self.global_step + 1] = loss.item()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, number: int) -> None:
+        self.log("score", (self.net(batch) - batch.cos()).square().mean())
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = WholeAdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class KilledAt(Callback):
+    """Ends the process without a warning, once a file exists."""
+
+    def __init__(self, step: int, file: Path) -> None:
+        self.step, self.file = step, file
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            end = time.monotonic() + 30
+            while not self.file.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_rank(rank: int, world: int) -> None:
+    """Tell Lightning which rank this fork is."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "NODE_RANK": 0}
+    os.environ.update({name: str(number) for name, number in ranks.items()})
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def build_strategy(kind: str, world: int) -> Any:
+    if kind == "fsdp1":
+        return ShardingOnCPU(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), state_dict_type="sharded")
+    if kind == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    return DDPStrategy() if kind == "ddp" else SingleDeviceStrategy()
+
+
+def build(
+    kind: str, rank: int, world: int, folder: Path, *callbacks: Callback, seed: int = 1, **arguments: Any
+) -> tuple[Trainer, Net]:
+    """Return a Trainer, and a network with random weights."""
+    be_rank(rank, world)
+    torch.manual_seed(seed)
+    net = Net(kind, arguments.pop("dropout", 0.2))
+    torch.manual_seed(10 * seed + rank)
+    given = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=build_strategy(kind, world),
+        callbacks=list(callbacks),
+        default_root_dir=str(folder),
+        **{**given, **arguments},
+    )
+    return trainer, net

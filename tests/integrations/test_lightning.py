@@ -1,0 +1,274 @@
+"""A Trainer of Lightning with the callback saves, is killed and resumes as one that was never interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import outcomes, run
+
+import shardckpt
+
+pytest.importorskip("lightning")
+
+KINDS = ("ddp", "fsdp1", "fsdp2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import what the ranks use in the process that they are forked from."""
+    import lightning_trainers
+
+    assert lightning_trainers.Trainer
+
+
+def fit(
+    rank: int, world: int, kind: str, folder: Path, ckpt_path: str | None, *others: Any, **arguments: Any
+) -> tuple[Any, Any]:
+    """Train with steps in `folder / "run"`; the trainer and the network."""
+    import lightning_trainers as trainers
+
+    saving = {"every_n_train_steps": 3, "save_top_k": -1, **arguments.pop("saving", {})}
+    callback = trainers.ShardckptModelCheckpoint(folder / "run", **saving)
+    trainer, net = trainers.build(kind, rank, world, folder, callback, *others, **arguments)
+    trainer.fit(net, trainers.Data(), ckpt_path=ckpt_path)
+    return trainer, net
+
+
+def losses_of_lightning_alone(rank: int, world: int, kind: str, folder: Path) -> dict[int, float]:
+    """Train to the end without the callback."""
+    import lightning_trainers as trainers
+
+    trainer, net = trainers.build(kind, rank, world, folder, enable_checkpointing=False)
+    trainer.fit(net, trainers.Data())
+    return net.losses
+
+
+def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
+    import lightning_trainers as trainers
+
+    fit(rank, world, kind, folder, None, trainers.KilledAt(5, folder / "run" / "step-00000003" / "COMMIT"))
+
+
+def resume(rank: int, world: int, kind: str, folder: Path, ckpt_path: str = "last", **arguments: Any) -> dict[str, Any]:
+    """Resume with other random weights; losses, how often data was set up, and what stays replaced."""
+    trainer, net = fit(rank, world, kind, folder, ckpt_path, seed=2, **arguments)
+    replaced = [name for name in vars(trainer.strategy) if callable(getattr(type(trainer.strategy), name, None))]
+    return {"losses": net.losses, "fitted": trainer.datamodule.fitted, "replaced": replaced}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_training_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    expected = run(2, losses_of_lightning_alone, kind, tmp_path)
+    assert all("died" in (each.waits or "") for each in outcomes(2, be_killed, kind, tmp_path))
+    for rank, resumed in enumerate(run(2, resume, kind, tmp_path)):
+        assert resumed["losses"] == {step: loss for step, loss in expected[rank].items() if step > 3}
+        assert resumed["fitted"] == 2, "the state of the data module"
+        assert resumed["replaced"] == [], "methods of the strategy"
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 6]
+    with shardckpt.open(tmp_path / "run" / "step-00000006") as opened:
+        assert sorted(opened["model"]) == ["net.0.bias", "net.0.weight", "net.2.0.bias", "net.2.0.weight"]
+
+
+def resume_from_lightning(rank: int, world: int, kind: str, folder: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Save with Lightning alone, and resume with the callback; losses of both."""
+    import lightning_trainers as trainers
+
+    own = trainers.ModelCheckpoint(folder / "own", every_n_train_steps=3)
+    trainer, net = trainers.build(kind, rank, world, folder, own, dropout=0.0)
+    trainer.fit(net, trainers.Data())
+    return net.losses, resume(rank, world, kind, folder, own.best_model_path, dropout=0.0)["losses"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_training_resumes_from_checkpoints_of_lightning(kind: str, tmp_path: Path) -> None:
+    for expected, resumed in run(2, resume_from_lightning, kind, tmp_path):
+        assert resumed == {step: expected[step] for step in (7, 8)}
+
+
+def losses_without_dropout(rank: int, world: int, kind: str, folder: Path, ckpt_path: str | None) -> list[float]:
+    """Train, and return the mean loss of all ranks by step."""
+    _, net = fit(rank, world, kind, folder, ckpt_path, dropout=0.0, seed=2 if ckpt_path else 1)
+    losses = torch.tensor([net.losses[step] for step in sorted(net.losses)])
+    if world > 1:
+        torch.distributed.all_reduce(losses)
+    return (losses / world).tolist()
+
+
+def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_path: Path) -> None:
+    (expected, _) = run(2, losses_without_dropout, "fsdp2", tmp_path / "two", None)
+    step = str(tmp_path / "two" / "run" / "step-00000003")
+    for world, kind in ((1, "one"), (3, "fsdp1")):
+        (losses, *_) = run(world, losses_without_dropout, kind, tmp_path / kind, step)
+        assert losses == pytest.approx(expected[3:], rel=1e-4)
+
+
+def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict[str, Any]:
+    """Log a score after each epoch; what is kept, and what was complete whenever a step was about to be removed."""
+    import lightning_trainers as trainers
+
+    from shardckpt.integrations import lightning as integration
+
+    complete, prune = [], integration.prune
+
+    def watch(root: str, steps: set[int]) -> None:
+        complete.append([[step.number for step in shardckpt.ls(root).complete], sorted(steps)])
+        prune(root, steps=steps)
+
+    integration.prune = watch
+    scores = iter((0.5, 0.2, 0.4, 0.6, 0.3, 0.9))
+    trainers.Net.validation_step = lambda self, *_: self.log("score", next(scores, 0.25))
+    saving = {"monitor": "score", "save_top_k": 2, "every_n_train_steps": None, "background": background}
+    trainer, net = fit(rank, world, "one", folder, None, saving=saving, max_epochs=6, num_sanity_val_steps=0)
+    best = trainer.checkpoint_callback
+    loaded = trainer.validate(net, trainers.Data(), ckpt_path="best", verbose=False)
+    weights = {name: weight.tolist() for name, weight in net.state_dict().items()}
+    return {"best": best.best_model_path, "score": best.best_model_score.item(), "complete": complete} | {
+        "loaded": loaded,
+        "weights": weights,
+    }
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_the_best_steps_stay_and_one_is_removed_once_the_next_is_complete(background: bool, tmp_path: Path) -> None:
+    (found,) = run(1, keep_the_best, tmp_path, background)
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [8, 20]
+    assert found["best"] == str(tmp_path / "run" / "step-00000008")
+    assert found["score"] == pytest.approx(0.2)
+    assert found["complete"] == [[[4, 8, 12], [4]], [[8, 12, 20], [12]]]
+    with shardckpt.open(found["best"]) as opened:
+        saved = {name: weight.tolist() for name, weight in opened["model"].items()}
+    assert found["weights"] == saved, "`validate` loads the best step"
+    assert shardckpt.ls(tmp_path / "run", metrics=True).complete[0].metrics == {"score": pytest.approx(0.2)}
+
+
+def save_last(rank: int, world: int, folder: Path) -> list[str]:
+    import lightning_trainers as trainers
+
+    scores = iter((0.9, 0.5, 0.9, 0.6, 0.9, 0.4, 0.9, 0.8))
+    trainers.Net.on_train_batch_start = lambda self, *_: self.log("score", next(scores))
+    saving = {"monitor": "score", "save_top_k": 1, "save_last": True, "every_n_train_steps": 2}
+    trainer, _ = fit(rank, world, "one", folder, None, saving=saving, limit_val_batches=0)
+    callback = trainer.checkpoint_callback
+    return [callback.best_model_path, callback.last_model_path]
+
+
+def test_the_last_step_stays_beside_the_best(tmp_path: Path) -> None:
+    (kept,) = run(1, save_last, tmp_path)
+    assert kept == [step.path for step in shardckpt.ls(tmp_path / "run").complete]
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [6, 8]
+
+
+def resume_with_everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Save and resume with averages of the weights, a gradient scaler and a hook; states before and after."""
+    import lightning_trainers as trainers
+
+    def others() -> list[Any]:
+        return [trainers.EMAWeightAveraging(decay=0.5), trainers.EarlyStopping("score", patience=3)]
+
+    def precision() -> Any:
+        return trainers.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 1024.0, growth_interval=3))
+
+    trainers.Net.on_save_checkpoint = lambda self, checkpoint: checkpoint.update(mine=[1, torch.ones(2)])
+    trainers.Net.on_load_checkpoint = lambda self, checkpoint: setattr(self, "mine", checkpoint["mine"])
+    alone, expected = trainers.build(
+        "one", rank, world, folder, *others(), plugins=precision(), enable_checkpointing=False
+    )
+    alone.fit(expected, trainers.Data())
+    with pytest.warns(UserWarning, match=r"not saved: hyper_parameters.act, hyper_parameters.folder"):
+        fit(rank, world, "one", folder, None, *others(), plugins=precision(), max_epochs=1)
+    trainer, net = fit(rank, world, "one", folder, "last", *others(), plugins=precision(), seed=2)
+    return {
+        "losses": (net.losses, {step: loss for step, loss in expected.losses.items() if step > 3}),
+        "averages": [torch.equal(a, b) for a, b in zip(net.parameters(), expected.parameters(), strict=True)],
+        "scalers": (trainer.precision_plugin.state_dict(), alone.precision_plugin.state_dict()),
+        "stopping": (trainer.early_stopping_callback.state_dict(), alone.early_stopping_callback.state_dict()),
+        "mine": (net.mine[0], net.mine[1].tolist()),
+    }
+
+
+def test_averages_scaler_callbacks_and_values_of_hooks_come_back(tmp_path: Path) -> None:
+    (found,) = run(1, resume_with_everything, tmp_path)
+    assert all(found["averages"])
+    for resumed, expected in (found["losses"], found["scalers"], found["stopping"]):
+        assert resumed == expected
+    assert found["mine"] == (1, [1.0, 1.0])
+    with shardckpt.open(tmp_path / "run" / "step-00000003") as opened:
+        assert opened["trainer"]["hyper_parameters"].keys() == {"kind", "dropout"}
+
+
+def evaluate_averages(rank: int, world: int, folder: Path) -> bool:
+    import lightning_trainers as trainers
+
+    _, averaged = fit(
+        rank,
+        world,
+        "ddp",
+        folder,
+        None,
+        trainers.EMAWeightAveraging(decay=0.5),
+        max_epochs=1,
+        saving={"every_n_train_steps": 4},
+    )
+    callback = trainers.ShardckptModelCheckpoint(folder / "run")
+    trainer, net = trainers.build("ddp", rank, world, folder, callback, seed=2)
+    trainer.validate(net, trainers.Data(), ckpt_path=str(folder / "run" / "step-00000004"), verbose=False)
+    return all(torch.equal(a, b) for a, b in zip(net.parameters(), averaged.parameters(), strict=True))
+
+
+def test_evaluation_takes_the_weights_that_a_hook_put_into_the_checkpoint(tmp_path: Path) -> None:
+    assert run(2, evaluate_averages, tmp_path) == [True, True]
+
+
+def start_again(rank: int, world: int, folder: Path) -> str:
+    fit(rank, world, "one", folder, None, max_epochs=1)
+    fit(rank, world, "one", folder, None, fast_dev_run=True)
+    with pytest.raises(shardckpt.UsageError) as caught:
+        fit(rank, world, "one", folder, None)
+    return str(caught.value)
+
+
+def test_a_training_from_the_start_does_not_replace_a_run(tmp_path: Path) -> None:
+    (message,) = run(1, start_again, tmp_path)
+    assert "found step 3" in message
+    assert 'fit(..., ckpt_path="last")' in message
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    from shardckpt.integrations.lightning import ShardckptModelCheckpoint
+
+    with pytest.raises(shardckpt.UsageError, match="steps have the names of shardckpt; found filename"):
+        ShardckptModelCheckpoint(tmp_path, filename="{epoch}")
+    with pytest.raises(shardckpt.UsageError, match="`background` is neither True nor False"):
+        ShardckptModelCheckpoint(tmp_path, background="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="keep_last"):
+        ShardckptModelCheckpoint(tmp_path, keep_last=3)
+
+
+def test_unsupported_strategies_and_shared_runs_are_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
+
+    from shardckpt.integrations.lightning import ShardckptModelCheckpoint
+
+    callbacks = [ShardckptModelCheckpoint(tmp_path), ShardckptModelCheckpoint(tmp_path, every_n_epochs=2)]
+    trainer: Any = SimpleNamespace(strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy), callbacks=callbacks)
+    with pytest.raises(shardckpt.UnsupportedError, match="found DeepSpeedStrategy; expected SingleDeviceStrategy, "):
+        callbacks[0].setup(trainer, trainer, "fit")
+    trainer.strategy = SingleDeviceStrategy()
+    with pytest.raises(shardckpt.UsageError, match="two callbacks save into one run"):
+        callbacks[0].setup(trainer, trainer, "fit")
+
+
+def test_a_lightning_without_a_method_that_is_replaced_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from shardckpt.integrations.lightning import ShardckptModelCheckpoint
+
+    monkeypatch.delattr(ModelCheckpoint, "_remove_checkpoint")
+    with pytest.raises(shardckpt.UnsupportedError, match="a ModelCheckpoint without _remove_checkpoint"):
+        ShardckptModelCheckpoint(tmp_path)
