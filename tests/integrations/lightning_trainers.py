@@ -42,7 +42,7 @@ class Batches:
     """Batches of this rank, whose position is a state."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world, self.taken = rank, world, 0
+        self.rank, self.world, self.taken, self.restored = rank, world, 0, -1
 
     def __len__(self) -> int:
         return STEPS
@@ -58,8 +58,7 @@ class Batches:
         return {"taken": self.taken, "rank": torch.tensor([self.rank])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
-        assert state["rank"].item() in (self.rank, 0), "of this rank, or of rank 0"
+        self.taken, self.restored = state["taken"], int(state["rank"])
 
 
 class Data(LightningDataModule):
@@ -110,6 +109,37 @@ class Net(LightningModule):
         optimizer = WholeAdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ShuffledData(Data):
+    """Data whose loader draws the order of an epoch from torch's generator."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.linspace(-1, 1, 128).view(16, 8), batch_size=4, shuffle=True)
+
+
+class RankNote(Callback):
+    """A callback whose state differs between ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.restored = rank, -1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.restored = state["rank"]
+
+
+class Failing(Callback):
+    """Raises an exception before a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise ArithmeticError(f"no step {self.step}")
 
 
 class KilledAt(Callback):

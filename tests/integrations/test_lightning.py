@@ -33,9 +33,15 @@ def fit(
 
     saving = {"every_n_train_steps": 3, "save_top_k": -1, **arguments.pop("saving", {})}
     callback = trainers.ShardckptModelCheckpoint(folder / "run", **saving)
+    data = arguments.pop("data", trainers.Data)()
     trainer, net = trainers.build(kind, rank, world, folder, callback, *others, **arguments)
-    trainer.fit(net, trainers.Data(), ckpt_path=ckpt_path)
+    trainer.fit(net, data, ckpt_path=ckpt_path)
     return trainer, net
+
+
+def replaced_methods(trainer: Any) -> list[str]:
+    strategy = trainer.strategy
+    return [name for name in vars(strategy) if callable(getattr(type(strategy), name, None))]
 
 
 def losses_of_lightning_alone(rank: int, world: int, kind: str, folder: Path) -> dict[int, float]:
@@ -50,14 +56,19 @@ def losses_of_lightning_alone(rank: int, world: int, kind: str, folder: Path) ->
 def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
     import lightning_trainers as trainers
 
-    fit(rank, world, kind, folder, None, trainers.KilledAt(5, folder / "run" / "step-00000003" / "COMMIT"))
+    killer = trainers.KilledAt(5, folder / "run" / "step-00000003" / "COMMIT")
+    fit(rank, world, kind, folder, None, killer, trainers.RankNote(rank))
 
 
 def resume(rank: int, world: int, kind: str, folder: Path, ckpt_path: str = "last", **arguments: Any) -> dict[str, Any]:
-    """Resume with other random weights; losses, how often data was set up, and what stays replaced."""
-    trainer, net = fit(rank, world, kind, folder, ckpt_path, seed=2, **arguments)
-    replaced = [name for name in vars(trainer.strategy) if callable(getattr(type(trainer.strategy), name, None))]
-    return {"losses": net.losses, "fitted": trainer.datamodule.fitted, "replaced": replaced}
+    """Resume with other random weights; losses, states that came back, and what stays replaced."""
+    import lightning_trainers as trainers
+
+    note = trainers.RankNote(rank)
+    trainer, net = fit(rank, world, kind, folder, ckpt_path, note, seed=2, **arguments)
+    loader = trainer.train_dataloader.restored
+    restored = {"fitted": trainer.datamodule.fitted, "callback": note.restored, "loader": loader}
+    return {"losses": net.losses, "restored": restored, "replaced": replaced_methods(trainer)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +77,7 @@ def test_a_killed_training_resumes_bit_for_bit(kind: str, tmp_path: Path) -> Non
     assert all("died" in (each.waits or "") for each in outcomes(2, be_killed, kind, tmp_path))
     for rank, resumed in enumerate(run(2, resume, kind, tmp_path)):
         assert resumed["losses"] == {step: loss for step, loss in expected[rank].items() if step > 3}
-        assert resumed["fitted"] == 2, "the state of the data module"
+        assert resumed["restored"] == {"fitted": 2, "callback": 0, "loader": rank}
         assert resumed["replaced"] == [], "methods of the strategy"
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 6]
     with shardckpt.open(tmp_path / "run" / "step-00000006") as opened:
@@ -120,7 +131,7 @@ def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict
 
     integration.prune = watch
     scores = iter((0.5, 0.2, 0.4, 0.6, 0.3, 0.9))
-    trainers.Net.validation_step = lambda self, *_: self.log("score", next(scores, 0.25))
+    trainers.Net.validation_step = lambda self, *_: self.log_dict({"score": next(scores, 0.25), "step": 77.0})
     saving = {"monitor": "score", "save_top_k": 2, "every_n_train_steps": None, "background": background}
     trainer, net = fit(rank, world, "one", folder, None, saving=saving, max_epochs=6, num_sanity_val_steps=0)
     best = trainer.checkpoint_callback
@@ -142,7 +153,7 @@ def test_the_best_steps_stay_and_one_is_removed_once_the_next_is_complete(backgr
     with shardckpt.open(found["best"]) as opened:
         saved = {name: weight.tolist() for name, weight in opened["model"].items()}
     assert found["weights"] == saved, "`validate` loads the best step"
-    assert shardckpt.ls(tmp_path / "run", metrics=True).complete[0].metrics == {"score": pytest.approx(0.2)}
+    assert shardckpt.ls(tmp_path / "run", metrics=True).complete[0].metrics["score"] == pytest.approx(0.2)
 
 
 def save_last(rank: int, world: int, folder: Path) -> list[str]:
@@ -221,6 +232,83 @@ def evaluate_averages(rank: int, world: int, folder: Path) -> bool:
 
 def test_evaluation_takes_the_weights_that_a_hook_put_into_the_checkpoint(tmp_path: Path) -> None:
     assert run(2, evaluate_averages, tmp_path) == [True, True]
+
+
+def train_in_epochs(rank: int, world: int, folder: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Train two epochs, and one after the other in two jobs; losses of the second epoch."""
+    import lightning_trainers as trainers
+
+    given = {"data": trainers.ShuffledData, "saving": {"every_n_train_steps": None}}
+    _, expected = fit(rank, world, "one", folder / "alone", None, **given)
+    fit(rank, world, "one", folder, None, max_epochs=1, **given)
+    _, resumed = fit(rank, world, "one", folder, "last", seed=2, **given)
+    return expected.losses, resumed.losses
+
+
+def test_a_new_epoch_is_shuffled_as_without_interruption(tmp_path: Path) -> None:
+    ((expected, resumed),) = run(1, train_in_epochs, tmp_path)
+    assert resumed == {step: expected[step] for step in (5, 6, 7, 8)}
+
+
+def return_to_an_older_step(rank: int, world: int, folder: Path) -> list[int]:
+    """Resume from step 3 of a run that has step 6, save step 4, and resume from the newest; its steps."""
+    fit(rank, world, "one", folder, None)
+    older = str(folder / "run" / "step-00000003")
+    fit(rank, world, "one", folder, older, max_steps=4, saving={"every_n_train_steps": 4})
+    _, net = fit(rank, world, "one", folder, "last", max_steps=5)
+    return list(net.losses)
+
+
+def test_the_newest_step_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+    assert run(1, return_to_an_older_step, tmp_path) == [[5]]
+
+
+def raise_while_saving(rank: int, world: int, folder: Path) -> list[str]:
+    import lightning_trainers as trainers
+
+    callback = trainers.ShardckptModelCheckpoint(folder / "run", every_n_train_steps=3, save_on_exception=True)
+    trainer, net = trainers.build("ddp", rank, world, folder, callback, trainers.Failing(5))
+    with pytest.raises(ArithmeticError, match="no step 5"):
+        trainer.fit(net, trainers.Data())
+    return replaced_methods(trainer)
+
+
+def test_an_exception_leaves_a_complete_step_and_the_methods_of_the_strategy(tmp_path: Path) -> None:
+    assert run(2, raise_while_saving, tmp_path) == [[], []]
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 5]
+
+
+def save_what_cannot_be_saved(rank: int, world: int, folder: Path) -> str:
+    import lightning_trainers as trainers
+
+    note = trainers.RankNote(object())
+    with pytest.raises(shardckpt.UnsupportedError) as caught:
+        fit(rank, world, "one", folder, None, note)
+    return str(caught.value)
+
+
+def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    (message,) = run(1, save_what_cannot_be_saved, tmp_path)
+    assert message.startswith("trainer.callbacks.RankNote.rank: a value of type object cannot be saved")
+
+
+def save_weights_only(rank: int, world: int, folder: Path) -> None:
+    import lightning_trainers as trainers
+
+    fit(rank, world, "fsdp2", folder, None, max_epochs=1, saving={"save_weights_only": True})
+    path = str(folder / "run" / "step-00000003")
+    callback = trainers.ShardckptModelCheckpoint(folder / "run")
+    trainer, net = trainers.build("ddp", rank, world, folder, callback, seed=2)
+    trainer.validate(net, trainers.Data(), ckpt_path=path, verbose=False)
+    saved = shardckpt.load(path)
+    assert sorted(saved) == ["model", "trainer"]
+    assert all(torch.equal(weight, saved["model"][name]) for name, weight in net.state_dict().items())
+    with pytest.raises(KeyError, match="contains only the model"):
+        fit(rank, world, "fsdp2", folder, path)
+
+
+def test_steps_of_weights_alone_are_for_evaluation(tmp_path: Path) -> None:
+    run(2, save_weights_only, tmp_path)
 
 
 def start_again(rank: int, world: int, folder: Path) -> str:
