@@ -224,6 +224,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             **self._options,
             "metrics": {**metrics, **(self._options.get("metrics") or {})},
         }
+        if self._handle is not None:
+            self._handle.result()  # its event comes before this save begins
         self._is_saved = False
         if number in self._to_remove:
             self._to_remove.remove(number)

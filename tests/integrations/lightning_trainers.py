@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,11 @@ class Batches:
         return STEPS
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        torch.rand(())  # as a DataLoader does, for the seeds of its workers
         self.taken %= STEPS
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[torch.Tensor]:
         while self.taken < STEPS:
             self.taken += 1
             samples = torch.arange(BATCH).view(-1, self.world)[:, self.rank] + self.taken * BATCH
@@ -131,15 +135,15 @@ class RankNote(Callback):
         self.restored = state["rank"]
 
 
-class Failing(Callback):
-    """Raises an exception before a step."""
+class Acting(Callback):
+    """Calls a function when so many steps are done."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self.step, self.act = step, act
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
-            raise ArithmeticError(f"no step {self.step}")
+            self.act()
 
 
 class KilledAt(Callback):

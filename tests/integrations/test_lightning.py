@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,7 +131,13 @@ def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict
         complete.append([[step.number for step in shardckpt.ls(root).complete], sorted(steps)])
         prune(root, steps=steps)
 
+    def deliver_late(self: Any, event: Any) -> None:
+        time.sleep(0.1)
+        deliver(self, event)
+
     integration.prune = watch
+    deliver = trainers.ShardckptModelCheckpoint._on_event
+    trainers.ShardckptModelCheckpoint._on_event = deliver_late
     scores = iter((0.5, 0.2, 0.4, 0.6, 0.3, 0.9))
     trainers.Net.validation_step = lambda self, *_: self.log_dict({"score": next(scores, 0.25), "step": 77.0})
     saving = {"monitor": "score", "save_top_k": 2, "every_n_train_steps": None, "background": background}
@@ -156,19 +164,22 @@ def test_the_best_steps_stay_and_one_is_removed_once_the_next_is_complete(backgr
     assert shardckpt.ls(tmp_path / "run", metrics=True).complete[0].metrics["score"] == pytest.approx(0.2)
 
 
-def save_last(rank: int, world: int, folder: Path) -> list[str]:
+def save_last(rank: int, world: int, folder: Path) -> tuple[list[str], list[int]]:
     import lightning_trainers as trainers
 
     scores = iter((0.9, 0.5, 0.9, 0.6, 0.9, 0.4, 0.9, 0.8))
     trainers.Net.on_train_batch_start = lambda self, *_: self.log("score", next(scores))
+    events = list[Any]()
     saving = {"monitor": "score", "save_top_k": 1, "save_last": True, "every_n_train_steps": 2}
+    saving["options"] = {"on_event": events.append}
     trainer, _ = fit(rank, world, "one", folder, None, saving=saving, limit_val_batches=0)
     callback = trainer.checkpoint_callback
-    return [callback.best_model_path, callback.last_model_path]
+    return [callback.best_model_path, callback.last_model_path], [event.step for event in events]
 
 
 def test_the_last_step_stays_beside_the_best(tmp_path: Path) -> None:
-    (kept,) = run(1, save_last, tmp_path)
+    ((kept, saved),) = run(1, save_last, tmp_path)
+    assert saved == [2, 4, 6, 8], "each once"
     assert kept == [step.path for step in shardckpt.ls(tmp_path / "run").complete]
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [6, 8]
 
@@ -251,24 +262,25 @@ def test_a_new_epoch_is_shuffled_as_without_interruption(tmp_path: Path) -> None
 
 
 def return_to_an_older_step(rank: int, world: int, folder: Path) -> list[int]:
-    """Resume from step 3 of a run that has step 6, save step 4, and resume from the newest; its steps."""
+    """Resume from step 3 of a run that has step 6, save step 4, resume from the newest, and save step 6 again."""
     fit(rank, world, "one", folder, None)
     older = str(folder / "run" / "step-00000003")
     fit(rank, world, "one", folder, older, max_steps=4, saving={"every_n_train_steps": 4})
-    _, net = fit(rank, world, "one", folder, "last", max_steps=5)
+    _, net = fit(rank, world, "one", folder, "last", max_steps=6)
     return list(net.losses)
 
 
 def test_the_newest_step_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
-    assert run(1, return_to_an_older_step, tmp_path) == [[5]]
+    assert run(1, return_to_an_older_step, tmp_path) == [[5, 6]]
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 4, 6]
 
 
 def raise_while_saving(rank: int, world: int, folder: Path) -> list[str]:
     import lightning_trainers as trainers
 
     callback = trainers.ShardckptModelCheckpoint(folder / "run", every_n_train_steps=3, save_on_exception=True)
-    trainer, net = trainers.build("ddp", rank, world, folder, callback, trainers.Failing(5))
-    with pytest.raises(ArithmeticError, match="no step 5"):
+    trainer, net = trainers.build("ddp", rank, world, folder, callback, trainers.Acting(5, lambda: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
         trainer.fit(net, trainers.Data())
     return replaced_methods(trainer)
 
@@ -276,6 +288,23 @@ def raise_while_saving(rank: int, world: int, folder: Path) -> list[str]:
 def test_an_exception_leaves_a_complete_step_and_the_methods_of_the_strategy(tmp_path: Path) -> None:
     assert run(2, raise_while_saving, tmp_path) == [[], []]
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 5]
+
+
+def fill_the_disk(rank: int, world: int, folder: Path) -> None:
+    """Train with a disk that is full before the last save, which is the best."""
+    import lightning_trainers as trainers
+
+    scores = iter((0.5, 0.4, 0.3))
+    trainers.Net.validation_step = lambda self, *_: self.log("score", next(scores))
+    full = trainers.Acting(10, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)))
+    saving = {"monitor": "score", "save_top_k": 2, "every_n_train_steps": None}
+    with pytest.raises(shardckpt.StorageError):
+        fit(rank, world, "one", folder, None, full, saving=saving, max_epochs=3, num_sanity_val_steps=0)
+
+
+def test_a_save_that_fails_in_the_background_is_raised_at_the_end_and_removes_no_step(tmp_path: Path) -> None:
+    run(1, fill_the_disk, tmp_path)
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [4, 8]
 
 
 def save_what_cannot_be_saved(rank: int, world: int, folder: Path) -> str:
