@@ -217,7 +217,8 @@ class StorageWriter(storage.StorageWriter):
         for rank in written:
             for path, value in rank.values.items():
                 values[path] = value.decode()
-        paths = [_path(name, metadata.planner_data) for name in metadata.planner_data or metadata.state_dict_metadata]
+        known = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}  # in the order of the state
+        paths = [_path(name, known) for name in (*known, *metadata.state_dict_metadata)]
         saved = {path: values[path] for path in paths if path in values}
         order = [ref.path for value in saved.values() for ref in iter_refs(value)]
         numbers = {path: number for number, path in enumerate(order)}
@@ -227,7 +228,7 @@ class StorageWriter(storage.StorageWriter):
             files,
             arrays,
             encoded(unflatten(saved, url, has_lists=True), lambda ref: numbers[ref.path]),
-            topology={"world_size": len(ranks), **({} if metadata.planner_data else {KEEPS_ORDER: False})},
+            topology={"world_size": len(ranks), **({} if known else {KEEPS_ORDER: False})},
             about={**ABOUT, **self._about},
         )
         manifest = encode_manifest(contents)

@@ -101,6 +101,19 @@ def test_a_planner_that_resolves_another_tensor_is_refused(tmp_path: Path) -> No
     assert isinstance(failure(error), shardckpt.UnsupportedError)
 
 
+class _Forgetting(DefaultSavePlanner):
+    def create_global_plan(self, all_plans: list[Any]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        del metadata.planner_data["step"]
+        return plans, metadata
+
+
+def test_values_without_a_path_are_saved_under_their_names(tmp_path: Path) -> None:
+    torch_dcp.save(small_state(), storage_writer=StorageWriter(tmp_path / "step"), planner=_Forgetting())
+    assert shardckpt.load(tmp_path / "step")["step"] == 7
+    assert load(small_state(0), tmp_path / "step")["step"] == 7
+
+
 def require_parameter(function: Any, name: str) -> None:
     if name not in inspect.signature(function).parameters:
         pytest.skip(f"this torch has no {name}")
