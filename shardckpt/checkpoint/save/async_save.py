@@ -226,6 +226,7 @@ class _Copy:
                 staged = self._staged.get()
                 if isinstance(staged, Exception):
                     raise staged
+                self._staging.wait()
                 written = self._session.write(planned, staged, self._staging.blocks)
                 self._task.recorder.values["nbytes"] = written.nbytes
                 return written

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Condition
+from threading import Event as Flag
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -239,6 +240,7 @@ class StagingArea:
         pool.open(budget)
         self._pool = pool
         self._queue: SimpleQueue[_Filled | Exception] = SimpleQueue()
+        self._is_copied = Flag()
         self._filled: list[_Filled] = []
         self._block: StagingBuffer | None = None
         self._used = 0
@@ -284,6 +286,7 @@ class StagingArea:
     def fail(self, error: Exception) -> None:
         """Send the writing thread the error that ended the copy."""
         self._queue.put(error)
+        self._is_copied.set()
 
     def _put(self, tensor: torch.Tensor) -> None:
         if not tensor.numel():
@@ -336,8 +339,16 @@ class StagingArea:
         for block in self._filled:
             self._queue.put(block)
         self._filled.clear()
+        self._is_copied.set()
 
     # Methods for the saver's thread
+
+    def wait(self) -> None:
+        """Wait until the first buffers are copied, or `fail` is called.
+
+        Until then, Python code of the saver's thread would take the interpreter's lock from the training loop.
+        """
+        self._is_copied.wait()
 
     def blocks(self, payload: PayloadFile) -> Iterator[memoryview]:
         """Yield the contents of the next file after its header.

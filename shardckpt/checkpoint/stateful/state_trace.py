@@ -287,7 +287,7 @@ def _describe(tensors: list[torch.Tensor], local_tensors: list[torch.Tensor]) ->
 def _describe_sharing(tensors: list[torch.Tensor], local_tensors: list[torch.Tensor]) -> object:
     """Return which tensors are one object or share memory; None if no tensors do."""
     objects = list(map(id, tensors))
-    starts = [tensor.data_ptr() for tensor in local_tensors]
+    starts = list(map(torch.Tensor.data_ptr, local_tensors))
     _require(all(map(has_memory, local_tensors)))
     if len(tensors) == len(set(objects)) == len(set(starts)):
         return None

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +24,11 @@ STAGED_BYTES = 16 << 20
 
 _JOINED_BYTES = 256 << 10
 """Bytes of small tensors per joint copy."""
+
+_MANY_ALIKE = 8
+"""Least number of small tensors of one shape that are copied with one call."""
+
+_KIND = attrgetter("dtype", "shape", "is_cpu")
 
 SMALL_BYTES = 64 << 10
 """Maximum size in bytes of a small tensor, which is copied and written with others; views would be slower."""
@@ -104,7 +111,7 @@ def _flat_copies(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def join_small(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | torch.Tensor]:
-    """Yield tensors in order; consecutive small flat tensors as joint bytes.
+    """Yield tensors in order; consecutive small tensors in CPU memory as joint bytes or one tensor.
 
     A call per small tensor would take several times as long as the copy.
 
@@ -113,18 +120,35 @@ def join_small(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | torch.Tensor
     """
     small: list[torch.Tensor] = []
     nbytes = 0
-    for tensor in tensors:
-        is_small = tensor.nbytes <= SMALL_BYTES and is_flat_on_cpu(tensor)
-        if is_small:
-            small.append(tensor)
-            nbytes += tensor.nbytes
-        if small and (not is_small or nbytes >= _JOINED_BYTES):
-            yield _join(small)
-            small, nbytes = [], 0
-        if not is_small:
-            yield tensor
+    for _, group in groupby(tensors, _KIND):
+        alike = list(group)
+        if len(alike) >= _MANY_ALIKE and alike[0].is_cpu and 0 < alike[0].nbytes <= SMALL_BYTES:
+            if small:
+                yield _join(small)
+                small, nbytes = [], 0
+            yield from _stack(alike)
+            continue
+        for tensor in alike:
+            is_small = tensor.nbytes <= SMALL_BYTES and is_flat_on_cpu(tensor)
+            if is_small:
+                small.append(tensor)
+                nbytes += tensor.nbytes
+            if small and (not is_small or nbytes >= _JOINED_BYTES):
+                yield _join(small)
+                small, nbytes = [], 0
+            if not is_small:
+                yield tensor
     if small:
         yield _join(small)
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield joint copies of small tensors of one shape and dtype."""
+    count = max(_JOINED_BYTES // tensors[0].nbytes, 1)
+    for start in range(0, len(tensors), count):
+        with torch.no_grad():
+            joined = torch.stack(tensors[start : start + count])  # type: ignore[arg-type]
+        yield joined
 
 
 def _join(tensors: Sequence[torch.Tensor]) -> bytes:

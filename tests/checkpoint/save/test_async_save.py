@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -24,10 +25,11 @@ from states import FRONT_ENDS, Net, differing, flat, step, whole
 from torch import nn
 
 import shardckpt
-from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.save import session, staging
 from shardckpt.checkpoint.save.async_save import BUFFERS, _Copy
 from shardckpt.checkpoint.save.staging import StagingArea
-from shardckpt.format.native.payload import FileHasher
+from shardckpt.checkpoint.stateful.tensor_bytes import join_small
+from shardckpt.format.native.payload import FileHasher, PayloadFile, build_payloads
 from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 
@@ -176,6 +178,24 @@ def test_a_buffer_is_written_by_one_call_and_hashed_by_few_tasks(tmp_path: Path)
     assert [nbytes for nbytes in sizes if nbytes > MIB] == [64 * MIB, 16 * MIB]
     assert len(tasks) <= 12
     assert verify(str(tmp_path / "c")).ok
+
+
+def test_the_thread_runs_nothing_before_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def copy(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | torch.Tensor]:
+        time.sleep(0.05)
+        yield from join_small(tensors)
+        order.append("copied")
+
+    def build(*arguments: Any) -> tuple[PayloadFile, ...]:
+        order.append("built headers")
+        return build_payloads(*arguments)
+
+    monkeypatch.setattr(staging, "join_small", copy)
+    monkeypatch.setattr(session, "build_payloads", build)
+    shardckpt.async_save({"t": torch.arange(9)}, str(tmp_path / "step")).result(30)
+    assert order == ["copied", "built headers"]
 
 
 class TestOutcome:
