@@ -168,6 +168,7 @@ def _find_step(path: str | os.PathLike[str]) -> str:
     """Return the path or URL of a step; empty for what Lightning wrote."""
     found = str(path).removesuffix(f"/{COMMIT}").rstrip("/")
     files = get_filesystem(found)
+    files.invalidate_cache()  # listings from before the step was saved
     if not files.isdir(found) or files.exists(f"{found}/meta.pt"):
         return ""
     return found if "://" in found else os.path.realpath(found)

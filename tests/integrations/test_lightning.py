@@ -275,6 +275,24 @@ def test_the_newest_step_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 4, 6]
 
 
+def train_in_a_bucket(rank: int, world: int, folder: Path, root: str) -> tuple[list[int], str]:
+    import lightning_trainers as trainers
+
+    for ckpt_path, epochs in ((None, 1), ("last", 2)):
+        callback = trainers.ShardckptModelCheckpoint(root, every_n_train_steps=3)
+        trainer, net = trainers.build("one", rank, world, folder, callback, max_epochs=epochs)
+        trainer.fit(net, trainers.Data(), ckpt_path=ckpt_path)
+    trainer.validate(net, trainers.Data(), ckpt_path="best", verbose=False)
+    return list(net.losses), callback.best_model_path
+
+
+def test_steps_may_be_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
+    ((losses, best),) = run(1, train_in_a_bucket, tmp_path, f"{s3_bucket}/run")
+    assert losses == [4, 5, 6, 7, 8]
+    assert best == f"{s3_bucket}/run/step-00000006"
+    assert [step.path for step in shardckpt.ls(f"{s3_bucket}/run").complete] == [best]
+
+
 def raise_while_saving(rank: int, world: int, folder: Path) -> list[str]:
     import lightning_trainers as trainers
 
@@ -338,6 +356,37 @@ def save_weights_only(rank: int, world: int, folder: Path) -> None:
 
 def test_steps_of_weights_alone_are_for_evaluation(tmp_path: Path) -> None:
     run(2, save_weights_only, tmp_path)
+
+
+def change_weights_in_a_hook(rank: int, world: int, kind: str, folder: Path) -> tuple[set[str], list[float]]:
+    """Save with a hook that changes weights, and evaluate; classes of the weights that it saw, and a weight."""
+    import lightning_trainers as trainers
+
+    seen = set[str]()
+
+    def change(self: Any, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        seen.update(type(weight).__name__ for weight in weights.values())
+        checkpoint["double"] = weights["net.0.weight"] * 2
+        weights["net.0.bias"] = weights["net.0.bias"] * 0 + 5
+        del weights["net.2.0.bias"]
+
+    trainers.Net.on_save_checkpoint = change
+    fit(rank, world, kind, folder, None, max_epochs=1)
+    callback = trainers.ShardckptModelCheckpoint(folder / "run")
+    trainer, net = trainers.build(kind, rank, world, folder, callback, seed=2)
+    trainer.validate(net, trainers.Data(), ckpt_path=str(folder / "run" / "step-00000003"), verbose=False)
+    return seen, shardckpt.model_state_dict(trainer.strategy.model)["net.0.bias"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_hooks_get_and_change_the_weights_without_gathering_them(kind: str, tmp_path: Path) -> None:
+    for seen, bias in run(2, change_weights_in_a_hook, kind, tmp_path):
+        assert seen == {"DTensor"}
+        assert bias == [5.0] * 16
+    saved = shardckpt.load(tmp_path / "run" / "step-00000003")
+    assert torch.equal(saved["trainer"]["double"], saved["model"]["net.0.weight"] * 2)
+    assert "net.2.0.bias" in saved["model"]
 
 
 def start_again(rank: int, world: int, folder: Path) -> str:
