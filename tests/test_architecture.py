@@ -95,7 +95,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
     "plan": ({"naming", "layout"}, {"optim"}, {"rules"}),
     "format": (
-        {"reader", "budget", "value_checks"},
+        {"reader", "budget", "value_checks", "value_stats"},
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
         {"merge_shards"},
@@ -136,6 +136,8 @@ LIBRARIES: dict[str, set[str]] = {
 
 # Function-level imports; besides these the command imports the package and rich inside its functions: `is_late_in_cli`.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
+    ("shardckpt.format.encodings.element_values", "ml_dtypes"): "numpy knows most types",
+    ("shardckpt.format.encodings.element_values", "numpy"): "0.07 s; what casts nothing needs none",
     ("shardckpt.format.chunk_reader", "numpy"): "0.07 s; pieces that are read as they are need none",
     ("shardckpt.format.registry", "shardckpt.format.native.commit"): "only the format of a checkpoint is imported",
     (
@@ -151,7 +153,6 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ): "ranks speak through torch; one process needs none",
     ("shardckpt.offline.select.selection", "numpy"): "0.07 s; most optimizers have no such values",
     ("shardckpt.offline.select.selection", "shardckpt.format.remap"): "most conversions have no rules",
-    ("shardckpt.offline.write.numpy_casts", "ml_dtypes"): "numpy knows most types",
     ("shardckpt.offline.write.numpy_casts", "numpy"): "0.07 s; what casts nothing needs none",
     ("shardckpt.open_checkpoint", "shardckpt.checkpoint.load.lazy"): "arrays need no torch",
     ("shardckpt.open_checkpoint", "shardckpt.offline.open_arrays"): "tensors need no arrays",

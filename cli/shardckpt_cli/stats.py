@@ -30,6 +30,9 @@ def stats(
     top: options.Top = 0,
     by_layer: options.ByLayer = False,
     base: options.Base = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Read all values, even if the save stored this.")
+    ] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
     """Count NaN and Inf, and show extremes and norms; exit 1 if there is a NaN or Inf."""
@@ -37,7 +40,9 @@ def stats(
     from shardckpt.errors import escape
 
     options.require_order(sort, _ORDERS)
-    found = shardckpt.stats(src, part=part, include=include or (), exclude=exclude or (), base=base or ())
+    found = shardckpt.stats(
+        src, part=part, include=include or (), exclude=exclude or (), base=base or (), recompute=recompute
+    )
     if as_json:
         output.print_json(found)
     else:
@@ -46,7 +51,8 @@ def stats(
         header = ("layer" if by_layer else "tensor", "NaN", "Inf", "zeros", "min", "max", "L2")
         output.show_table(rows, header=header, right=frozenset(range(1, 7)))
         bad = f"{output.count(found.nans, 'NaN')}, {output.count(found.infs, 'Inf')}"
-        print(f"{escape(found.source)}: {output.count(len(found.tensors), 'tensor')}, {bad}")
+        origin = f"; {found.stored} stored at save, {len(found.tensors) - found.stored} computed"
+        print(f"{escape(found.source)}: {output.count(len(found.tensors), 'tensor')}, {bad}{origin}")
     raise typer.Exit(1 if found.nans or found.infs else 0)
 
 

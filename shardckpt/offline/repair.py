@@ -221,8 +221,8 @@ def _with_hashes(
             where=store.url,
             fix="Restore the file from another copy, or pass --rehash to take the bytes as they are.",
         )
-    if not differing:
-        full = replace(full, arrays=old.arrays)
+    arrays = tuple(map(_without_digests, full.arrays)) if differing else old.arrays
+    full = replace(full, arrays=arrays)
     unchecked = [_UNCHECKED] if all(file.hashes is None for file in old.files) else []
     return full, (*unchecked, *(f"{name} did not match its old size or checksums" for name in differing))
 
@@ -234,8 +234,8 @@ def _agrees(old: FileRecord, found: FileRecord) -> bool:
 
 
 def _without_digests(record: ArrayRecord) -> ArrayRecord:
-    """Return an array without digests, which payload headers do not contain."""
-    return record._replace(digests=b"")
+    """Return an array without digests and statistics, which payload headers do not contain."""
+    return record._replace(digests=b"", stats=b"")
 
 
 def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> ManifestContents | None:

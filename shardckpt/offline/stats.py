@@ -1,30 +1,25 @@
-"""Implement `stats`: count, extremes and norms of the values of each tensor."""
+"""Implement `stats`: counts, extremes and norms of the values of each tensor."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt.dtypes import bits
 from shardckpt.format.budget import gc_paused
+from shardckpt.format.encodings.element_values import measure_values
+from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
+from shardckpt.format.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.compare.canonical import read_canonical
-from shardckpt.offline.compare.stored_values import BLOCK_BYTES, read_values, sum_squares, to_numbers
+from shardckpt.offline.compare.stored_values import BLOCK_BYTES, read_values
 from shardckpt.offline.select.options import parse_part
 from shardckpt.offline.write.report import LayerStats, Statistics, TensorStats, find_layer, split_numbers
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
-
-_HALF_BYTES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-"""Values of `float4_e2m1fn` by their bits."""
 
 
 def stats(
@@ -34,8 +29,11 @@ def stats(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     base: NamedBases = "",
+    recompute: bool = False,
 ) -> Statistics:
-    """Compute statistics of the values of a checkpoint, in bounded memory and without torch.
+    """Return statistics of the values of a checkpoint, in bounded memory and without torch.
+
+    Those that a save stored (`save(..., stats=True)`) are read; others are computed from all values.
 
     Names are those of `diff`: parameters by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`. A
     tensor that is tied to another one counts under its first name alone.
@@ -46,6 +44,7 @@ def stats(
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
         base: Folder of the base checkpoint if it was moved, as for `load`.
+        recompute: Compute all statistics from the values.
 
     Returns:
         Statistics by tensor and by layer.
@@ -64,64 +63,53 @@ def stats(
         reader = open_checkpoint(source, base)
         entries = read_canonical(reader, parse_part(part)).tensors
     chosen = select_names(entries, include, exclude)
-    tensors = tuple(_measure(name, reader, entries[name]) for name in chosen)
+    tensors = tuple(_measure(name, reader, entries[name], recompute=recompute) for name in chosen)
     return Statistics(source, reader.manifest.format, tensors, _sum_layers(tensors))
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Statistics of the blocks of one tensor that were read so far."""
+def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stored: bool) -> TensorStats:
+    """Return the statistics of a tensor for callers.
 
-    nans: int = 0
-    infs: int = 0
-    zeros: int = 0
-    least: float = math.inf
-    largest: float = -math.inf
-    total: float = 0.0
-    squares: float = 0.0
-    finite: int = 0
-
-    def add(self, values: NDArray[Any]) -> None:
-        """Add a block; complex numbers count by their magnitude."""
-        values = np.abs(values) if values.dtype.kind == "c" else values
-        is_finite = np.isfinite(values)
-        self.nans += int(np.isnan(values).sum())
-        self.infs += int(np.isinf(values).sum())
-        if not is_finite.all():
-            values = values[is_finite]
-        self.zeros += values.size - int(np.count_nonzero(values))
-        if values.size:
-            self.least, self.largest = min(self.least, float(values.min())), max(self.largest, float(values.max()))
-            with np.errstate(over="ignore"):
-                self.total += float(values.sum())
-                self.squares += sum_squares(values)
-            self.finite += values.size
-
-
-def _measure(name: str, reader: Reader, entry: TensorEntry) -> TensorStats:
-    [entry] = locate(reader, reader.manifest, [entry])
-    sums = _Sums()
-    for data in read_values((reader, entry), max(BLOCK_BYTES * 8 // bits(entry.stored), 1)):
-        sums.add(_unpack(data) if entry.dtype == "float4_e2m1fn" else to_numbers(data, entry.dtype))
-    has_values = sums.finite > 0
+    Args:
+        name: Name to show.
+        entry: Entry of the tensor.
+        found: Statistics of its values.
+        is_stored: Whether the save stored them.
+    """
+    has_values = found.finite > 0
     return TensorStats(
         name=name,
         dtype=entry.dtype,
         shape=entry.shape,
-        nans=sums.nans,
-        infs=sums.infs,
-        zeros=sums.zeros,
-        min=sums.least if has_values else None,
-        max=sums.largest if has_values else None,
-        mean=sums.total / sums.finite if has_values else None,
-        l2=math.sqrt(sums.squares),
+        nans=found.nans,
+        infs=found.infs,
+        zeros=found.zeros,
+        min=found.min if has_values else None,
+        max=found.max if has_values else None,
+        mean=found.total / found.finite if has_values else None,
+        l2=math.sqrt(found.squares),
+        is_stored=is_stored,
     )
 
 
-def _unpack(data: bytearray) -> NDArray[Any]:
-    """Return numbers of 4 bits, the lower half of each byte first."""
-    packed = np.frombuffer(data, np.uint8)
-    return _HALF_BYTES[np.stack([packed & 15, packed >> 4], axis=-1)].ravel()
+def find_stored_stats(reader: Reader, entry: TensorEntry) -> ValueStats | None:
+    """Return the statistics that the save stored for a tensor; None without them, or if a reader changed the tensor."""
+    if not isinstance(reader, NativeReader):
+        return None
+    saved = reader.manifest.tensors.get(entry.path)
+    if saved is None or (saved.pieces, saved.dtype) != (entry.pieces, entry.dtype):
+        return None
+    return reader.value_stats(entry.path)
+
+
+def _measure(name: str, reader: Reader, entry: TensorEntry, *, recompute: bool) -> TensorStats:
+    found = None if recompute else find_stored_stats(reader, entry)
+    if found is not None:
+        return describe_values(name, entry, found, is_stored=True)
+    [entry] = locate(reader, reader.manifest, [entry])
+    blocks = read_values((reader, entry), max(BLOCK_BYTES * 8 // bits(entry.stored), 1))
+    computed = merge_stats(measure_values(block, entry.dtype) for block in blocks)
+    return describe_values(name, entry, computed, is_stored=False)
 
 
 def _sum_layers(tensors: Iterable[TensorStats]) -> tuple[LayerStats, ...]:

@@ -16,12 +16,12 @@ import shardckpt
 from shardckpt.dtypes import SAFETENSORS_NAMES
 from shardckpt.errors import TargetExistsError, UsageError
 from shardckpt.format.chunk_reader import read_blocks
+from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header, file_order
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.targets.base import Target
 from shardckpt.offline.targets.target_registry import choose_target
-from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.plan.layout.coverage import locate
 
 SHAPES: Mapping[str, tuple[int, ...]] = {

@@ -25,6 +25,7 @@ from shardckpt.format.native.payload import KEY, plan_payloads
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.recovery import read_described
 from shardckpt.format.registry import open_checkpoint
+from shardckpt.format.value_stats import ValueStats
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text(encoding="utf-8"))
@@ -37,6 +38,7 @@ STEPS = {
     "1.0/based": "1b903d0dfbf8187447d2fcd354992cb9233a3511c67358e488e4247fc85400bb",
     "1.1/large": "2c31340f5731d1c196ae335fc1b13abe704becf50289bf58ad7a503073fa0b36",
     "1.1/large-based": "c1a63aa6c7f363c36bf97f343e47456753e54e4424eca1370e94eb0b61ddf771",
+    "1.2/stats": "d4ef5fd3e58884df5ac9285ca19543edc26f9e007641f55dbc5edac0fc42c1e7",
 }
 """Folder to the SHA-256 of its `COMMIT`, which vouches for every other byte."""
 
@@ -152,6 +154,16 @@ def test_a_reader_of_version_1_0_finds_all_that_it_knows() -> None:
     assert not any(file.sub_hashes for file in old.files)
 
 
+def test_statistics_are_read_and_those_who_do_not_know_them_find_the_rest() -> None:
+    step = GOLDEN / "1.2" / "stats"
+    reader = opened(step)
+    assert reader.value_stats(("model", "w")) == ValueStats(0, 0, 0, 4, 1.0, 4.0, 10.0, 30.0)
+    raw = json.loads((step / reader.commit.manifest).read_bytes())
+    assert raw.pop("stats")
+    old = decode_manifest(json.dumps(raw).encode())
+    assert old.arrays == tuple(record._replace(stats=b"") for record in reader.contents.arrays)
+
+
 # The schema
 
 
@@ -181,6 +193,8 @@ def test_the_schema_describes_what_is_written(step: Path) -> None:
         ("manifest", {"files": [["a", 1, None, 0]]}),
         ("manifest", {"digests": ["0"]}),
         ("manifest", {"sub_hashes": ["0"]}),
+        ("manifest", {"stats": ["0" * 64]}),
+        ("manifest", {"stats": [None]}),
         ("manifest", {"sub_hashes": [None]}),
         ("manifest", {"variants": [["ema", ["model"]]]}),
         ("manifest", {"arrays": [[["a"], "float32", [2]]]}),

@@ -24,6 +24,7 @@ from shardckpt.format.native.manifest_json import PartialManifest
 from shardckpt.format.native.payload import BLOCK_BYTES, PayloadChunk
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base, plain_name
+from shardckpt.format.value_stats import STATS_BYTES
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
 from shardckpt.storage.resolve_url import file_version, open_store
 from shardckpt.storage.store import Read
@@ -44,11 +45,13 @@ class BaseLocation(NamedTuple):
         file: File in the base, as the new step refers to it.
         offset: Offset of the first byte in the file.
         digest: xxh3-128 of the bytes; empty without a digest.
+        stats: Packed statistics of the values; empty without statistics.
     """
 
     file: FileRecord
     offset: int
-    digest: bytes
+    digest: bytes = b""
+    stats: bytes = b""
 
 
 class BaseCheckpoint:
@@ -82,12 +85,15 @@ class BaseCheckpoint:
     # Arrays with the same name and properties in the base
 
     @cached_property
-    def _records(self) -> Mapping[Path, ArrayRecord]:
-        arrays = () if self._contents is None else self._contents.arrays
-        return {record.path: record for record in arrays if record.digests}
+    def _stored(self) -> Mapping[Path, ArrayRecord]:
+        return {} if self._contents is None else {record.path: record for record in self._contents.arrays}
 
     @cached_property
-    def _rows(self) -> dict[Path, dict[Box, tuple[int, int, bytes]]]:
+    def _records(self) -> Mapping[Path, ArrayRecord]:
+        return {path: record for path, record in self._stored.items() if record.digests}
+
+    @cached_property
+    def _rows(self) -> dict[Path, dict[Box, _StoredPiece]]:
         return {}
 
     def get_digest(self, chunk: PayloadChunk) -> bytes | None:
@@ -97,16 +103,21 @@ class BaseCheckpoint:
             chunk: Chunk in a rank's save plan.
         """
         row = self._row(chunk)
-        return None if row is None else row[2]
+        return None if row is None else row.digest
 
-    def _row(self, chunk: PayloadChunk) -> tuple[int, int, bytes] | None:
+    def has_stats(self, chunk: PayloadChunk) -> bool:
+        """Return True if the base has the statistics of a chunk for which `get_digest` returned a digest."""
+        row = self._row(chunk)
+        return row is not None and bool(row.stats)
+
+    def _row(self, chunk: PayloadChunk) -> _StoredPiece | None:
         record = self._records.get(chunk.path)
         if record is None or (record.dtype, record.shape) != (chunk.dtype, chunk.shape):
             return None
         if chunk.path not in self._rows:
-            self._rows[chunk.path] = dict(_iter_rows(record))
+            self._rows[chunk.path] = {row.box: row for row in _iter_rows(record)}
         row = self._rows[chunk.path].get(chunk.box)
-        return row if row is not None and self._is_there(row[0]) else None
+        return row if row is not None and self._is_there(row.file) else None
 
     def _is_there(self, number: int) -> bool:
         assert self._contents is not None, "rows are those of a step"
@@ -123,8 +134,7 @@ class BaseCheckpoint:
         """
         row = self._row(chunk)
         assert row is not None and self._contents is not None, "only what the base has is not written"
-        number, offset, digest = row
-        return BaseLocation(self._file(self._contents.files[number].place), offset, digest)
+        return BaseLocation(self._file(self._contents.files[row.file].place), row.offset, row.digest, row.stats)
 
     # Arrays that are frozen
 
@@ -197,11 +207,17 @@ class BaseCheckpoint:
             entry: Entry from `locate`.
             hashes: Block hashes, by file name, of files without stored hashes.
         """
+        stats = self._piece_stats(entry)
         for box, name, layout in entry.pieces:
             assert isinstance(layout, Span), "as `locate` made sure"
             file = self._file(name)
             file = file if file.hashes is not None else file._replace(hashes=hashes[name])
-            yield box, BaseLocation(file, layout.offset, b"")
+            yield box, BaseLocation(file, layout.offset, stats=stats.get(box, b""))
+
+    def _piece_stats(self, entry: TensorEntry) -> dict[Box, bytes]:
+        """Return the packed statistics of the pieces of an array; empty without them."""
+        record = self._stored.get(entry.path)
+        return {} if record is None else {row.box: row.stats for row in _iter_rows(record)}
 
     def digests(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[bytes]:
         """Yield the xxh3-128 of boxes of arrays in the base; reads one batch at a time.
@@ -332,12 +348,23 @@ class BaseCheckpoint:
         return tuple(known[url]._replace(url=url) for url in group_files_by_base(files))
 
 
-def _iter_rows(record: ArrayRecord) -> Iterator[tuple[Box, tuple[int, int, bytes]]]:
+class _StoredPiece(NamedTuple):
+    """A piece of an array of the base, with the index of its file."""
+
+    box: Box
+    file: int
+    offset: int
+    digest: bytes
+    stats: bytes
+
+
+def _iter_rows(record: ArrayRecord) -> Iterator[_StoredPiece]:
     rows, n, width = record.rows.tolist(), 2 + len(record.shape), record.width
     for number, at in enumerate(range(0, len(rows), width)):
         box = Box(tuple(rows[at + 2 : at + n]), tuple(rows[at + n : at + width]))
         digest = record.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        yield box, (rows[at], rows[at + 1], digest)
+        stats = record.stats[number * STATS_BYTES : (number + 1) * STATS_BYTES]
+        yield _StoredPiece(box, rows[at], rows[at + 1], digest, stats)
 
 
 def _replaced(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
@@ -396,7 +423,7 @@ class BaseReferences:
             self._files.append(known.file)
         record = self._arrays.get(path) or ArrayRecord(path, dtype, shape, array("Q"))
         record.rows.extend((number, known.offset, *box.offset, *box.size))
-        self._arrays[path] = record._replace(digests=record.digests + known.digest)
+        self._arrays[path] = record._replace(digests=record.digests + known.digest, stats=record.stats + known.stats)
 
     def part(self) -> PartialManifest:
         """Return the references as the manifest part of one writer."""

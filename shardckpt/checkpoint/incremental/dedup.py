@@ -80,23 +80,26 @@ class BaseHints:
         key: Key that changes with the locations of frozen parameters in the base; empty without frozen parameters.
         digests: xxh3-128 of the base's bytes of a chunk, by position of the chunk in the rank's plan.
         files: Sizes in bytes, by name, of files in the base; each rank hashes a share of their blocks.
+        unmeasured: Positions of chunks in `digests` whose statistics the save stores and the base lacks.
     """
 
     url: str = ""
     key: str = ""
     digests: Mapping[int, bytes] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
+    unmeasured: Sequence[int] = ()
 
     def to_json(self) -> list[object]:
         """Return the hints as JSON."""
-        return [self.url, self.key, list(self.digests), b"".join(self.digests.values()).hex(), dict(self.files)]
+        digits = b"".join(self.digests.values()).hex()
+        return [self.url, self.key, list(self.digests), digits, dict(self.files), list(self.unmeasured)]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> BaseHints:
         """Return the hints that `to_json` returned."""
-        url, key, positions, digits, files = values
+        url, key, positions, digits, files, unmeasured = values
         data = bytes.fromhex(digits)
-        return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files)
+        return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files, unmeasured)
 
     def unchanged(self, chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
         """Return the positions of chunks whose bytes are equal in the base.
@@ -236,17 +239,27 @@ class BaseDedup:
     def _file_key(self, name: str) -> tuple[str, str, str]:
         return self._base.url, name, self._versions[name]
 
-    def hints_for(self, rank_plan: RankSavePlan) -> BaseHints:
-        """Return the hints for a rank."""
+    def hints_for(self, rank_plan: RankSavePlan, *, stats: bool = False) -> BaseHints:
+        """Return the hints for a rank.
+
+        Args:
+            rank_plan: Plan of the rank.
+            stats: Whether the save stores statistics.
+        """
         digests = {
             at: digest
             for at, chunk in enumerate(rank_plan.chunks)
             if (digest := self._base.get_digest(chunk)) is not None
         }
-        return BaseHints(self._base.url, self._key, digests, self._asked)
+        unmeasured = [at for at in digests if stats and not self._base.has_stats(rank_plan.chunks[at])]
+        return BaseHints(self._base.url, self._key, digests, self._asked, unmeasured)
 
     def part(
-        self, unchanged: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], known: _Hashes
+        self,
+        unchanged: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[int]],
+        known: _Hashes,
+        stats: Sequence[Mapping[str, str]] = (),
     ) -> PartialManifest:
         """Return the references of the step to other folders.
 
@@ -254,6 +267,8 @@ class BaseDedup:
             unchanged: For each rank, the positions in its plan of the chunks that it did not write.
             blocks: For each rank, the hashes of its share of the blocks.
             known: Cache of block hashes; new hashes are added.
+            stats: For each rank, the packed statistics, in hexadecimal digits, of chunks whose base lacks them, by
+                position in its plan.
 
         Raises:
             UsageError: The step would refer to too many folders.
@@ -262,10 +277,14 @@ class BaseDedup:
             known[self._file_key(name)] = merged
         hashes = {name: known[self._file_key(name)] for name in self._unhashed}
         references = BaseReferences()
-        for rank_plan, positions in zip(self._plan.rank_plans, unchanged, strict=True):
+        measured = stats or [{} for _ in unchanged]
+        for rank_plan, positions, own in zip(self._plan.rank_plans, unchanged, measured, strict=True):
             for at in positions:
                 path, shape, dtype, box = rank_plan.chunks[at]
-                references.add(path, dtype, shape, box, self._base.known(rank_plan.chunks[at]))
+                known_at = self._base.known(rank_plan.chunks[at])
+                if str(at) in own:
+                    known_at = known_at._replace(stats=bytes.fromhex(own[str(at)]))
+                references.add(path, dtype, shape, box, known_at)
         for path, shape, dtype in self._plan.frozen:
             for box, where in self._base.rows(self._entries[path], hashes):
                 references.add(path, dtype, shape, box, where)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from typing import Protocol
 
+from shardckpt.checkpoint.save.chunk_meter import ChunkMeter
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, TensorSource, iter_bytes
 from shardckpt.format.encodings.safetensors_check import create_checked
 from shardckpt.format.native.manifest_json import WrittenPayload
-from shardckpt.format.native.payload import FileHasher, PayloadFile
+from shardckpt.format.native.payload import FileHasher, HashTask, PayloadFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
@@ -30,8 +32,21 @@ Source = Callable[[PayloadFile], Iterable[memoryview]]
 """Returns the contents of a file after its header; each part is valid until the next one is requested."""
 
 
+class _Digester(Protocol):
+    """Computes something from the bytes of a file while it is written."""
+
+    def split(self, data: memoryview, most: int, /) -> list[HashTask]:
+        """Return tasks for the file's next bytes, about `most`."""
+
+
 def write_payloads(
-    publication: Publication, payloads: Sequence[PayloadFile], source: Source, *, checksums: bool, digests: bool = False
+    publication: Publication,
+    payloads: Sequence[PayloadFile],
+    source: Source,
+    *,
+    checksums: bool,
+    digests: bool = False,
+    stats: bool = False,
 ) -> list[WrittenPayload]:
     """Write a rank's files.
 
@@ -41,6 +56,7 @@ def write_payloads(
         source: Returns the contents of a file.
         checksums: Hash every written block.
         digests: Hash every chunk too.
+        stats: Compute statistics of the values of every chunk.
 
     Raises:
         FormatError: The safetensors library refuses a file that was written.
@@ -50,13 +66,18 @@ def write_payloads(
     with closing(_Hashing()) as hashing:
         for payload in payloads:
             hasher = FileHasher(payload, blocks=checksums, chunks=digests)
+            meter = ChunkMeter(payload.chunks, len(payload.header)) if stats else None
+            digesters: list[_Digester] = [hasher] if checksums or digests else []
+            if meter is not None:
+                digesters.append(meter)
             with create_checked(publication, payload.name) as writer:
-                stream = _Stream(writer, hasher if checksums or digests else None, hashing)
+                stream = _Stream(writer, digesters, hashing)
                 stream.add(memoryview(payload.header))
                 for part in source(payload):
                     stream.add(part)
                 stream.finish()
-            written.append(WrittenPayload(payload, hasher.hashes, hasher.digests))
+            measured = None if meter is None else meter.stats()
+            written.append(WrittenPayload(payload, hasher.hashes, hasher.digests, measured))
     return written
 
 
@@ -78,11 +99,11 @@ class _Hashing:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
-    def submit(self, hasher: FileHasher, data: memoryview) -> list[Future[None]]:
-        """Start to hash bytes on the threads."""
+    def submit(self, tasks: Iterable[HashTask]) -> list[Future[None]]:
+        """Start tasks on the threads."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="shardckpt-hash")
-        return [self._pool.submit(task) for task in hasher.split(data, _HASH_THREADS)]
+        return [self._pool.submit(task) for task in tasks]
 
     def close(self) -> None:
         """Wait for the threads to end."""
@@ -93,8 +114,8 @@ class _Hashing:
 class _Stream:
     """Writer of one file: joins small parts and hashes bytes while they are written."""
 
-    def __init__(self, writer: Writer, hasher: FileHasher | None, hashing: _Hashing) -> None:
-        self._writer, self._hasher, self._hashing = writer, hasher, hashing
+    def __init__(self, writer: Writer, digesters: Sequence[_Digester], hashing: _Hashing) -> None:
+        self._writer, self._digesters, self._hashing = writer, digesters, hashing
         self._small = bytearray()
 
     def add(self, data: memoryview) -> None:
@@ -116,10 +137,14 @@ class _Stream:
 
     def _put(self, data: memoryview) -> None:
         hashed: list[Future[None]] = []
-        if self._hasher is not None and len(data) > SMALL_BYTES:
-            hashed = self._hashing.submit(self._hasher, data)
-        elif self._hasher is not None:
-            self._hasher.update(data)
+        if self._digesters and len(data) > SMALL_BYTES:
+            hashed = self._hashing.submit(
+                task for digester in self._digesters for task in digester.split(data, _HASH_THREADS)
+            )
+        else:
+            for digester in self._digesters:
+                for task in digester.split(data, 1):
+                    task()
         self._writer.write(data)
         for future in hashed:
             future.result()

@@ -46,6 +46,7 @@ class SaveParams(TypedDict, total=False):
     trainable_only: bool
     base_key_map: Mapping[str, str] | None
     on_event: OnEvent | None
+    stats: bool
 
 
 @renamed_params(**EARLIER_NAMES)
@@ -79,6 +80,8 @@ def save(
         base_key_map: Replacements by regular expression, which change names of the model to names in the base. Patterns
             of wrappers and adapters (PEFT) are known.
         on_event: Called with the `SaveEvent` of this save when it has ended.
+        stats: Store statistics of the values of each tensor, which `shardckpt stats`, `inspect`, `history` and `bisect`
+            read: counts of NaN, infinities and zeros, extremes, mean and L2 norm.
 
     Raises:
         TargetExistsError: The target exists and `overwrite` is False.
@@ -120,8 +123,14 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
     """Return the checked options. Raises UsageError."""
     base, checksums = options.get("base"), options.get("checksums", True)
     overwrite, trainable_only = options.get("overwrite", False), options.get("trainable_only", False)
-    store_digests = options.get("store_digests", False)
-    require_bools(overwrite=overwrite, checksums=checksums, store_digests=store_digests, trainable_only=trainable_only)
+    store_digests, stats = options.get("store_digests", False), options.get("stats", False)
+    require_bools(
+        overwrite=overwrite,
+        checksums=checksums,
+        store_digests=store_digests,
+        trainable_only=trainable_only,
+        stats=stats,
+    )
     if trainable_only and base is None:
         raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
     has_digests = store_digests or base is not None
@@ -144,6 +153,7 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
         trainable_only,
         key_map,
         options.get("on_event"),
+        stats,
     )
 
 

@@ -34,6 +34,7 @@ from shardckpt.checkpoint.planning.save_plan import (
     create_single_rank_plan,
 )
 from shardckpt.checkpoint.planning.value_mismatch import build_mismatch_error, value_digests
+from shardckpt.checkpoint.save.chunk_meter import measure_chunk
 from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, write_payloads
 from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
@@ -63,6 +64,7 @@ from shardckpt.format.native.payload import (
 )
 from shardckpt.format.native.records import FileRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
+from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.storage.publication import Publication
@@ -92,6 +94,7 @@ class SaveOptions:
         trainable_only: Whether to refer to the base for all frozen parameters.
         base_key_map: Replacements by regular expression, which change names of the model to names in the base.
         on_event: Called with the event of the save; None without a callback.
+        stats: Whether to store statistics of the values.
     """
 
     path: str
@@ -103,6 +106,7 @@ class SaveOptions:
     trainable_only: bool = False
     base_key_map: Mapping[str, str] = field(default_factory=dict)
     on_event: OnEvent | None = None
+    stats: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,11 +271,13 @@ class StagedSave:
         files: Layouts of the files, without headers.
         replicas: Digests of boxes in each replica group.
         unchanged: Positions in the plan of chunks that are equal in the base.
+        stats: Statistics of those of them whose statistics the base lacks, by position; empty if nobody needs them.
     """
 
     files: tuple[FileLayout, ...]
     replicas: ReplicaDigests
     unchanged: tuple[int, ...]
+    stats: Mapping[int, ValueStats] = field(default_factory=dict)
 
     def replica_group_digests(self) -> dict[str, str]:
         """Return one digest per replica group, by number of the group."""
@@ -304,9 +310,10 @@ class WrittenSave:
         """Bytes of the payload files."""
         return sum(each.payload.nbytes for each in self.payloads)
 
-    def outcome(self) -> tuple[dict[str, str], tuple[int, ...], Sequence[int]]:
-        """Return digests of replica groups, unchanged chunks and block hashes, for rank 0."""
-        return self.staged.replica_group_digests(), self.staged.unchanged, self.block_hashes
+    def outcome(self) -> tuple[dict[str, str], tuple[int, ...], Sequence[int], dict[str, str]]:
+        """Return digests of replica groups, unchanged chunks, block hashes and statistics, for rank 0."""
+        stats = {str(at): measured.pack().hex() for at, measured in self.staged.stats.items()}
+        return self.staged.replica_group_digests(), self.staged.unchanged, self.block_hashes, stats
 
 
 @dataclass(frozen=True)
@@ -417,14 +424,17 @@ class SaveSession:
             self._publication = JoinedPublication(planned.response.place)
         rank_plan = planned.rank_plan
         unchanged: tuple[int, ...] = ()
+        stats: dict[int, ValueStats] = {}
         if planned.frozen_params is not None:
             hints = planned.response.hints or BaseHints()
             arrays, key_map = flattened.arrays, self._options.base_key_map
             planned.frozen_params.compare(rank_plan.frozen, hints, arrays, flattened.ties, key_map)
-            unchanged = hints.unchanged(rank_plan.chunks, flattened.arrays)
+            unchanged = hints.unchanged(rank_plan.chunks, arrays)
+            missing = [at for at in hints.unmeasured if at in unchanged]
+            stats = {at: measure_chunk(rank_plan.chunks[at], arrays) for at in missing}
         files = rank_plan.arrange_files(planned.model, unchanged)
         replicas = ReplicaDigests(_find_replicas(rank_plan, flattened) if self._options.checksums else {})
-        return StagedSave(files, replicas, unchanged)
+        return StagedSave(files, replicas, unchanged, stats)
 
     def write(self, planned: PlannedSave, staged: StagedSave, source: Source) -> WrittenSave:
         """Write the files of this rank.
@@ -439,7 +449,12 @@ class SaveSession:
         carry = self._begun.contents.carried() if self._begun is not None else None
         planned_files = build_payloads(planned.response.save, self._coordinator.rank, staged.files, carry)
         payloads = write_payloads(
-            self._publication, planned_files, source, checksums=options.checksums, digests=options.store_digests
+            self._publication,
+            planned_files,
+            source,
+            checksums=options.checksums,
+            digests=options.store_digests,
+            stats=options.stats,
         )
         files: tuple[FileRecord, ...] = ()
         # An old index must stay as long as its files.
@@ -495,7 +510,7 @@ class SaveSession:
         self,
         planned: PlannedSave,
         written: WrittenSave,
-        outcomes: Sequence[tuple[Any, Any, Any]],
+        outcomes: Sequence[tuple[Any, Any, Any, Any]],
         others: Sequence[PartialManifest],
     ) -> bytes:
         """Compare replicas, commit, publish. On rank 0.
@@ -508,14 +523,14 @@ class SaveSession:
         """
         assert self._begun is not None and self._publication is not None
         plan, base = self._begun.cache.plan, self._begun.base
-        digests, unchanged, hashes = zip(*outcomes, strict=True)
+        digests, unchanged, hashes, stats = zip(*outcomes, strict=True)
         if _has_unequal_replicas(plan, digests):
             return _EXPLAIN
         parts = [build_partial(written.payloads), *others]
         referred = []
         if base is not None:
             assert planned.frozen_params is not None
-            referred.append(base.part(unchanged, hashes, planned.frozen_params.hashes))
+            referred.append(base.part(unchanged, hashes, planned.frozen_params.hashes, stats))
         files, arrays = merge_partials([*parts, *referred], plan.order)
         bases = base.bases(files) if base is not None else ()
         contents = replace(self._begun.contents, files=(*files, *written.files), arrays=arrays, bases=bases)
@@ -711,11 +726,10 @@ class SavePlanner:
         )
         if base is not None:
             base.ask_for_hashes(self._saver.frozen_params.hashes)
+        hints = [None if base is None else base.hints_for(each, stats=options.stats) for each in plan.rank_plans]
         return [
-            PlanResponse(
-                save_id, self.publication.staging_url, rank_plan, None if base is None else base.hints_for(rank_plan)
-            )
-            for rank_plan in plan.rank_plans
+            PlanResponse(save_id, self.publication.staging_url, rank_plan, rank_hints)
+            for rank_plan, rank_hints in zip(plan.rank_plans, hints, strict=True)
         ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import check_paths
@@ -31,10 +32,13 @@ from shardckpt.format.native.records import (
     read_save,
     read_sha256,
     read_version,
+    stats_json,
     sub_hashes_json,
     with_digests,
+    with_stats,
     with_sub_hashes,
 )
+from shardckpt.format.value_stats import STATS_BYTES, ValueStats
 from shardckpt.manifest import Path, dotted
 
 KEEPS_ORDER = "keeps_order"
@@ -101,7 +105,7 @@ def encode_manifest(contents: ManifestContents) -> bytes:
     data = encode_canonical(
         {
             "format": "shardckpt manifest",
-            "version": list(find_version(contents.files)),
+            "version": list(find_version(contents.files, contents.arrays)),
             "save": contents.save,
             "about": dict(contents.about),
             "topology": dict(contents.topology),
@@ -110,6 +114,7 @@ def encode_manifest(contents: ManifestContents) -> bytes:
             **sub_hashes_json(contents.files),
             "arrays": arrays_json(contents.arrays),
             **digests_json(contents.arrays),
+            **stats_json(contents.arrays),
             "ties": [[list(path), index] for path, index in contents.ties.items()],
             **_variants_json(contents.variants),
             "nest": contents.tree,
@@ -139,7 +144,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
     read_version(raw["version"], where)
     bases = _read_bases(raw.get("bases", []), where)
     files = with_sub_hashes(read_files(raw["files"], [base.url for base in bases], where), raw, where)
-    arrays = with_digests(read_arrays(raw["arrays"], len(files), where), raw, where)
+    arrays = _read_arrays(raw, len(files), where)
     if not all(isinstance(v, str) for v in raw["about"].values()):
         raise field_error("`about` maps no names to text", raw["about"], "", where)
     return ManifestContents(
@@ -153,6 +158,11 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
         bases=bases,
         variants=read_variants(raw.get("variants", []), where),
     )
+
+
+def _read_arrays(raw: Mapping[str, Any], files: int, where: object) -> tuple[ArrayRecord, ...]:
+    arrays = read_arrays(raw["arrays"], files, where)
+    return with_stats(with_digests(arrays, raw, where), raw, where)
 
 
 def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:
@@ -230,11 +240,13 @@ class WrittenPayload:
         payload: Layout of the file.
         hashes: Hashes of the file; None if not computed.
         digests: Digests of its chunks, in file order; None if not computed.
+        stats: Statistics of its chunks, in file order; None if not computed.
     """
 
     payload: PayloadFile
     hashes: FileHashes | None = None
     digests: tuple[bytes, ...] | None = None
+    stats: tuple[ValueStats, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +267,7 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
     files = tuple(hashed_record(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
     found: dict[Path, ArrayRecord] = {}
     digests: dict[Path, list[bytes]] = {}
+    stats: dict[Path, list[bytes]] = {}
     for number, each in enumerate(written):
         for chunk, offset in zip(each.payload.chunks, each.payload.offsets, strict=True):
             record = found.get(chunk.path)
@@ -263,17 +276,21 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
             record.rows.extend((number, offset, *chunk.box.offset, *chunk.box.size))
         for chunk, digest in zip(each.payload.chunks, each.digests or (), strict=each.digests is not None):
             digests.setdefault(chunk.path, []).append(digest)
+        for chunk, measured in zip(each.payload.chunks, each.stats or (), strict=each.stats is not None):
+            stats.setdefault(chunk.path, []).append(measured.pack())
     for path, parts in digests.items():
         found[path] = found[path]._replace(digests=b"".join(parts))
+    for path, parts in stats.items():
+        found[path] = found[path]._replace(stats=b"".join(parts))
     return PartialManifest(files, tuple(found.values()))
 
 
 def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
     """Encode the records of a writer's files for the rank that commits."""
     part = build_partial(written)
-    hashes, digests = sub_hashes_json(part.files), digests_json(part.arrays)
-    files = files_json(part.files, ())
-    return encode_canonical({"files": files, **hashes, "arrays": arrays_json(part.arrays), **digests})
+    files = {"files": files_json(part.files, ()), **sub_hashes_json(part.files)}
+    arrays = {"arrays": arrays_json(part.arrays), **digests_json(part.arrays), **stats_json(part.arrays)}
+    return encode_canonical(files | arrays)
 
 
 def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
@@ -284,7 +301,7 @@ def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
     """
     raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
     files = with_sub_hashes(read_files(raw["files"], (), where), raw, where)
-    return PartialManifest(files, with_digests(read_arrays(raw["arrays"], len(files), where), raw, where))
+    return PartialManifest(files, _read_arrays(raw, len(files), where))
 
 
 def merge_partials(
@@ -321,16 +338,19 @@ def merge_partials(
                 for at in range(0, len(rows), record.width):
                     rows[at] += first
             known.rows.extend(rows)
-            if record.digests:
-                found[record.path] = known._replace(digests=known.digests + record.digests)
+            if record.digests or record.stats:
+                found[record.path] = known._replace(
+                    digests=known.digests + record.digests, stats=known.stats + record.stats
+                )
     if set(found) != set(order) or len(set(order)) != len(order):
         wrong = next(iter(set(found) ^ set(order)), order[0] if order else ())
         raise FormatError("what was written is not what was planned", where=dotted(wrong))
-    return tuple(files), tuple(_all_or_no_digests(found[path]) for path in order)
+    return tuple(files), tuple(_for_all_or_no_pieces(found[path]) for path in order)
 
 
-def _all_or_no_digests(record: ArrayRecord) -> ArrayRecord:
-    if not record.digests:
-        return record
+def _for_all_or_no_pieces(record: ArrayRecord) -> ArrayRecord:
+    """Return an array without digests or statistics that some of its pieces lack."""
     count = len(record.rows) // record.width
-    return record if len(record.digests) == count * DIGEST_BYTES else record._replace(digests=b"")
+    if len(record.digests) != count * DIGEST_BYTES:
+        record = record._replace(digests=b"")
+    return record if len(record.stats) == count * STATS_BYTES else record._replace(stats=b"")

@@ -20,11 +20,14 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.safetensors import HeaderTensor, encode_entries, join_header
 from shardckpt.manifest import Path, dotted
 
-VERSION = (1, 1)
+VERSION = (1, 2)
 """Version of the format: readers reject another major version, and ignore additions of a newer minor version."""
 
 FIRST_VERSION = (1, 0)
 """Version of files without later additions, which state it so that their bytes do not change with a new version."""
+
+SUB_HASHES_VERSION = (1, 1)
+"""Version of files with hashes of sub-blocks, and without statistics."""
 
 BLOCK_BYTES = 1 << 22
 """Bytes of a file that one hash covers."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
+from functools import cached_property
+from math import prod
 
 from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.format.budget import gc_paused
@@ -17,6 +19,7 @@ from shardckpt.format.native.payload import BLOCK_BYTES, KEY, SUB_BLOCK_BYTES
 from shardckpt.format.native.records import HASH_BYTES, ArrayRecord, FileRecord, pack_hashes, unpack_hashes
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
+from shardckpt.format.value_stats import ValueStats, merge_stats, unpack_stats
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
 from shardckpt.storage.store import Store
 
@@ -118,6 +121,20 @@ class NativeReader(Reader):
         Those changed since the step was saved.
         """
         return self._unverified
+
+    def value_stats(self, path: Path) -> ValueStats | None:
+        """Return the statistics of an array that its save stored; None without them."""
+        record = self._records_with_stats.get(path)
+        if record is None:
+            return None
+        found = merge_stats(unpack_stats(record.stats))
+        return found if found.size == prod(record.shape) else None
+
+    @cached_property
+    def _records_with_stats(self) -> Mapping[Path, ArrayRecord]:
+        arrays = self.contents.arrays
+        tied = {path: arrays[index] for path, index in self.contents.ties.items()}
+        return {path: record for path, record in ({a.path: a for a in arrays} | tied).items() if record.stats}
 
     def decode_state(self, decode_ref: tagged_json.DecodeRef) -> object:
         """Return the saved state in its saved containers.

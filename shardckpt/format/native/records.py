@@ -10,7 +10,7 @@ import re
 import reprlib
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,10 +23,12 @@ from shardckpt.format.native.payload import (
     BLOCK_BYTES,
     FIRST_VERSION,
     SUB_BLOCK_BYTES,
+    SUB_HASHES_VERSION,
     VERSION,
     BlockHasher,
     FileHashes,
 )
+from shardckpt.format.value_stats import STATS_BYTES
 from shardckpt.manifest import Path, Piece, Span, dotted
 
 MAX_BYTES = 1 << 62
@@ -158,6 +160,10 @@ MAX_SUB_HASH_BYTES = 1 << 25
 """Maximum bytes of the hashes of sub-blocks in a manifest, those of 1 TiB: every rank reads the manifest."""
 
 
+MAX_STATS_BYTES = 1 << 25
+"""Maximum bytes of statistics in a manifest, those of half a million pieces: every rank reads the manifest."""
+
+
 class FileRecord(NamedTuple):
     """One file with bytes of a step.
 
@@ -190,6 +196,7 @@ class ArrayRecord(NamedTuple):
         shape: Shape in elements.
         rows: For each piece: file index, byte offset, box offset, box size.
         digests: Concatenated xxh3-128 of the pieces; empty if not computed.
+        stats: Concatenated packed statistics of the values of the pieces; empty if not computed.
     """
 
     path: Path
@@ -197,6 +204,7 @@ class ArrayRecord(NamedTuple):
     shape: Shape
     rows: array[int]
     digests: bytes = b""
+    stats: bytes = b""
 
     @property
     def width(self) -> int:
@@ -286,9 +294,11 @@ def has_sub_hashes(files: Iterable[FileRecord]) -> bool:
     return 0 < sum(len(f.sub_hashes) for f in files) <= MAX_SUB_HASH_BYTES
 
 
-def find_version(files: Iterable[FileRecord]) -> tuple[int, int]:
-    """Return the lowest version of the format that has everything that is stored about files."""
-    return VERSION if has_sub_hashes(files) else FIRST_VERSION
+def find_version(files: Iterable[FileRecord], arrays: Sequence[ArrayRecord] = ()) -> tuple[int, int]:
+    """Return the lowest version of the format that has everything that is stored about files and arrays."""
+    if stats_json(arrays):
+        return VERSION
+    return SUB_HASHES_VERSION if has_sub_hashes(files) else FIRST_VERSION
 
 
 def sub_hashes_json(files: Sequence[FileRecord]) -> dict[str, object]:
@@ -304,6 +314,13 @@ def arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
 def digests_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
     """Return the JSON field with the arrays' digests; empty if there are none."""
     return {"digests": [a.digests.hex() for a in arrays]} if any(a.digests for a in arrays) else {}
+
+
+def stats_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
+    """Return the JSON field with the statistics of arrays; empty if there are none, or too many."""
+    if not 0 < sum(len(a.stats) for a in arrays) <= MAX_STATS_BYTES:
+        return {}
+    return {"stats": [a.stats.hex() for a in arrays]}
 
 
 def read_files(value: object, bases: Sequence[str], where: object) -> tuple[FileRecord, ...]:
@@ -416,19 +433,32 @@ def with_digests(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where:
     """
     if "digests" not in raw:
         return arrays
-    texts = read_fixed(raw["digests"], len(arrays), "digests", where)
-    return tuple(
-        record._replace(digests=_read_digests(text, record, where)) for record, text in zip(arrays, texts, strict=True)
-    )
+    found = _read_of_pieces(raw["digests"], arrays, DIGEST_BYTES, "digests", where)
+    return tuple(record._replace(digests=data) for record, data in zip(arrays, found, strict=True))
 
 
-def _read_digests(text: object, record: ArrayRecord, where: object) -> bytes:
-    length = 2 * DIGEST_BYTES * (len(record.rows) // record.width)
-    if not isinstance(text, str) or len(text) not in (0, length):
-        raise field_error(
-            f"the digests of {dotted(record.path)!r} do not fit its pieces", "", f"{length} digits", where
-        )
-    return _from_hex(text, "a digest", where)
+def with_stats(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
+    """Return arrays with the statistics of their pieces, if stored.
+
+    Raises FormatError for malformed statistics.
+    """
+    if "stats" not in raw:
+        return arrays
+    found = _read_of_pieces(raw["stats"], arrays, STATS_BYTES, "stats", where)
+    return tuple(record._replace(stats=data) for record, data in zip(arrays, found, strict=True))
+
+
+def _read_of_pieces(
+    texts: object, arrays: Sequence[ArrayRecord], nbytes: int, name: str, where: object
+) -> Iterator[bytes]:
+    """Yield the bytes of a field for each array: `nbytes` for each of its pieces, or none."""
+    for record, text in zip(arrays, read_fixed(texts, len(arrays), name, where), strict=True):
+        length = 2 * nbytes * (len(record.rows) // record.width)
+        if not isinstance(text, str) or len(text) not in (0, length):
+            raise field_error(
+                f"the {name} of {dotted(record.path)!r} do not fit its pieces", "", f"{length} digits", where
+            )
+        yield _from_hex(text, f"an entry of {name!r}", where)
 
 
 def _from_hex(text: str, what: str, where: object) -> bytes:

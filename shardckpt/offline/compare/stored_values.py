@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from shardckpt.dtypes import bits
 from shardckpt.format.chunk_reader import read_blocks
+from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import TensorEntry, dotted
-from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
+from shardckpt.offline.write.numpy_casts import cast_into
 
 BLOCK_BYTES = 1 << 21
 """Bytes to read at a time; as float64, a block takes up to 8 times as many."""

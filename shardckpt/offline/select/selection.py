@@ -17,6 +17,7 @@ from shardckpt.errors import (
     UsageError,
 )
 from shardckpt.format.chunk_reader import read_blocks, same_bits
+from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
@@ -24,7 +25,6 @@ from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.offline.select.group_settings import read_content
 from shardckpt.offline.select.options import Options, parse_dtype
-from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.report import NO_SHAPES
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.plan.layout.output_files import OutputTensor

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardckpt.errors import UsageError
 from shardckpt.format.chunk_reader import read_blocks
+from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TYPES, TensorValue, encode_archive
@@ -27,7 +28,6 @@ from shardckpt.offline.targets.base import Conversion, Target, require_allowed
 from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.offline.targets.torchsave import state_dict, torch_file
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
-from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.output_keys import VALUES

@@ -4,38 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.dtypes import FLOATS, bits
+from shardckpt.dtypes import FLOATS
 from shardckpt.errors import PrecisionError
+from shardckpt.format.encodings.element_values import numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
 
-_OF_ML_DTYPES = frozenset(
-    ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-)
-
 _HALF_INFINITIES = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """The bits of infinity; comparing integers is 5 times as fast as `isinf` of the types that ml_dtypes adds."""
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype for torch's name.
-
-    Raises:
-        TypeError: NumPy has no such dtype in all supported releases (sub-byte types, complex32).
-    """
-    import numpy as np  # noqa: PLC0415  (0.07 s, and what casts nothing needs none)
-
-    if name == "complex32" or bits(name) % 8:
-        raise TypeError(f"numpy has no type for {name}")
-    kind: np.dtype[Any] = np.dtype(_find_type(name) if name in _OF_ML_DTYPES else name)
-    return kind
-
-
-def _find_type(name: str) -> Any:
-    import ml_dtypes  # noqa: PLC0415  (as numpy in `numpy_dtype`)
-
-    return getattr(ml_dtypes, name)
 
 
 def cast_into(

@@ -177,6 +177,7 @@ class TensorStats:
         max: Largest finite value; None if there is none.
         mean: Mean of the finite values; None if there is none.
         l2: L2 norm of the finite values.
+        is_stored: Whether the save stored the statistics, so that the values were not read.
     """
 
     name: str
@@ -189,6 +190,7 @@ class TensorStats:
     max: float | None
     mean: float | None
     l2: float
+    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,11 @@ class Statistics:
     def infs(self) -> int:
         """Number of infinities in all tensors."""
         return sum(tensor.infs for tensor in self.tensors)
+
+    @property
+    def stored(self) -> int:
+        """Number of tensors whose statistics the save stored."""
+        return sum(tensor.is_stored for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from shardckpt.checkpoint.load.torch_casts import put
 from shardckpt.dtypes import FLOATS, TORCH_NAMES
 from shardckpt.errors import PrecisionError
+from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.manifest import TensorEntry
-from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
+from shardckpt.offline.write.numpy_casts import cast_into
 
 KINDS = sorted(FLOATS)
 

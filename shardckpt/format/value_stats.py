@@ -1,0 +1,72 @@
+"""Statistics of the values of a tensor or of a part of it, which merge exactly."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+STATS_BYTES = 64
+"""Bytes of packed statistics."""
+
+_PACKED = struct.Struct(">4Q4d")
+
+
+class ValueStats(NamedTuple):
+    """Statistics of some values; complex numbers count by their magnitude.
+
+    Attributes:
+        nans: Number of NaNs.
+        infs: Number of infinities.
+        zeros: Number of zeros.
+        finite: Number of finite values.
+        min: Smallest finite value; infinity if there is none.
+        max: Largest finite value; negative infinity if there is none.
+        total: Sum of the finite values.
+        squares: Sum of the squares of the finite values.
+    """
+
+    nans: int = 0
+    infs: int = 0
+    zeros: int = 0
+    finite: int = 0
+    min: float = math.inf
+    max: float = -math.inf
+    total: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return self.nans + self.infs + self.finite
+
+    def pack(self) -> bytes:
+        """Return the statistics as 64 bytes: four counts and four doubles, big-endian."""
+        return _PACKED.pack(*self)
+
+
+def unpack_stats(data: bytes) -> list[ValueStats]:
+    """Return statistics that were packed back to back."""
+    return [ValueStats(*fields) for fields in _PACKED.iter_unpack(data)]
+
+
+def merge_stats(parts: Iterable[ValueStats]) -> ValueStats:
+    """Merge the statistics of parts: counts and extremes exactly, sums rounded once.
+
+    Args:
+        parts: Statistics of disjoint parts, in any order.
+    """
+    nans, infs, zeros, finite, least, largest, totals, squares = zip(ValueStats(), *parts, strict=True)
+    return ValueStats(
+        sum(nans), sum(infs), sum(zeros), sum(finite), min(least), max(largest), _add(totals), _add(squares)
+    )
+
+
+def _add(numbers: Iterable[float]) -> float:
+    """Return the sum of numbers in any order; infinite, or NaN, if it is beyond a double."""
+    numbers = list(numbers)
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):
+        return sum(numbers)
