@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         SaveEvent,
     )
     from shardckpt.offline.consolidate import consolidate, convert
+    from shardckpt.offline.copy import Copied, copy
     from shardckpt.offline.diff import diff
     from shardckpt.offline.inspect import inspect
     from shardckpt.offline.merge_adapter import merge_adapter
@@ -105,6 +106,7 @@ _HOMES = {
         "RestoreEvent",
         "SaveEvent",
     ),
+    "shardckpt.offline.copy": ("Copied", "copy"),
     "shardckpt.offline.diff": ("diff",),
     "shardckpt.offline.consolidate": ("consolidate", "convert"),
     "shardckpt.offline.inspect": ("inspect",),
@@ -151,6 +153,7 @@ __all__ = [
     "Checkpointer",
     "ChecksumError",
     "Comparison",
+    "Copied",
     "FallbackEvent",
     "FormatError",
     "IncompleteError",
@@ -207,6 +210,7 @@ __all__ = [
     "async_save",
     "consolidate",
     "convert",
+    "copy",
     "diff",
     "inspect",
     "iter_full_state_dict",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from shardckpt_cli import compare, consolidate, inspect, ls, merge, prune, rekey, repair, reshard, stats, verify
+from shardckpt_cli import compare, consolidate, copy, inspect, ls, merge, prune, rekey, repair, reshard, stats, verify
 from shardckpt_cli.commands import Command, CommandWithTargets, CommandWithVerbs
 from shardckpt_cli.exits import run_main, wrap_command
 
@@ -37,6 +37,7 @@ VERBS = {
     "reshard": Verb(reshard.reshard, CommandWithTargets),
     "merge-adapter": Verb(merge.merge_adapter, CommandWithTargets),
     "inspect": Verb(inspect.inspect),
+    "copy": Verb(copy.copy),
     "repair": Verb(repair.repair),
     "verify": Verb(verify.verify),
     "diff": Verb(compare.diff),

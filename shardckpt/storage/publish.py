@@ -22,7 +22,14 @@ _SHOWN = 3
 
 @contextmanager
 def publish(
-    url: str, kind: Kind, *, overwrite: bool, needed_bytes: int, last: str | None = None, keep: Collection[str] = ()
+    url: str,
+    kind: Kind,
+    *,
+    overwrite: bool,
+    needed_bytes: int,
+    last: str | None = None,
+    prefix: str = "",
+    keep: Collection[str] = (),
 ) -> Iterator[Publication]:
     """Open a publication: leaving the block commits, an exception rolls back.
 
@@ -36,6 +43,7 @@ def publish(
         overwrite: Replace one existing checkpoint of this kind.
         needed_bytes: Bytes of the result, to check the free space; 0 if unknown.
         last: Name of the file that makes the result loadable.
+        prefix: As for `begin`.
         keep: Names of files of the old content that become part of the new one if they exist.
 
     Yields:
@@ -48,7 +56,7 @@ def publish(
         NoSpaceError: The disk has too little space for the result; nothing was written.
         StorageError: The storage failed; the target is unchanged.
     """
-    publication = begin(url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, keep=keep)
+    publication = begin(url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, prefix=prefix, keep=keep)
     try:
         yield publication
         publication.commit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
 from functools import cached_property
 from math import prod
@@ -103,7 +103,7 @@ class NativeReader(Reader):
         self.commit = commit
         self.contents = contents
         stored: Store = store if bases is None else BasedStore(store, bases.places)
-        files = {f.place: _hashed(f, f.hashes) for f in contents.files if f.hashes is not None}
+        files = {file.place: hashed for file in contents.files if (hashed := find_hashes(file)) is not None}
         changed = {} if bases is None else {name: files[name] for name in files if name in bases.changed}
         self._stored = stored
         self._unverified = VerifiedStore(stored, changed) if changed else stored
@@ -161,11 +161,11 @@ class NativeReader(Reader):
                 yield Checksum(file.place, start, nbytes, ALGORITHM, value, label, parts)
 
 
-def _hashed(file: FileRecord, hashes: Sequence[int]) -> Hashed:
-    """Return the finest hashes of a file."""
+def find_hashes(file: FileRecord) -> Hashed | None:
+    """Return the finest hashes of a file; None if it was saved without."""
     if file.sub_hashes:
         return Hashed(file.nbytes, SUB_BLOCK_BYTES, file.sub_hashes)
-    return Hashed(file.nbytes, BLOCK_BYTES, pack_hashes(hashes))
+    return None if file.hashes is None else Hashed(file.nbytes, BLOCK_BYTES, pack_hashes(file.hashes))
 
 
 def _sub_block_checksums(file: FileRecord, start: int, nbytes: int, label: str) -> tuple[Checksum, ...]:

@@ -456,10 +456,11 @@ def _sizes(entries: Sequence[Listed]) -> dict[str, int]:
 def _others(entries: Sequence[Listed]) -> tuple[str, ...]:
     """Return the files and folders that no save wrote; they are never removed."""
     folders = [f"{entry.name}/" for entry in entries if entry.is_folder]
-    return (*folders, *(entry.name for entry in entries if not (entry.is_folder or _is_saved(entry.name))))
+    return (*folders, *(entry.name for entry in entries if not (entry.is_folder or is_saved_name(entry.name))))
 
 
-def _is_saved(name: str) -> bool:
+def is_saved_name(name: str) -> bool:
+    """Return True if saves write files of this name, or systems do, which may be deleted."""
     return is_ignored(name) or name in (HF_INDEX, COMMIT) or WRITTEN.fullmatch(name) is not None
 
 

@@ -1,0 +1,49 @@
+"""`shardckpt copy`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardckpt_cli import exits, options, output
+
+if TYPE_CHECKING:
+    from shardckpt import Copied
+
+
+def copy(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a step or of a run: path or URL.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="Folder to write: path or URL.")],
+    dry_run: options.ShortDryRun = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace steps of DST that differ.")] = False,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Copy a step or a run byte for byte, compared with its hashes; repeatable."""
+    import shardckpt
+
+    exits.on_interrupt_message("steps copied so far are complete, others do not exist")
+    with output.show_progress(quiet=quiet or as_json) as on_progress:
+        done = shardckpt.copy(src, dst, overwrite=overwrite, dry_run=dry_run, on_progress=on_progress)
+    if as_json:
+        output.print_json(done)
+    elif not quiet:
+        _show(done)
+
+
+def _show(done: Copied) -> None:
+    from shardckpt.errors import escape
+
+    output.warn(done.warnings)
+    for fault in done.incomplete:
+        print(f"not complete: {fault}", file=sys.stderr)
+    output.left_out(done.other_content)
+    verb = "would copy" if done.dry_run else "copied"
+    for name in done.copied:
+        print(f"{verb} {escape(name)}")
+    present = f", {len(done.present)} there already" if done.present else ""
+    seconds = "" if done.dry_run else f" in {done.seconds:.2f} s"
+    folders = output.count(len(done.copied), "folder")
+    print(f"{escape(done.target)}: {verb} {folders}, {output.size(done.nbytes)}{seconds}{present}")

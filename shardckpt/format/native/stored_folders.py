@@ -1,0 +1,141 @@
+"""The folders of a step or a run with all files that its steps need, to copy them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardckpt.errors import ChecksumError, UnsupportedError
+from shardckpt.format.native.base_refs import sibling
+from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_contents
+from shardckpt.format.native.reader import find_hashes
+from shardckpt.format.native.records import FileRecord
+from shardckpt.format.native.run_directory import RunDirectory
+from shardckpt.format.native.verified_store import Hashed
+from shardckpt.storage.store import Store, SubfolderStore, read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFolder:
+    """A step, or a folder that was a step and has files that other steps refer to.
+
+    Attributes:
+        name: Name of the folder in its run; empty for a single step.
+        raw_store: Store whose root is the folder.
+        files: Name to record of the payload files.
+        commit: Content of `COMMIT`; None for a folder that is not a step any more.
+        mark: Bytes of `COMMIT`.
+    """
+
+    name: str
+    raw_store: Store
+    files: Mapping[str, FileRecord] = field(hash=False)
+    commit: Commit | None = None
+    mark: bytes = b""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file, by name; `COMMIT` is the last."""
+        sizes = {file.name: file.nbytes for file in self.files.values()}
+        if self.commit is not None:
+            sizes |= {self.commit.manifest: self.commit.manifest_bytes, COMMIT: len(self.mark)}
+        return sizes
+
+    @property
+    def hashes(self) -> dict[str, Hashed]:
+        """Hashes of the blocks of the payload files that were saved with them, by name."""
+        return {name: hashed for name, file in self.files.items() if (hashed := find_hashes(file)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.sizes.values())
+
+    @property
+    def save(self) -> str:
+        """Id of the save; empty if the folder is not a step any more. Ids sort by time."""
+        return "" if self.commit is None else self.commit.save
+
+    def read_manifest(self) -> bytes:
+        """Return the bytes of the manifest.
+
+        Raises:
+            ChecksumError: They are not the committed ones.
+            StorageError: The store failed.
+        """
+        assert self.commit is not None, "only a step has a manifest"
+        data = read_bytes(self.raw_store, self.commit.manifest, 0, self.commit.manifest_bytes)
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != self.commit.manifest_sha256:
+            where = f"{self.raw_store.url}/{self.commit.manifest}"
+            raise ChecksumError(
+                "the manifest is not the one that was committed",
+                where=where,
+                found=digest,
+                expected=self.commit.manifest_sha256,
+            )
+        return data
+
+
+def read_stored_step(store: Store) -> StoredFolder:
+    """Return a step with its files.
+
+    Args:
+        store: Store whose root is the step.
+
+    Raises:
+        CheckpointError: `COMMIT` or the manifest is damaged, or of a newer format.
+        StorageError: The store failed.
+    """
+    return _read_step("", store)[0]
+
+
+def read_stored_run(store: Store, run: RunDirectory) -> list[StoredFolder]:
+    """Return the complete steps of a run, and folders with files that these refer to.
+
+    They are sorted by the time of their saves, so that a step comes after its bases.
+
+    Args:
+        store: Store whose root is the run.
+        run: Steps of the run.
+
+    Raises:
+        UnsupportedError: A newer version of shardckpt wrote a step, which may refer to any folder.
+        CheckpointError: The manifest of a step is damaged.
+        StorageError: The store failed.
+    """
+    newer = next((step for step in run.steps if step.is_newer), None)
+    if newer is not None:
+        raise UnsupportedError(
+            "the run holds a step that this version cannot read",
+            where=f"{store.url.rstrip('/')}/{newer.name}",
+            found=newer.fault,
+            fix="Update shardckpt, or copy other steps one by one.",
+        )
+    folders: dict[str, StoredFolder] = {}
+    referred: dict[str, dict[str, FileRecord]] = {}
+    for step in run.complete:
+        folders[step.name], records = _read_step(step.name, SubfolderStore(store, step.name))
+        for record in records:
+            name = sibling(record.base)
+            if name is not None and name in step.refers:
+                referred.setdefault(name, {})[record.name] = record
+    for name, files in referred.items():
+        known = folders.get(name)
+        if known is None:
+            folders[name] = StoredFolder(name, SubfolderStore(store, name), files)
+        else:
+            folders[name] = replace(known, files={**files, **known.files})
+    return sorted(folders.values(), key=lambda folder: folder.save)
+
+
+def _read_step(name: str, inside: Store) -> tuple[StoredFolder, list[FileRecord]]:
+    """Return a step, and the records of its files in other folders."""
+    sizes = {entry.name: entry.size for entry in inside.list() if not entry.is_folder}
+    mark = read_bytes(inside, COMMIT, 0, sizes.get(COMMIT, 0))
+    commit = decode_commit(mark, where=f"{inside.url}/{COMMIT}")
+    records = read_contents(inside, sizes, commit).files
+    own = {record.name: record for record in records if not record.base}
+    folder = StoredFolder(name, inside, own, commit, mark)
+    return folder, [record for record in records if record.base]

@@ -1,0 +1,323 @@
+"""Implement `copy`: copy a step or a run of the native format, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardckpt.errors import ChecksumError, SourceNotFoundError, UnknownFormatError, UsageError, require_bools
+from shardckpt.format.native.base_refs import may_open, resolve_base, sibling
+from shardckpt.format.native.commit import COMMIT, STEP
+from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.records import FileRecord
+from shardckpt.format.native.run_directory import is_saved_name, read_referred_files, read_run
+from shardckpt.format.native.stored_folders import StoredFolder, read_stored_run, read_stored_step
+from shardckpt.format.native.verified_store import VerifiedStore
+from shardckpt.format.registry import checkpoint_in
+from shardckpt.format.run_start import require_start_of_run
+from shardckpt.offline.write.report import OnProgress
+from shardckpt.offline.write.stream import Meter
+from shardckpt.storage.publication import Publication, target_exists_error
+from shardckpt.storage.publish import missing_files, publish, require_apart
+from shardckpt.storage.replaceable import is_ignored
+from shardckpt.storage.resolve_url import kind, open_store
+from shardckpt.storage.store import Read, Store, read_bytes
+
+_BUFFER_BYTES = 4 * BLOCK_BYTES
+_AT_ONCE = 4
+"""Files that are copied concurrently, each through one buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Result of a copy; with `dry_run`, of the copy that would be made.
+
+    Attributes:
+        source: Path or URL of the step or run.
+        target: Path or URL of its copy.
+        copied: Names of the copied folders: steps, and folders with files that these refer to.
+        present: Names of the folders of which the target had the copy already.
+        nbytes: Bytes of the copied folders.
+        checked_bytes: Bytes of them that matched their hashes; other files were saved without.
+        incomplete: Faults of the incomplete steps, which were not copied.
+        other_content: Names of files and folders in the steps that no save wrote; they were not copied.
+        warnings: Bases on other stores, one sentence each.
+        dry_run: Whether nothing was written.
+        seconds: Duration of the call in seconds.
+    """
+
+    source: str
+    target: str
+    copied: tuple[str, ...]
+    present: tuple[str, ...]
+    nbytes: int
+    checked_bytes: int
+    incomplete: tuple[str, ...] = ()
+    other_content: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    dry_run: bool = False
+    seconds: float = 0.0
+
+
+class _Transfer(NamedTuple):
+    """A folder to copy.
+
+    Attributes:
+        folder: The folder.
+        target: Path or URL of its copy.
+        held: Name to size in bytes of the files that the target has.
+        is_present: Whether the target has the copy already.
+    """
+
+    folder: StoredFolder
+    target: str
+    held: Mapping[str, int]
+    is_present: bool
+
+    @property
+    def shown(self) -> str:
+        """Name of the folder for the user."""
+        return self.folder.name or self.target.rstrip("/").rpartition("/")[2]
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the target has only files that an interrupted copy of the same folder wrote."""
+        held = self._counting
+        return bool(held) and COMMIT not in held and held <= self.folder.sizes.keys()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the target has other content, which only `overwrite` may replace."""
+        return bool(self._counting) and not (self.is_present or self.is_unfinished)
+
+    @property
+    def _counting(self) -> set[str]:
+        """Names of the files that the target has, without those of systems."""
+        return {name for name in self.held if not is_ignored(name)}
+
+
+class _Source(NamedTuple):
+    """The content of a step or a run.
+
+    Attributes:
+        folders: Folders to copy.
+        incomplete: Faults of steps that are not complete.
+        other_content: Names of content that no save wrote.
+    """
+
+    folders: list[StoredFolder]
+    incomplete: tuple[str, ...] = ()
+    other_content: tuple[str, ...] = ()
+
+
+def copy(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Copied:
+    """Copy a step of shardckpt, or all complete steps of a run, byte for byte.
+
+    Bytes are compared with the hashes in the manifests while they are copied, through buffers of a fixed size. A folder
+    appears at once on a disk; on other stores its `COMMIT` is written last. Steps of a run keep their names, and are
+    copied after the steps that they refer to. A step that the target has already, with the same `COMMIT`, is not copied
+    again, so that an interrupted copy of a run can be repeated; so are files of an interrupted copy that match their
+    hashes.
+
+    Args:
+        src: Path or URL of a step's folder, or of a run's.
+        dst: Folder to write: the step, or the folder of the run.
+        overwrite: Replace steps of the target that differ.
+        dry_run: Check the source and the target, and write nothing.
+        on_progress: Called while bytes are copied, by one thread at a time; an exception that it raises stops the copy.
+
+    Returns:
+        Names of the folders, and the bytes that were copied.
+
+    Raises:
+        UsageError: The source is not a step or a run of shardckpt, or a base of the step is not beside the target.
+        TargetExistsError: The target has another step or other files; nothing was written.
+        CheckpointError: The source is damaged; the message names the file and the block.
+        StorageError: Reading or writing failed; a step that was not copied completely does not exist.
+
+    Example:
+        >>> shardckpt.copy("/scratch/run", "s3://bucket/run")  # doctest: +SKIP
+    """
+    start = time.perf_counter()
+    src, dst = os.fspath(src), os.fspath(dst)
+    require_bools(overwrite=overwrite, dry_run=dry_run)
+    require_apart(src, dst)
+    source = _read_source(src)
+    transfers = [_plan_transfer(folder, dst) for folder in source.folders]
+    _require_vacant(transfers, dst, overwrite=overwrite)
+    warnings = [note for transfer in transfers for note in _check_bases(transfer, transfers)]
+    missing = [transfer for transfer in transfers if not transfer.is_present]
+    meter = Meter(sum(transfer.folder.nbytes for transfer in missing), on_progress)
+    for transfer in missing:
+        if not dry_run:
+            _copy_folder(transfer, meter, overwrite=overwrite)
+    hashed = [f for t in missing for f in t.folder.files.values() if f.hashes is not None]
+    manifests = [t.folder.commit.manifest_bytes for t in missing if t.folder.commit is not None]
+    return Copied(
+        src,
+        dst,
+        copied=tuple(transfer.shown for transfer in missing),
+        present=tuple(transfer.shown for transfer in transfers if transfer.is_present),
+        nbytes=sum(transfer.folder.nbytes for transfer in missing),
+        checked_bytes=sum(file.nbytes for file in hashed) + sum(manifests),
+        incomplete=source.incomplete,
+        other_content=source.other_content,
+        warnings=tuple(warnings),
+        dry_run=dry_run,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _read_source(src: str) -> _Source:
+    """Return the steps of the source.
+
+    Raises:
+        UsageError: It is not a step or a run.
+    """
+    found = kind(src)
+    if found == "missing":
+        raise SourceNotFoundError("nothing is stored here", where=src, fix="Check the path or URL.")
+    store = open_store(src)
+    entries = store.list() if found == "folder" else []
+    names = [entry.name for entry in entries if not entry.is_folder]
+    if COMMIT in names:
+        folder = read_stored_step(store)
+        folders = [f"{entry.name}/" for entry in entries if entry.is_folder]
+        others = [*folders, *(name for name in names if not (name in folder.sizes or is_saved_name(name)))]
+        return _Source([folder], other_content=tuple(others))
+    run = read_run(store)
+    if not run.complete:
+        raise UnknownFormatError(
+            "only steps of shardckpt and runs of them are copied",
+            where=src,
+            found=checkpoint_in(src) or "no complete step",
+            fix="`shardckpt convert` reads the other formats.",
+        )
+    others = [f"{step.name}/{name}" for step in run.complete for name in step.others]
+    return _Source(read_stored_run(store, run), tuple(step.fault for step in run.incomplete), tuple(others))
+
+
+def _plan_transfer(folder: StoredFolder, dst: str) -> _Transfer:
+    """Compare a folder with the content of its target."""
+    target = f"{dst.rstrip('/')}/{folder.name}" if folder.name else dst
+    store = open_store(target)
+    held = {entry.name: entry.size for entry in store.list() if not entry.is_folder}
+    has_all = all(held.get(name) == size for name, size in folder.sizes.items())
+    is_present = has_all and (not folder.mark or read_bytes(store, COMMIT, 0, len(folder.mark)) == folder.mark)
+    return _Transfer(folder, target, held, is_present)
+
+
+def _require_vacant(transfers: list[_Transfer], dst: str, *, overwrite: bool) -> None:
+    """Require that no folder has other content at its target, before anything is written.
+
+    Raises:
+        TargetExistsError: The target has another step or other files.
+        UnknownFormatError: The target of a run is a checkpoint, or contains checkpoints that are not steps.
+    """
+    for transfer in transfers:
+        if transfer.is_refused and not overwrite:
+            raise target_exists_error(transfer.target)
+    if any(transfer.folder.name for transfer in transfers) and not any(transfer.held for transfer in transfers):
+        require_start_of_run(dst)
+
+
+def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[str]:
+    """Check that the copy of a step will find its bases; return what the user has to know.
+
+    Raises:
+        UsageError: Files of a base are not beside the target, and are not copied there either.
+    """
+    commit = transfer.folder.commit
+    if commit is None:
+        return []
+    copied = {other.folder.name: other.folder.sizes for other in transfers}
+    notes = []
+    for url, sizes in commit.bases.items():
+        name, where = sibling(url), resolve_base(transfer.target, url)
+        if name is None:
+            if not may_open(transfer.target, where):
+                notes.append(f"{transfer.shown} refers to {where}: to load the copy, name it as base=")
+        elif not sizes.keys() <= copied.get(name, {}).keys() and (missing := missing_files(where, sizes)):
+            raise UsageError(
+                "the step refers to files that are not beside the target",
+                where=transfer.target,
+                found=f"no {name}/{min(missing)}",
+                fix=f"Copy its run, or {name} first.",
+            )
+    return notes
+
+
+def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
+    """Copy one folder, and publish it."""
+    folder = transfer.folder
+    reused = _find_good_files(transfer, meter) if transfer.is_unfinished else frozenset()
+    with publish(
+        transfer.target,
+        STEP,
+        overwrite=overwrite or transfer.is_unfinished,
+        needed_bytes=folder.nbytes,
+        last=COMMIT if folder.mark else None,
+        prefix=folder.save if COMMIT in transfer.held else "",
+        keep=read_referred_files(transfer.target) | reused if overwrite else reused,
+    ) as publication:
+        _copy_files(folder, [name for name in folder.files if name not in reused], publication, meter)
+        if folder.commit is not None:
+            for name, data in ((folder.commit.manifest, folder.read_manifest()), (COMMIT, folder.mark)):
+                with publication.create(name) as writer:
+                    writer.write(data)
+                meter.add(len(data))
+
+
+def _find_good_files(transfer: _Transfer, meter: Meter) -> frozenset[str]:
+    """Return the hashed files of an interrupted copy that match their hashes."""
+    store = VerifiedStore(open_store(transfer.target), transfer.folder.hashes)
+    good = set()
+    for name, hashed in transfer.folder.hashes.items():
+        if transfer.held.get(name) == hashed.nbytes:
+            with suppress(ChecksumError):
+                for block in _read_blocks(store, name, hashed.nbytes):
+                    meter.add(len(block))
+                good.add(name)
+    return frozenset(good)
+
+
+def _copy_files(folder: StoredFolder, names: Collection[str], publication: Publication, meter: Meter) -> None:
+    """Copy files side by side; once one fails, the others stop."""
+    store = VerifiedStore(folder.raw_store, folder.hashes)
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-copy") as pool:
+        started = [pool.submit(_copy_file, store, folder.files[name], publication, meter) for name in names]
+        try:
+            for done in as_completed(started):
+                done.result()
+        except BaseException:
+            meter.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _copy_file(store: Store, file: FileRecord, publication: Publication, meter: Meter) -> None:
+    with publication.create(file.name) as writer:
+        for block in _read_blocks(store, file.name, file.nbytes):
+            writer.write(block)
+            meter.add(len(block))
+
+
+def _read_blocks(store: Store, name: str, nbytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a file in parts, through one buffer."""
+    buffer = memoryview(bytearray(min(_BUFFER_BYTES, nbytes)))
+    for start in range(0, nbytes, _BUFFER_BYTES):
+        block = buffer[: min(_BUFFER_BYTES, nbytes - start)]
+        store.read([Read(name, start, block)])
+        yield block
