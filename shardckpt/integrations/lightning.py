@@ -67,6 +67,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         checkpointer: Manager of the steps.
 
     Raises:
+        UsageError: An argument would name files, or has an invalid value.
         UnsupportedError: This version of Lightning lacks a method that has to be replaced.
 
     Example:

@@ -87,7 +87,12 @@ class StepLoading:
             vars(self._strategy).pop(name, None)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
-        """Load the model, and with FSDP its optimizers; return the rest. Collective."""
+        """Load the model, and with FSDP its optimizers; return the rest. Collective.
+
+        Args:
+            checkpoint_path: Path or URL of a step, or of what Lightning wrote.
+            weights_only: For Lightning's own checkpoints: unpickle nothing but tensors and plain values.
+        """
         strategy, is_fitting = self._strategy, self._trainer.state.fn == TrainerFn.FITTING
         self._path = strategy.broadcast(_find_step(checkpoint_path))
         if not self._path:
@@ -119,14 +124,23 @@ class StepLoading:
         load(state, self._path, ignore_extra=True, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights that a hook of the user has changed; all others are loaded."""
+        """Load weights that a hook of the user has changed; all others are loaded.
+
+        Args:
+            checkpoint: Result of `load_checkpoint`, as hooks have left it.
+            strict: For Lightning's own checkpoints: whether all names have to fit.
+        """
         if not self._path:
             type(self._strategy).load_model_state_dict(self._strategy, checkpoint, strict=strict)
         elif "state_dict" in checkpoint:
             load_model_state_dict(self._strategy.model, checkpoint["state_dict"], strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers, which exist only now without FSDP."""
+        """Load the optimizers, which exist only now without FSDP.
+
+        Args:
+            checkpoint: Result of `load_checkpoint`.
+        """
         strategy = self._strategy
         if not self._path:
             type(strategy).load_optimizer_state_dict(strategy, checkpoint)
@@ -136,7 +150,11 @@ class StepLoading:
         self.restore_generators()
 
     def restore_generators(self, is_epoch_running: bool = False) -> None:
-        """Restore the generators: before data loaders draw numbers for a new epoch, and after that in an epoch."""
+        """Restore the generators: before data loaders draw numbers for a new epoch, and after that in an epoch.
+
+        Args:
+            is_epoch_running: Whether the data loaders have been iterated since the generators were loaded.
+        """
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if self._generators is not None and not (is_epoch_running and progress.is_last_batch):
             RNGState().load_state_dict(self._generators)
