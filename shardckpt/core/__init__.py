@@ -34,6 +34,7 @@ from shardckpt.core.runtime.fsdp_unit import UnshardHandle
 from shardckpt.core.setup.materialize import sync_module_states
 from shardckpt.core.tools.clip_grad_norm import clip_grad_norm_
 from shardckpt.core.tools.grad_scaler import ShardedGradScaler
+from shardckpt.core.tools.replace_torch_fsdp import replace_torch_fsdp
 from shardckpt.core.tools.summon_full_params import iter_full_params
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "iter_full_params",
     "mark_incompatible",
     "register_fsdp_forward_method",
+    "replace_torch_fsdp",
     "share_comm_ctx",
     "sync_module_states",
 ]

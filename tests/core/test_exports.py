@@ -42,6 +42,7 @@ OURS_ALONE = {
     "clip_grad_norm_": "one norm for both front ends, beside parameters that are not sharded (G3)",
     "iter_full_params": "full parameters, one unit gathered at a time (G16)",
     "mark_incompatible": "torch has a private contract for it",
+    "replace_torch_fsdp": "our classes in frameworks that import torch's",
     "sync_module_states": "torch has no such thing for fully_shard (G6)",
 }
 """Names that torch's `__all__` does not have."""

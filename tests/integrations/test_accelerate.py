@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -120,6 +121,29 @@ def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_pa
 
 def resume_resharded(rank: int, world: int, kind: str, ours: Path, alone: Path) -> list[Losses]:
     return [resume(rank, world, kind, ours, 2, 0.0), resume(rank, world, kind, alone, 1, 0.0)]
+
+
+def train_twice(rank: int, world: int, kind: str) -> list[tuple[Losses, bool]]:
+    """Train with torch's classes, then with ours; the losses, and whether the model is one of ours."""
+    from shardckpt import core
+
+    found = []
+    for is_replaced in (False, True):
+        replaced = core.replace_torch_fsdp() if is_replaced else contextlib.ExitStack()
+        with replaced:
+            training, _ = start(rank, world, kind, is_registered=is_replaced)
+            training.run(0, SAVED)
+        ours = (core.FullyShardedDataParallel, core.FSDPModule)
+        found.append((training.losses, isinstance(training.accelerator._models[0], ours)))
+        training.accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_our_engine_trains_under_accelerate_as_that_of_torch(kind: str) -> None:
+    for (theirs, is_ours), (ours, is_ours_now) in run(2, train_twice, kind):
+        assert (is_ours, is_ours_now) == (False, True)
+        assert ours == theirs
 
 
 def number_folders(rank: int, world: int, folder: Path) -> list[Any]:
