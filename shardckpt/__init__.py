@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         RestoreEvent,
         SaveEvent,
     )
+    from shardckpt.format.recognized import FormatInfo, FormatList, formats
     from shardckpt.offline.consolidate import consolidate, convert
     from shardckpt.offline.copy import Copied, copy
     from shardckpt.offline.diff import diff
@@ -107,6 +108,7 @@ _HOMES = {
         "SaveEvent",
     ),
     "shardckpt.offline.copy": ("Copied", "copy"),
+    "shardckpt.format.recognized": ("FormatInfo", "FormatList", "formats"),
     "shardckpt.offline.diff": ("diff",),
     "shardckpt.offline.consolidate": ("consolidate", "convert"),
     "shardckpt.offline.inspect": ("inspect",),
@@ -156,6 +158,8 @@ __all__ = [
     "Copied",
     "FallbackEvent",
     "FormatError",
+    "FormatInfo",
+    "FormatList",
     "IncompleteError",
     "Inspection",
     "LayerDifference",
@@ -212,6 +216,7 @@ __all__ = [
     "convert",
     "copy",
     "diff",
+    "formats",
     "inspect",
     "iter_full_state_dict",
     "list_targets",

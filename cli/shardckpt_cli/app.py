@@ -11,7 +11,21 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from shardckpt_cli import compare, consolidate, copy, inspect, ls, merge, prune, rekey, repair, reshard, stats, verify
+from shardckpt_cli import (
+    compare,
+    consolidate,
+    copy,
+    formats,
+    inspect,
+    ls,
+    merge,
+    prune,
+    rekey,
+    repair,
+    reshard,
+    stats,
+    verify,
+)
 from shardckpt_cli.commands import Command, CommandWithTargets, CommandWithVerbs
 from shardckpt_cli.exits import run_main, wrap_command
 
@@ -37,6 +51,7 @@ VERBS = {
     "reshard": Verb(reshard.reshard, CommandWithTargets),
     "merge-adapter": Verb(merge.merge_adapter, CommandWithTargets),
     "inspect": Verb(inspect.inspect),
+    "formats": Verb(formats.formats),
     "copy": Verb(copy.copy),
     "repair": Verb(repair.repair),
     "verify": Verb(verify.verify),

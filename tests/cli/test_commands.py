@@ -501,3 +501,10 @@ class TestRekey:
         assert (found.code, found.err) == (0, "")
         assert "wrote 2 tensors" in found.out
         assert run_here("inspect", tmp_path / "out").code == 0
+
+
+def test_formats_shows_the_formats_and_what_they_look_for() -> None:
+    lines = run_here("formats").out.splitlines()
+    assert lines[0].split() == ["format", "recognized", "by"]
+    assert lines[1].split() == "native a step of shardckpt (COMMIT)".split()
+    assert "dcp" in [line.split()[0] for line in lines]

@@ -30,6 +30,7 @@ COMMANDS = {
     "reshard": ["STEP OUT --world-size 2"],
     "merge-adapter": ["SRC/w.safetensors ADAPTER OUT"],
     "inspect": ["SRC", "STEP", "SHORT"],
+    "formats": [""],
     "copy": ["RUN OUT", "STEP OUT --dry-run"],
     "repair": ["STEP", "LOST"],
     "verify": ["SRC", "STEP", "SHORT", "FLIPPED"],

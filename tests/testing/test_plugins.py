@@ -107,6 +107,10 @@ class TestInstalledPlugins:
         assert report.format == "npy"
         assert shardckpt.load(folder)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
+    def test_a_reader_is_listed_as_a_plugin(self) -> None:
+        listed = {each.name: each.is_plugin for each in shardckpt.formats().formats}
+        assert (listed["npy"], listed["dcp"]) == (True, False)
+
     def test_a_target_is_listed_and_written(self, tmp_path: Path) -> None:
         save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
         assert shardckpt.list_targets()[-1] == "npy"
