@@ -506,5 +506,5 @@ class TestRekey:
 def test_formats_shows_the_formats_and_what_they_look_for() -> None:
     lines = run_here("formats").out.splitlines()
     assert lines[0].split() == ["format", "recognized", "by"]
-    assert lines[1].split() == "native a step of shardckpt (COMMIT)".split()
+    assert lines[1].split() == ["native", "a", "step", "of", "shardckpt", "(COMMIT)"]
     assert "dcp" in [line.split()[0] for line in lines]
