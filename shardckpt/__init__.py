@@ -64,17 +64,20 @@ if TYPE_CHECKING:
     from shardckpt.offline.repair import Repair, repair
     from shardckpt.offline.reshard import reshard
     from shardckpt.offline.select.options import Options
-    from shardckpt.offline.stats import stats
+    from shardckpt.offline.stats import bisect, history, stats
     from shardckpt.offline.targets.target_registry import list_targets
     from shardckpt.offline.verify import verify
     from shardckpt.offline.write.report import (
+        Bisection,
         Comparison,
+        History,
         Inspection,
         LayerDifference,
         LayerStats,
         Progress,
         Report,
         Statistics,
+        StepStats,
         TensorDifference,
         TensorInfo,
         TensorStats,
@@ -118,13 +121,16 @@ _HOMES = {
     "shardckpt.offline.rekey": ("rekey",),
     "shardckpt.offline.repair": ("Repair", "repair"),
     "shardckpt.offline.write.report": (
+        "Bisection",
         "Comparison",
+        "History",
         "Inspection",
         "LayerDifference",
         "LayerStats",
         "Progress",
         "Report",
         "Statistics",
+        "StepStats",
         "TensorDifference",
         "TensorInfo",
         "TensorStats",
@@ -134,7 +140,7 @@ _HOMES = {
     ),
     "shardckpt.offline.reshard": ("reshard",),
     "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
-    "shardckpt.offline.stats": ("stats",),
+    "shardckpt.offline.stats": ("bisect", "history", "stats"),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.state.keys.kinds": ("StateKind",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
@@ -151,6 +157,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmbiguousError",
+    "Bisection",
     "CheckpointError",
     "Checkpointer",
     "ChecksumError",
@@ -160,6 +167,7 @@ __all__ = [
     "FormatError",
     "FormatInfo",
     "FormatList",
+    "History",
     "IncompleteError",
     "Inspection",
     "LayerDifference",
@@ -195,6 +203,7 @@ __all__ = [
     "Statistics",
     "StepInfo",
     "StepList",
+    "StepStats",
     "StorageError",
     "TargetExistsError",
     "TensorDifference",
@@ -212,11 +221,13 @@ __all__ = [
     "WrittenFile",
     "__version__",
     "async_save",
+    "bisect",
     "consolidate",
     "convert",
     "copy",
     "diff",
     "formats",
+    "history",
     "inspect",
     "iter_full_state_dict",
     "list_targets",

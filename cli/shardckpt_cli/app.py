@@ -57,6 +57,8 @@ VERBS = {
     "verify": Verb(verify.verify),
     "diff": Verb(compare.diff),
     "stats": Verb(stats.stats),
+    "history": Verb(stats.history),
+    "bisect": Verb(stats.bisect),
     "ls": Verb(ls.ls),
     "prune": Verb(prune.prune),
 }

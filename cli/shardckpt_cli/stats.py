@@ -1,4 +1,4 @@
-"""`shardckpt stats`."""
+"""`shardckpt stats`, and over the steps of a run `history` and `bisect`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ _ORDERS: dict[str, Callable[[TensorStats | LayerStats], float]] = {
     "l2": lambda found: -found.l2,
     "max": lambda found: -max(abs(found.max), abs(found.min or 0.0)) if found.max is not None else math.inf,
 }
+
+_STATS = ("nans", "infs", "zeros", "min", "max", "mean", "l2")
+_Tensor = Annotated[list[str] | None, typer.Option("--tensor", help="Glob of tensor names; repeatable. Default: all.")]
 
 
 def stats(
@@ -61,3 +64,64 @@ def _row(item: TensorStats | LayerStats) -> tuple[str, ...]:
 
     numbers = ("" if number is None else f"{number:.4g}" for number in (item.min, item.max, item.l2))
     return escape(item.name), f"{item.nans}", f"{item.infs}", f"{item.zeros}", *numbers
+
+
+def history(
+    root: options.Root,
+    tensor: _Tensor = None,
+    stat: Annotated[
+        str, typer.Option("--stat", help="Statistic to print: nans, infs, zeros, min, max, mean or l2.")
+    ] = "l2",
+    part: options.Part = "all",
+    as_json: options.AllAsJson = False,
+) -> None:
+    """Print a statistic of tensors over the steps of a run: step, tensor, value."""
+    import shardckpt
+    from shardckpt.errors import escape
+
+    if stat not in _STATS:
+        raise typer.BadParameter(f"--stat must be one of {', '.join(_STATS)}, got {stat}")
+    found = shardckpt.history(root, part=part, include=tensor or ())
+    if as_json:
+        output.print_json(found)
+        return
+    rows = [
+        (f"{step.number}", escape(each.name), "" if (value := getattr(each, stat)) is None else f"{value:.6g}")
+        for step in found.steps
+        for each in step.tensors
+    ]
+    output.show_table(rows, header=("step", "tensor", stat), right=frozenset({0, 2}))
+
+
+def bisect(
+    root: options.Root,
+    when: Annotated[str, typer.Option("--when", help="nan, inf, or a comparison such as 'l2>100' or 'max>=1e4'.")],
+    tensor: _Tensor = None,
+    scan: Annotated[
+        bool, typer.Option("--scan", help="Look at every step from the oldest on: for a condition that ends again.")
+    ] = False,
+    part: options.Part = "all",
+    as_json: options.AllAsJson = False,
+) -> None:
+    """Find the first step with a tensor that a condition is true for; exit 1 if there is one.
+
+    Without --scan the condition must stay true once it is, as NaN in weights does: the newest step is looked at first.
+    """
+    import shardckpt
+    from shardckpt.errors import escape
+
+    found = shardckpt.bisect(root, when=when, scan=scan, part=part, include=tensor or ())
+    if as_json:
+        output.print_json(found)
+    elif found.first is None:
+        print(f"{escape(found.root)}: {escape(when)} in no step; looked at {output.count(len(found.examined), 'step')}")
+    else:
+        first = found.first
+        rows = [(escape(t.name), f"{t.nans} NaN", f"{t.infs} Inf", f"L2 {t.l2:.4g}") for t in first.tensors]
+        output.show_table(rows)
+        tensors = output.count(len(first.tensors), "tensor")
+        print(
+            f"step {first.number} is the first with {escape(when)}, in {tensors};"
+            f" looked at {output.count(len(found.examined), 'step')}: {escape(first.path)}"
+        )
+    raise typer.Exit(0 if found.first is None else 1)

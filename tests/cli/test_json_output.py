@@ -36,6 +36,8 @@ COMMANDS = {
     "verify": ["SRC", "STEP", "SHORT", "FLIPPED"],
     "diff": ["SRC SRC", "SRC STEP", "STEP OTHER"],
     "stats": ["SRC", "STEP"],
+    "history": ["RUN --tensor a.w"],
+    "bisect": ["RUN --when nan", "RUN --when l2>1e9 --scan"],
     "ls": ["RUN"],
     "prune": ["RUN --dry-run --keep-last 1"],
 }

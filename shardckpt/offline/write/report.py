@@ -251,6 +251,53 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
+class StepStats:
+    """Statistics of chosen tensors of one step of a run.
+
+    Attributes:
+        number: Number of the step.
+        path: Path or URL of the step.
+        tensors: Statistics of each tensor.
+    """
+
+    number: int
+    path: str
+    tensors: tuple[TensorStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Result of `history`.
+
+    Attributes:
+        root: Path or URL of the run.
+        steps: Complete steps, oldest first.
+    """
+
+    root: str
+    steps: tuple[StepStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """Result of `bisect`.
+
+    Attributes:
+        root: Path or URL of the run.
+        when: The condition.
+        first: First step that the condition is true for, with the tensors that it is true for; None without one.
+        examined: Numbers of the steps whose statistics were looked at, in this order.
+        is_scan: Whether all steps were looked at, from the oldest until the first.
+    """
+
+    root: str
+    when: str
+    first: StepStats | None
+    examined: tuple[int, ...]
+    is_scan: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TensorDifference:
     """A tensor that differs.
 

@@ -1,0 +1,82 @@
+"""Statistics over the steps of a run, and the first step that a condition is true for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from command import run_here
+from native_writer import write_step
+
+import shardckpt
+from shardckpt.errors import UsageError
+from shardckpt.format.native.run_directory import step_name
+from shardckpt.offline.stats import parse_condition
+
+
+def write_run(root: Path, values: list[float]) -> Path:
+    for number, value in enumerate(values):
+        write_step(root / step_name(number), {"model": {"a": torch.tensor([value]), "b": torch.ones(4)}})
+    return root
+
+
+def test_a_history_has_the_statistics_of_every_step(tmp_path: Path) -> None:
+    found = shardckpt.history(write_run(tmp_path, [1.0, 2.0, math.nan]), include=["a"])
+    assert [(step.number, step.tensors[0].max, step.tensors[0].nans) for step in found.steps] == [
+        (0, 1.0, 0),
+        (1, 2.0, 0),
+        (2, None, 1),
+    ]
+
+
+@pytest.mark.parametrize("first", range(8))
+def test_a_bisection_finds_the_first_of_eight_in_four_looks(first: int, tmp_path: Path) -> None:
+    root = write_run(tmp_path, [math.nan if number >= first else 1.0 for number in range(8)])
+    found = shardckpt.bisect(root, when="nan")
+    assert found.first is not None
+    assert (found.first.number, [tensor.name for tensor in found.first.tensors]) == (first, ["a"])
+    assert len(found.examined) <= 4
+
+
+def test_a_condition_that_ends_again_is_found_by_a_scan_alone(tmp_path: Path) -> None:
+    root = write_run(tmp_path, [1.0, 100.0, 1.0])
+    assert shardckpt.bisect(root, when="max>10").first is None
+    found = shardckpt.bisect(root, when="max>10", scan=True)
+    assert found.first is not None
+    assert (found.first.number, found.examined) == (1, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_true"),
+    [("l2>=5", True), ("l2>5", False), ("min<-3e0", True), (" mean <= 0 ", False), ("zeros>0", False), ("inf", True)],
+)
+def test_a_condition_compares_a_statistic(text: str, is_true: bool) -> None:
+    tensor = shardckpt.TensorStats("w", "float32", (3,), 0, 1, 0, -4.0, 3.0, 0.5, 5.0)
+    assert parse_condition(text).is_true(tensor) is is_true
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nans", "l2>", "l2>x", "l2==1", "__import__('os')", "l2>1 or 1", "size>1", "l2>\u0661"]
+)
+def test_another_text_is_refused_and_never_evaluated(text: str) -> None:
+    with pytest.raises(UsageError, match="condition"):
+        parse_condition(text)
+
+
+def test_the_exit_code_says_whether_a_step_was_found(tmp_path: Path) -> None:
+    root = write_run(tmp_path, [1.0, math.inf])
+    found = run_here("bisect", root, "--when", "inf", "--tensor", "a")
+    assert (found.code, found.err) == (1, "")
+    assert "step 1 is the first with inf, in 1 tensor; looked at 2 steps" in found.out
+    assert run_here("bisect", root, "--when", "nan").code == 0
+    assert run_here("bisect", root, "--when", "nonsense").code == 2
+    assert run_here("bisect", root, "--when", "nan", "--tensor", "none").code == 2
+
+
+def test_a_history_is_printed_a_value_a_line(tmp_path: Path) -> None:
+    root = write_run(tmp_path, [1.0, 3.0])
+    lines = run_here("history", root, "--tensor", "a", "--stat", "max").out.splitlines()
+    assert [line.split() for line in lines] == [["step", "tensor", "max"], ["0", "a", "1"], ["1", "a", "3"]]
+    assert run_here("history", root, "--stat", "name").code == 2
