@@ -37,19 +37,21 @@ def diff(
     from shardckpt.errors import escape
 
     options.require_order(sort, _ORDERS)
-    result = shardckpt.diff(
-        a,
-        b,
-        part=part,
-        include=include or (),
-        exclude=exclude or (),
-        atol=atol,
-        rtol=rtol,
-        rules=rules,
-        rename=rename or (),
-        base=base or (),
-        html=html,
-    )
+    with output.show_progress(quiet=as_json) as on_progress:
+        result = shardckpt.diff(
+            a,
+            b,
+            part=part,
+            include=include or (),
+            exclude=exclude or (),
+            atol=atol,
+            rtol=rtol,
+            rules=rules,
+            rename=rename or (),
+            base=base or (),
+            html=html,
+            on_progress=on_progress,
+        )
     if as_json:
         output.print_json(result)
     else:

@@ -17,7 +17,8 @@ def verify(
     import shardckpt
     from shardckpt.errors import escape
 
-    result = shardckpt.verify(src, shapes_from=shapes_from, base=base or ())
+    with output.show_progress(quiet=as_json) as on_progress:
+        result = shardckpt.verify(src, shapes_from=shapes_from, base=base or (), on_progress=on_progress)
     if as_json:
         output.print_json(result)
     else:

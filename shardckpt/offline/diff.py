@@ -34,7 +34,8 @@ from shardckpt.offline.report_html.page import render_page, require_report_targe
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import Part, parse_part
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
+from shardckpt.offline.write.report import Comparison, OnProgress, TensorDifference, ValueDifference
+from shardckpt.offline.write.stream import Meter
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
@@ -61,6 +62,7 @@ def diff(
     rename: Sequence[str] = (),
     base: NamedBases = "",
     html: str | os.PathLike[str] = "",
+    on_progress: OnProgress | None = None,
 ) -> Comparison:
     """Compare all tensors and other values of two checkpoints by canonical names.
 
@@ -85,6 +87,7 @@ def diff(
         rename: `FROM=TO`, applied in order after `rules`.
         base: Folders of moved base checkpoints, as for `load`.
         html: Path or URL of a file to write: one page that shows the differences, sorted and by layer.
+        on_progress: Called after each tensor that both have; an exception that it raises stops the work.
 
     Returns:
         Entries that only one has, entries that differ, skipped entries, and entries that could not be compared.
@@ -99,13 +102,21 @@ def diff(
     if html:
         require_report_target(html)
     chosen = _DiffOptions(parse_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol))
-    result = _diff(a, b, chosen, rules, rename, base)
+    result = _diff(a, b, chosen, rules, rename, base, on_progress)
     if html:
         write_page(render_page(f"{escape(a)} and {escape(b)}", describe_comparison(result)), html)
     return result
 
 
-def _diff(a: str, b: str, asked: _DiffOptions, rules: str, rename: Sequence[str], base: NamedBases) -> Comparison:
+def _diff(
+    a: str,
+    b: str,
+    asked: _DiffOptions,
+    rules: str,
+    rename: Sequence[str],
+    base: NamedBases,
+    on_progress: OnProgress | None,
+) -> Comparison:
     for_a, for_b = _split_bases(a, b, base)
     found_rules = (rules, rename) if rules or rename else None
     first, second = _open(a, b, for_a, asked, found_rules), _open(b, a, for_b, asked, None)
@@ -113,7 +124,7 @@ def _diff(a: str, b: str, asked: _DiffOptions, rules: str, rename: Sequence[str]
         first, second = (_Side(side.reader, side.rules, side.read(asked, by_ids=True)) for side in (first, second))
     for prefix in _list_differently_named(first, second):
         _refuse_optimizer(prefix, first.held, second.held)
-    return _compare_sides(a, b, first, second, asked)
+    return _compare_sides(a, b, first, second, asked, on_progress)
 
 
 def _list_differently_named(a: _Side, b: _Side) -> list[str]:
@@ -195,7 +206,9 @@ def _split_bases(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBas
     return select_bases(in_a, in_b, base), select_bases(in_b, in_a, base)
 
 
-def _compare_sides(a: str, b: str, first: _Side, second: _Side, asked: _DiffOptions) -> Comparison:
+def _compare_sides(
+    a: str, b: str, first: _Side, second: _Side, asked: _DiffOptions, on_progress: OnProgress | None
+) -> Comparison:
     in_a, in_b = _leaves(first, second)
     refused = _list_not_compared(first, second, in_a, in_b)
     every = dict.fromkeys(sorted({*first.tensors, *second.tensors, *in_a.values, *in_b.values, *refused}))
@@ -204,6 +217,8 @@ def _compare_sides(a: str, b: str, first: _Side, second: _Side, asked: _DiffOpti
     chosen = dict.fromkeys(names.select_names(every, asked.include, asked.exclude))
     tensors: list[TensorDifference] = []
     values: list[ValueDifference] = []
+    shared = [name for name in chosen if name in first.tensors and name in second.tensors]
+    meter = Meter(sum(first.tensors[name].nbytes for name in shared), on_progress)
     for name in chosen:
         if (name in first.tensors) != (name in second.tensors) and (name in in_a.values) != (name in in_b.values):
             values.append(_tensor_and_value(name, first, second, in_a, in_b))
@@ -211,7 +226,8 @@ def _compare_sides(a: str, b: str, first: _Side, second: _Side, asked: _DiffOpti
         found = _compare(name, first, second, asked.tolerance)
         tensors += [found] if found else []
         values += _compare_values(name, in_a.values, in_b.values, asked.tolerance)
-    shared = [name for name in chosen if name in first.tensors and name in second.tensors]
+        if name in first.tensors and name in second.tensors:
+            meter.add(first.tensors[name].nbytes)
     shared_values = [name for name in chosen if name in in_a.values and name in in_b.values]
     unequal, unequal_values = {d.name for d in tensors}, {d.name for d in values}
     return Comparison(

@@ -15,7 +15,8 @@ from shardckpt.format.reader import Checksum, NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import NO_SHAPES, Verification
+from shardckpt.offline.write.report import NO_SHAPES, OnProgress, Verification
+from shardckpt.offline.write.stream import Meter
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.storage.store import Read, check_name
 
@@ -28,7 +29,11 @@ _SHOWN = 4
 
 
 def verify(
-    src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
+    src: str | os.PathLike[str],
+    *,
+    shapes_from: str | os.PathLike[str] = "",
+    base: NamedBases = "",
+    on_progress: OnProgress | None = None,
 ) -> Verification:
     """Check that a checkpoint is complete.
 
@@ -39,6 +44,7 @@ def verify(
         src: Checkpoint in any readable format: path or URL of a folder or file.
         shapes_from: Any checkpoint of the same model with full tensors, for flat parameters of FSDP1.
         base: Folder of the base checkpoint if it was moved, as for `load`.
+        on_progress: Called while checksums are compared; an exception that it raises stops the work.
 
     Returns:
         All faults.
@@ -68,7 +74,7 @@ def verify(
     if not problems:
         problems += _containers(reader)
     if not problems:
-        checked, wrong = _checksums(reader)
+        checked, wrong = _checksums(reader, on_progress)
         problems += wrong
     warnings = (*manifest.warnings, *(() if manifest.has_shapes else (NO_SHAPES,)))
     return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings)
@@ -127,8 +133,11 @@ def _containers(reader: Reader) -> list[str]:
     return [escape(each) for each in unknown.values()]
 
 
-def _checksums(reader: Reader) -> tuple[int, list[str]]:
+def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, list[str]]:
     checked = 0
+    meter = Meter(0, None)
+    if on_progress is not None:
+        meter = Meter(sum(checksum.nbytes for checksum in reader.checksums()), on_progress)
     problems: list[str] = []
     content = _Content(reader.manifest)
     buffer = bytearray(_BLOCK_BYTES)
@@ -140,7 +149,7 @@ def _checksums(reader: Reader) -> tuple[int, list[str]]:
                     *problems,
                     escape(f"{checksum.file} has checksums of an unknown kind: {checksum.algorithm}"),
                 ]
-            wrong = _find_wrong(reader, checksum, buffer)
+            wrong = _find_wrong(reader, checksum, buffer, meter)
             if checksum.algorithm == _FULL_FILES:
                 ends[checksum.file] = checksum.offset + checksum.nbytes
             if not wrong:
@@ -153,10 +162,10 @@ def _checksums(reader: Reader) -> tuple[int, list[str]]:
     return checked, [*problems, *(escape(f"{name} has {n} more bytes than were saved") for name, n in longer.items())]
 
 
-def _find_wrong(reader: Reader, checksum: Checksum, buffer: bytearray) -> list[tuple[Checksum, int]]:
+def _find_wrong(reader: Reader, checksum: Checksum, buffer: bytearray, meter: Meter) -> list[tuple[Checksum, int]]:
     """Return the smallest ranges that do not match their checksums, with the values that they have."""
     algorithm = _ALGORITHMS[checksum.algorithm]
-    value = algorithm(_blocks(reader, checksum, buffer))
+    value = algorithm(_blocks(reader, checksum, buffer, meter))
     parts = []
     for part in checksum.parts:
         start = part.offset - checksum.offset
@@ -207,12 +216,13 @@ class _Content:
         return f": {', '.join(names[:_SHOWN])}{more}"
 
 
-def _blocks(reader: Reader, checksum: Checksum, buffer: bytearray) -> Iterator[memoryview]:
+def _blocks(reader: Reader, checksum: Checksum, buffer: bytearray, meter: Meter) -> Iterator[memoryview]:
     """Yield the bytes that a checksum covers, in parts through one buffer."""
     for start in range(0, checksum.nbytes, _BLOCK_BYTES):
         block = memoryview(buffer)[: min(_BLOCK_BYTES, checksum.nbytes - start)]
         reader.raw_store.read([Read(checksum.file, checksum.offset + start, block)])
         yield block
+        meter.add(len(block))
 
 
 def _crc32(blocks: Iterable[memoryview]) -> int:

@@ -108,6 +108,15 @@ class TestTerminal:
         assert "\x1b[1A\x1b[2K" in after, "the line is erased before the report"
         assert "\x1b[?25h" in shown, "the cursor is shown again"
 
+    @pytest.mark.parametrize("words", [("verify",), ("diff", "SRC")])
+    def test_so_is_that_of_reading(self, words: tuple[str, ...], src: Path) -> None:
+        step = src.parent / "step"
+        assert run_here("consolidate", src, step, "--to", "native").code == 0
+        code, shown = run_on_terminal(words[0], *(step for word in words))
+        assert code == 0
+        assert "bytes" in shown or "B" in shown
+        assert "\x1b[?25l" in shown, "the cursor is hidden while it is drawn"
+
     def test_progress_is_bytes_their_rate_and_the_time_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stderr", screen := Screen())
         monkeypatch.setenv("TERM", "xterm")

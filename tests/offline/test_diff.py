@@ -422,3 +422,21 @@ def test_files_that_are_not_read_are_equal_if_their_bytes_are(tmp_path: Path) ->
     assert list(found.not_compared) == ["scheduler.pt"]
     (second / "optimizer.pt").unlink()
     assert list(shardckpt.diff(first, second).not_compared) == ["optimizer.pt", "scheduler.pt"]
+
+
+def test_progress_counts_the_tensors_that_both_have(tmp_path: Path) -> None:
+    a = {"u": torch.ones(4), "v": torch.ones(6), "only": torch.ones(9)}
+    seen: list[shardckpt.Progress] = []
+    shardckpt.diff(*files(tmp_path, a, {"u": torch.zeros(4), "v": torch.ones(6)}), on_progress=seen.append)
+    assert [(each.done_bytes, each.total_bytes) for each in seen] == [(16, 40), (40, 40)]
+
+
+def test_numbers_of_half_a_byte_are_compared_and_not_measured(tmp_path: Path) -> None:
+    """A byte has two of them, so that differences of bytes are no distance."""
+    for name, data in (("a", b"\x12\x34"), ("b", b"\x12\x35")):
+        header = b'{"w":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+        (tmp_path / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    a, b = (tmp_path / f"{name}.safetensors" for name in "ab")
+    [found] = shardckpt.diff(a, b).differences
+    assert (found.kind, found.max_abs, found.l2) == ("values", None, None)
+    assert shardckpt.diff(a, a).same

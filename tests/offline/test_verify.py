@@ -177,3 +177,11 @@ class TestNativeSteps:
         found = shardckpt.verify(str(step))
         assert (found.ok, found.checked_bytes) == (True, 0)
         assert any("without checksums" in warning for warning in found.warnings)
+
+
+def test_progress_counts_the_bytes_of_all_checksums(tmp_path: Path) -> None:
+    write_step(tmp_path / "step", {"w": torch.zeros(3 * BLOCK_BYTES // 4)})
+    seen: list[shardckpt.Progress] = []
+    found = shardckpt.verify(tmp_path / "step", on_progress=seen.append)
+    assert seen[-1].done_bytes == seen[-1].total_bytes == found.checked_bytes
+    assert len(seen) == 4, "a block at a time"

@@ -33,7 +33,7 @@ def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tole
     """
     (_, left), (_, right) = a, b
     same_type = left.dtype == right.dtype
-    have_numbers = same_type or (bits(left.dtype) % 8 == bits(right.dtype) % 8 == 0)
+    have_numbers = bits(left.dtype) % 8 == bits(right.dtype) % 8 == 0
     is_tolerant = same_type and not tolerance.is_exact and _is_tolerated(left.dtype)
     distance = _Distance()
     equal = same_type

@@ -18,11 +18,11 @@ NO_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of copying tensor data.
+    """Progress of copying, checking or comparing data.
 
     Attributes:
-        done_bytes: Bytes of tensor data written so far.
-        total_bytes: Bytes of tensor data to write.
+        done_bytes: Bytes that were written, checked or compared so far.
+        total_bytes: Bytes to write, check or compare.
         seconds: Seconds since the first byte.
     """
 

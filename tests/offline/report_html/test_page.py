@@ -49,6 +49,18 @@ def source(tmp_path):
     return folder
 
 
+def test_a_link_to_another_folder_is_refused_as_any_other_path(source, tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "notes.html").write_text("mine")
+    (tmp_path / "near").mkdir()
+    link = tmp_path / "near" / "report.html"
+    link.symlink_to(tmp_path / "far" / "notes.html")
+    with pytest.raises(TargetExistsError, match="only an earlier report") as caught:
+        shardckpt.inspect(source, html=link)
+    assert caught.value.exit_code == 2
+    assert (tmp_path / "far" / "notes.html").read_text() == "mine"
+
+
 def test_a_report_replaces_an_earlier_report_and_nothing_else(source, tmp_path):
     report = tmp_path / "map.html"
     shardckpt.inspect(source, html=report)
