@@ -55,6 +55,10 @@ def _summary(found: Inspection) -> str:
         shown = [place or "top level" for place in places]
         if shown:
             lines.append(f"{part}: {', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}")
+    if found.stats:
+        nans, infs = (sum(getattr(each, name) for each in found.stats) for name in ("nans", "infs"))
+        bad = f"{output.count(nans, 'NaN')}, {output.count(infs, 'Inf')}"
+        lines.append(f"statistics stored at save: {output.count(len(found.stats), 'tensor')}, {bad}")
     lines += [f"tied: {name} is {kept}" for name, kept in found.ties.items()]
     return "\n".join(map(escape, lines))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from shardckpt.errors import UsageError, escape
 from shardckpt.format.budget import gc_paused
-from shardckpt.format.reader import NamedBases
+from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
 from shardckpt.offline.report_html.checkpoint_map import describe_checkpoint
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import Inspection, TensorInfo
+from shardckpt.offline.write.report import Inspection, TensorInfo, TensorStats
+from shardckpt.offline.write.stored_stats import describe_values
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.naming.sections import find_sections, model_paths, split_flat_names
 
@@ -59,10 +62,22 @@ def _inspect(src: str, shapes_from: str, base: NamedBases, html: str) -> Inspect
     if shapes_from:
         reader = load_param_shapes(reader, shapes_from)
     manifest = split_flat_names(reader.manifest)
-    found = describe_manifest(src, manifest)
+    found = replace(describe_manifest(src, manifest), stats=_list_stored_stats(reader))
     if html:
         write_page(render_page(escape(src), describe_checkpoint(manifest, found)), html)
     return found
+
+
+def _list_stored_stats(reader: Reader) -> tuple[TensorStats, ...]:
+    if not isinstance(reader, NativeReader):
+        return ()
+    tensors = reader.manifest.tensors
+    stored = ((path, reader.value_stats(path)) for path in tensors if path not in reader.manifest.aliases)
+    return tuple(
+        describe_values(dotted(path), tensors[path], found, is_stored=True)
+        for path, found in stored
+        if found is not None
+    )
 
 
 def describe_manifest(src: str, manifest: Manifest) -> Inspection:

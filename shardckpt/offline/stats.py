@@ -13,10 +13,9 @@ from shardckpt.dtypes import bits
 from shardckpt.errors import UsageError
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.encodings.element_values import measure_values
-from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.format.value_stats import ValueStats, merge_stats
+from shardckpt.format.value_stats import merge_stats
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.compare.stored_values import BLOCK_BYTES, read_values
@@ -32,6 +31,7 @@ from shardckpt.offline.write.report import (
     find_layer,
     split_numbers,
 )
+from shardckpt.offline.write.stored_stats import describe_values, find_stored_stats
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
 
@@ -235,41 +235,6 @@ def parse_condition(text: str) -> Condition:
             expected=f"nan, inf, or such as l2>100 with one of {', '.join(STATS)} and of {' '.join(_COMPARISONS)}",
         )
     return Condition(match[1], _COMPARISONS[match[2]], float(match[3]))
-
-
-def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stored: bool) -> TensorStats:
-    """Return the statistics of a tensor for callers.
-
-    Args:
-        name: Name to show.
-        entry: Entry of the tensor.
-        found: Statistics of its values.
-        is_stored: Whether the save stored them.
-    """
-    has_values = found.finite > 0
-    return TensorStats(
-        name=name,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        nans=found.nans,
-        infs=found.infs,
-        zeros=found.zeros,
-        min=found.min if has_values else None,
-        max=found.max if has_values else None,
-        mean=found.total / found.finite if has_values else None,
-        l2=math.sqrt(found.squares),
-        is_stored=is_stored,
-    )
-
-
-def find_stored_stats(reader: Reader, entry: TensorEntry) -> ValueStats | None:
-    """Return the statistics that the save stored for a tensor; None without them, or if a reader changed the tensor."""
-    if not isinstance(reader, NativeReader):
-        return None
-    saved = reader.manifest.tensors.get(entry.path)
-    if saved is None or (saved.pieces, saved.dtype) != (entry.pieces, entry.dtype):
-        return None
-    return reader.value_stats(entry.path)
 
 
 def _measure(name: str, reader: Reader, entry: TensorEntry, *, recompute: bool) -> TensorStats:

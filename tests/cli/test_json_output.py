@@ -19,6 +19,7 @@ from json_schema import build_schema, close_objects, list_verbs
 from native_writer import write_step
 from safetensors.torch import save_file
 
+import shardckpt
 from shardckpt.format.native.run_directory import step_name
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "output.schema.json"
@@ -29,7 +30,7 @@ COMMANDS = {
     "rekey": ["STEP OUT --to-names"],
     "reshard": ["STEP OUT --world-size 2"],
     "merge-adapter": ["SRC/w.safetensors ADAPTER OUT"],
-    "inspect": ["SRC", "STEP", "SHORT"],
+    "inspect": ["SRC", "STEP", "SHORT", "MEASURED"],
     "formats": [""],
     "copy": ["RUN OUT", "STEP OUT --dry-run"],
     "repair": ["STEP", "LOST"],
@@ -48,7 +49,7 @@ COMMANDS = {
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("places")
     names = {"RUN": "run", "STEP": f"run/{step_name(1)}", "SHORT": "short", "FLIPPED": "flipped", "LOST": "lost"}
-    names |= {"OTHER": "other", "SRC": "src", "OUT": "out", "ADAPTER": "adapter"}
+    names |= {"MEASURED": "measured", "OTHER": "other", "SRC": "src", "OUT": "out", "ADAPTER": "adapter"}
     places = {name: folder / path for name, path in names.items()}
     state = {
         "model": {"a.w": torch.eye(3), "b": torch.tensor([float("nan"), float("inf"), 0.0])},
@@ -68,6 +69,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     flip_last_byte(next(places["FLIPPED"].glob("*.safetensors")))
     payload = next(places["SHORT"].glob("*.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-4])
+    shardckpt.save(state, places["MEASURED"], stats=True)
     places["SRC"].mkdir()
     save_file({"layers.0.weight": torch.eye(3), "layers.0.bias": torch.ones(2)}, places["SRC"] / "w.safetensors")
     write_adapter(places["ADAPTER"])

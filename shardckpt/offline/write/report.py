@@ -118,6 +118,7 @@ class Inspection:
         metadata: Text stored with the tensors.
         parts: Part (`model`, `optimizer`, `other`) to its paths.
         warnings: Oddities: gaps, overlaps, missing or short files.
+        stats: Statistics of the tensors whose save stored them, by the names of `tensors`.
     """
 
     source: str
@@ -129,6 +130,7 @@ class Inspection:
     metadata: Mapping[str, str]
     parts: Mapping[str, tuple[str, ...]]
     warnings: tuple[str, ...]
+    stats: tuple[TensorStats, ...] = ()
 
     @property
     def nbytes(self) -> int:

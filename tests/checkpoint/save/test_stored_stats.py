@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import run_here
 from harness import run
 from native_writer import commit
 from torch import nn
@@ -69,6 +70,15 @@ def test_statistics_that_are_stored_are_not_computed(tmp_path: Path, monkeypatch
     shardckpt.save({"a": torch.ones(3)}, tmp_path / "a", stats=True)
     monkeypatch.delattr(offline_stats, "read_values")
     assert shardckpt.stats(tmp_path / "a").tensors[0].l2 == 3**0.5
+
+
+def test_inspect_shows_them_without_reading_tensors(tmp_path: Path) -> None:
+    shardckpt.save({"a": torch.tensor([float("nan"), 1.0]), "b": torch.ones(2)}, tmp_path / "a", stats=True)
+    found = shardckpt.inspect(tmp_path / "a")
+    assert [(each.name, each.nans, each.l2) for each in found.stats] == [("a", 1, 1.0), ("b", 0, 2**0.5)]
+    assert "statistics stored at save: 2 tensors, 1 NaN, 0 Infs" in run_here("inspect", tmp_path / "a").out
+    shardckpt.save({"a": torch.ones(2)}, tmp_path / "b")
+    assert shardckpt.inspect(tmp_path / "b").stats == ()
 
 
 def test_a_tied_tensor_has_those_of_the_stored_one(tmp_path: Path) -> None:
