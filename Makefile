@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
@@ -10,7 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-repeat test-slow test-gpu matrix check format clean
 
-demo: $(STAMP)
+# It needs torch and transformers; where the rest is installed, that has both.
+demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
 	$(BIN)/python examples/demo.py
 
 # Each worker takes a part of the files in order, then tests that others have not begun: all end together. Four of them
@@ -61,5 +64,10 @@ clean:
 # Anew whenever what is to be installed changes; the stamp is written last, so that a broken install is not taken for a whole one.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,docs]'
+	$(INSTALL) '.[test,docs]'
 	touch $(STAMP)
+
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[torch]' transformers
+	touch $(DEMO_STAMP)
