@@ -146,6 +146,13 @@ class Acting(Callback):
             self.act()
 
 
+def wait_for(file: Path) -> None:
+    """Wait until a file exists, for half a minute at most."""
+    end = time.monotonic() + 30
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 class KilledAt(Callback):
     """Ends the process without a warning, once a file exists."""
 
@@ -154,9 +161,7 @@ class KilledAt(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
-            end = time.monotonic() + 30
-            while not self.file.exists() and time.monotonic() < end:
-                time.sleep(0.01)
+            wait_for(self.file)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

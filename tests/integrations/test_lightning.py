@@ -314,7 +314,12 @@ def fill_the_disk(rank: int, world: int, folder: Path) -> None:
 
     scores = iter((0.5, 0.4, 0.3))
     trainers.Net.validation_step = lambda self, *_: self.log("score", next(scores))
-    full = trainers.Acting(10, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)))
+
+    def fill() -> None:
+        trainers.wait_for(folder / "run" / "step-00000008" / "COMMIT")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+
+    full = trainers.Acting(10, fill)
     saving = {"monitor": "score", "save_top_k": 2, "every_n_train_steps": None}
     with pytest.raises(shardckpt.StorageError):
         fit(rank, world, "one", folder, None, full, saving=saving, max_epochs=3, num_sanity_val_steps=0)
