@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+import os
+from typing import TYPE_CHECKING, Literal, overload
 
 from shardckpt.errors import UsageError, require_torch
 
@@ -16,18 +17,30 @@ __all__ = ["open"]
 
 @overload
 def open(
-    path: Any, *, verify: str | bool = "read", base: NamedBases | None = None, framework: Literal["torch"] = "torch"
+    path: str | os.PathLike[str],
+    *,
+    verify: str | bool = "read",
+    base: NamedBases | None = None,
+    framework: Literal["torch"] = "torch",
 ) -> OpenedTensors: ...
 
 
 @overload
 def open(
-    path: Any, *, verify: str | bool = "read", base: NamedBases | None = None, framework: Literal["numpy"]
+    path: str | os.PathLike[str],
+    *,
+    verify: str | bool = "read",
+    base: NamedBases | None = None,
+    framework: Literal["numpy"],
 ) -> OpenedArrays: ...
 
 
 def open(
-    path: Any, *, verify: str | bool = "read", base: NamedBases | None = None, framework: str = "torch"
+    path: str | os.PathLike[str],
+    *,
+    verify: str | bool = "read",
+    base: NamedBases | None = None,
+    framework: str = "torch",
 ) -> OpenedTensors | OpenedArrays:
     """Open a checkpoint of any format to read parts of it.
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardckpt.errors import require_torch
+from typing_extensions import Unpack
+
+from shardckpt.errors import require_torch, unknown_keyword_error
 from shardckpt.format.registry import detect, open_source
 from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files
-from shardckpt.offline.select.options import Options, parse_memory
+from shardckpt.offline.select.options import ConversionParams, Options, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported
@@ -35,7 +37,11 @@ def _keep_selection(selection: Selection) -> Selection:
 
 
 def consolidate(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    on_progress: OnProgress | None = None,
+    **options: Unpack[ConversionParams],
 ) -> Report:
     """Merge a sharded checkpoint into full tensors, as safetensors.
 
@@ -61,7 +67,7 @@ def consolidate(
         >>> shardckpt.consolidate("run/step-100", "model", dtype="bf16")  # doctest: +SKIP
     """
     src, dst = os.fspath(src), os.fspath(dst)
-    chosen = parse_options(options)
+    chosen = parse_options("consolidate", options)
     return _with_config_warning(export(src, dst, chosen, on_progress), chosen)
 
 
@@ -80,7 +86,11 @@ def _with_config_warning(report: Report, options: Options) -> Report:
 
 
 def convert(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    on_progress: OnProgress | None = None,
+    **options: Unpack[ConversionParams],
 ) -> Report:
     """Convert a checkpoint like `consolidate`, but keep its split into files.
 
@@ -101,15 +111,23 @@ def convert(
         StorageError: As for `consolidate`.
     """
     src, dst = os.fspath(src), os.fspath(dst)
-    return export(src, dst, parse_options(options), on_progress, keeps_split=True)
+    return export(src, dst, parse_options("convert", options), on_progress, keeps_split=True)
 
 
-def parse_options(given: Mapping[str, Any]) -> Options:
+def parse_options(function: str, given: Mapping[str, Any]) -> Options:
     """Return checked options from keyword arguments.
 
+    Args:
+        function: Name of the function that was called, for messages.
+        given: Keyword arguments of the call.
+
     Raises:
-        UsageError: An option is unknown, or has an invalid value.
+        TypeError: A name is unknown.
+        UsageError: An option has an invalid value.
     """
+    unknown = given.keys() - ConversionParams.__annotations__.keys()
+    if unknown:
+        raise unknown_keyword_error(function, unknown)
     named = {key: given[key] for key in ("keep_fp32", "include", "exclude", "rename") if key in given}
     lists = {key: (value,) if isinstance(value, str) else tuple(value) for key, value in named.items()}
     paths = {key: os.fspath(value) for key, value in given.items() if isinstance(value, os.PathLike)}

@@ -63,7 +63,7 @@ def merge_adapter(
     Examples:
         >>> shardckpt.merge_adapter("llama", "run/adapter", "merged")  # doctest: +SKIP
     """
-    chosen = parse_options({**options, "part": options.get("part", "model")})
+    chosen = parse_options("merge_adapter", {**options, "part": options.get("part", "model")})
     if chosen.part != "model":
         raise UsageError("an adapter changes a model alone", found=f"part {chosen.part}", expected="model")
     opened = open_checkpoint(os.fspath(adapter))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+
+from typing_extensions import Unpack
 
 from shardckpt.errors import UsageError
 from shardckpt.format.huggingface.index_files import SUFFIX
 from shardckpt.offline.consolidate import export, parse_options
+from shardckpt.offline.select.options import RekeyParams
 from shardckpt.offline.select.selection import Selection, read_param_names
 from shardckpt.offline.write.report import OnProgress, Report
 from shardckpt.plan.optim.output_keys import Keys, rekey_state
@@ -29,7 +31,7 @@ def rekey(
     *,
     to: str,
     on_progress: OnProgress | None = None,
-    **options: Any,
+    **options: Unpack[RekeyParams],
 ) -> Report:
     """Write a checkpoint like `consolidate`, with other keys for its optimizer.
 
@@ -62,7 +64,7 @@ def rekey(
         raise UsageError("`to` names an unknown kind of keys", found=to, expected=", ".join(_KEYS))
     if "optim_keys" in options:
         raise UsageError("keys are asked for twice", found="optim_keys", expected="`to` alone")
-    chosen = parse_options({"part": "all", **options})
+    chosen = parse_options("rekey", {"part": "all", **options})
     if chosen.part == "model":
         raise UsageError("the model alone has no keys to change", found="part model", expected="all or optim")
     if dst.endswith(SUFFIX) and _KEYS[to] in ("ids", "flat-parameters"):

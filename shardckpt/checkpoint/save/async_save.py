@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=BUFFERS.forget)
 @renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
 def async_save(
     state: Any,
-    path: str,
+    path: str | os.PathLike[str],
     *,
     max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",

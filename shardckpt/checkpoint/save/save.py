@@ -52,7 +52,7 @@ class SaveParams(TypedDict, total=False):
 @renamed_params(**EARLIER_NAMES)
 def save(
     state: Any,
-    path: str,
+    path: str | os.PathLike[str],
     **options: Unpack[SaveParams],
 ) -> None:
     """Save the state of a training run. Collective.

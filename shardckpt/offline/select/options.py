@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
@@ -57,6 +59,40 @@ def parse_part(part: str) -> Part:
         if part == known:
             return known
     raise UsageError("--part must be one of the parts of a checkpoint", found=part, expected=", ".join(PARTS))
+
+
+class RekeyParams(TypedDict, total=False):
+    """Keyword parameters of `rekey` and of all conversions; `Options` describes them."""
+
+    part: Part
+    weights: Weights
+    model_key: str
+    optim_key: str | os.PathLike[str]
+    optim_keys: OptimKeys
+    param_names: str | os.PathLike[str]
+    shapes_from: str | os.PathLike[str]
+    base: NamedBases
+    dtype: str
+    keep_fp32: str | Iterable[str]
+    allow_overflow: bool
+    allow_loss: bool
+    max_shard_size: int | str
+    max_memory: int | str
+    include: str | Iterable[str]
+    exclude: str | Iterable[str]
+    rules: str | os.PathLike[str]
+    rename: str | Iterable[str]
+    config_from: str | os.PathLike[str]
+    overwrite: bool
+    dry_run: bool
+    jobs: int | None
+    parallel: bool
+
+
+class ConversionParams(RekeyParams, total=False):
+    """Keyword parameters of `consolidate` and `convert`."""
+
+    to: str
 
 
 @dataclass(frozen=True, slots=True)

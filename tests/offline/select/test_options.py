@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt.errors import UsageError
-from shardckpt.offline.select.options import Options, parse_dtype
+from shardckpt.offline.select.options import ConversionParams, Options, parse_dtype
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,13 @@ def test_paths_are_taken_as_people_have_them(tmp_path: Path) -> None:
     assert shardckpt.repair(tmp_path / "runs" / "step-00000001", dry_run=True).written == ()
     assert shardckpt.ls(tmp_path / "runs").complete[0].number == 1
     assert shardckpt.prune(tmp_path / "runs", keep_last=1).removed == ()
+
+
+@pytest.mark.parametrize(("verb", "more"), [("consolidate", {}), ("convert", {}), ("rekey", {"to": "ids"})])
+def test_a_misspelled_option_is_an_error_of_the_function_that_was_called(verb: str, more: dict[str, str]) -> None:
+    with pytest.raises(TypeError, match=rf"^{verb}\(\) got an unexpected keyword argument 'dtyp'$"):
+        getattr(shardckpt, verb)("src", "dst", dtyp="bf16", **more)
+
+
+def test_type_checkers_know_every_option() -> None:
+    assert ConversionParams.__annotations__.keys() == set(Options.__dataclass_fields__)
