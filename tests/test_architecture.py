@@ -95,7 +95,8 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
     "plan": ({"naming", "layout"}, {"optim"}, {"rules"}),
     "format": (
-        {"reader", "budget", "value_checks", "value_stats"},
+        {"value_stats"},
+        {"reader", "budget", "value_checks"},
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
         {"merge_shards"},

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import TruncatedError, UsageError
-from shardckpt.manifest import Manifest, ObjectEntry, Piece
+from shardckpt.format.value_stats import ValueStats
+from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece
 from shardckpt.storage.store import Listed, Store, read_bytes
 
 PathText = str | os.PathLike[str]
@@ -200,6 +201,10 @@ class Reader:
         Data that nothing else guarantees is still checked.
         """
         return self.raw_store
+
+    def value_stats(self, path: Path) -> ValueStats | None:  # noqa: ARG002  (readers of other formats have none)
+        """Return the statistics of a tensor that its save stored; None without them."""
+        return None
 
     def checksums(self) -> Iterator[Checksum]:
         """Yield the stored checksums in file order; nothing if the format stores none."""

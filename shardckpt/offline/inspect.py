@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from shardckpt.errors import UsageError, escape
 from shardckpt.format.budget import gc_paused
-from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
@@ -69,8 +68,6 @@ def _inspect(src: str, shapes_from: str, base: NamedBases, html: str) -> Inspect
 
 
 def _list_stored_stats(reader: Reader) -> tuple[TensorStats, ...]:
-    if not isinstance(reader, NativeReader):
-        return ()
     tensors = reader.manifest.tensors
     stored = ((path, reader.value_stats(path)) for path in tensors if path not in reader.manifest.aliases)
     return tuple(

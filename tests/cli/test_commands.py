@@ -106,7 +106,7 @@ class TestExitCodes:
         assert found.code == 0
         lines = found.out.splitlines()
         assert [line.split()[0] for line in lines[:3]] == ["tensor", "layers.11.w", "layers.10.w"]
-        assert lines[3].endswith("12 tensors, 0 NaNs, 0 Infs")
+        assert lines[3].endswith("12 tensors, 0 NaNs, 0 Infs; 0 stored at save, 12 computed")
         tensors["layers.7.w"][1] = float("nan")
         save_file(tensors, tmp_path / "a.safetensors")
         found = run_here("stats", tmp_path / "a.safetensors", "--by-layer", "--sort", "bad", "--top", "1")

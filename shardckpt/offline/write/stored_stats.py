@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import Reader
 from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import TensorEntry
@@ -38,8 +37,6 @@ def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stor
 
 def find_stored_stats(reader: Reader, entry: TensorEntry) -> ValueStats | None:
     """Return the statistics that the save stored for a tensor; None without them, or if a reader changed the tensor."""
-    if not isinstance(reader, NativeReader):
-        return None
     saved = reader.manifest.tensors.get(entry.path)
     if saved is None or (saved.pieces, saved.dtype) != (entry.pieces, entry.dtype):
         return None
