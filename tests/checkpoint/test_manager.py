@@ -1016,6 +1016,12 @@ class TestBest:
         with pytest.raises(UsageError, match=r"Name a metric that was saved: best\(\"accuracy\", mode=\"max\"\)"):
             other.best()
 
+    def test_a_metric_that_is_not_known_yet_makes_no_step_the_best(self, tmp_path: Path) -> None:
+        ck = Checkpointer(tmp_path)
+        ck.save(1, state(), metrics={"loss": float("nan")})
+        with pytest.raises(UsageError, match="no step has a number for the metric 'loss'; found loss"):
+            ck.best()
+
     def test_one_that_a_load_found_damaged_is_not_the_best(self, ck: Checkpointer) -> None:
         flip(payload(ck.root, 5))
         flip(payload(ck.root, 3))
