@@ -38,7 +38,7 @@ class FormatList:
 def formats() -> FormatList:
     """List the formats that can be read, with those of plugins.
 
-    Example:
+    Examples:
         >>> [each.name for each in shardckpt.formats().formats][:2]
         ['native', 'deepspeed-universal']
     """

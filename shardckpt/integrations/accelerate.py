@@ -49,7 +49,7 @@ def register(accelerator: Accelerator, *, background: bool = False, **options: A
         UnsupportedError: The accelerator uses DeepSpeed, Megatron-LM or XLA, or this version of Accelerate differs.
         UsageError: `background` is not a bool.
 
-    Example:
+    Examples:
         >>> register(accelerator)  # doctest: +SKIP
         >>> accelerator.save_state("runs/a/epoch-1")
     """

@@ -70,7 +70,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         UsageError: An argument would name files, or has an invalid value.
         UnsupportedError: This version of Lightning lacks a method that has to be replaced.
 
-    Example:
+    Examples:
         >>> checkpoint = ShardckptModelCheckpoint("runs/a", monitor="val_loss", save_last=True)  # doctest: +SKIP
         >>> Trainer(callbacks=[checkpoint], strategy="fsdp").fit(model, ckpt_path="last")
     """

@@ -52,7 +52,7 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
             place, DTensors and tensors on devices too. None to receive new tensors on the CPU, without DTensors.
         host: Name or address under which peers reach this process; None for the name of this machine.
 
-    Example:
+    Examples:
         >>> transport = ShardckptTransport(timedelta(seconds=60))  # doctest: +SKIP
         >>> manager = torchft.Manager(..., checkpoint_transport=transport)  # doctest: +SKIP
     """

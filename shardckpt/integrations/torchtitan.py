@@ -37,7 +37,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # torcht
     Raises:
         UnsupportedError: This version of torchtitan lacks a method that is replaced.
 
-    Example:
+    Examples:
         >>> config.checkpoint = CheckpointManager.Config(enable=True, interval=500)  # doctest: +SKIP
     """
 

@@ -147,7 +147,7 @@ def copy(
         CheckpointError: The source is damaged; the message names the file and the block.
         StorageError: Reading or writing failed; a step that was not copied completely does not exist.
 
-    Example:
+    Examples:
         >>> shardckpt.copy("/scratch/run", "s3://bucket/run")  # doctest: +SKIP
     """
     start = time.perf_counter()

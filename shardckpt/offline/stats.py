@@ -103,7 +103,7 @@ def history(
         CheckpointError: A step is damaged.
         StorageError: Reading failed.
 
-    Example:
+    Examples:
         >>> [step.tensors[0].l2 for step in shardckpt.history("run", include=["*.weight"]).steps]  # doctest: +SKIP
     """
     root, chosen = os.fspath(root), _Chosen(part, tuple(include), tuple(exclude))
@@ -138,7 +138,7 @@ def bisect(
         CheckpointError: A step is damaged.
         StorageError: Reading failed.
 
-    Example:
+    Examples:
         >>> shardckpt.bisect("run", when="nan").first  # doctest: +SKIP
     """
     condition = parse_condition(when)

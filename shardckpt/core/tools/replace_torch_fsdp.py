@@ -26,7 +26,7 @@ def replace_torch_fsdp() -> ExitStack:
     Returns:
         A context manager: its end, or `close()`, gives torch its names again. It need not be kept.
 
-    Example:
+    Examples:
         >>> shardckpt.core.replace_torch_fsdp()  # doctest: +SKIP
         >>> accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     """
