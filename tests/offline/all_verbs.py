@@ -3,7 +3,8 @@
     python all_verbs.py blocked|imported JOBS.json
 
 `JOBS.json` maps a name to the `source`, the `options` of consolidate, the `base` of a LoRA adapter, and
-`has_targets`, whether to write every target. The process prints the result of each call as JSON: its report and the
+`targets`, which third of the targets to write, or null for none: what a target writes depends on the
+manifest, whatever the format that it came from. The process prints the result of each call as JSON: its report and the
 SHA-256 of each file that it wrote, or its error. Two runs of one list print the same.
 """
 
@@ -57,8 +58,17 @@ def list_calls(name: str, job: dict[str, Any]) -> Iterator[tuple[str, Callable[[
     yield "repair", lambda: shardckpt.repair(step, dry_run=True)
     yield "ls", lambda: shardckpt.ls(f"{name}/run")
     yield "prune", lambda: shardckpt.prune(f"{name}/run", keep_last=1, dry_run=True)
-    if not job["has_targets"]:
-        return
+    if job["targets"] is not None:
+        yield from list(list_target_calls(name, job, kept, step))[job["targets"] :: 3]
+
+
+def list_target_calls(
+    name: str, job: dict[str, Any], kept: dict[str, Any], step: str
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the calls that write a checkpoint in other formats."""
+    import shardckpt
+
+    source, options = job["source"], job["options"]
     for to in TARGETS:
         folder = f"{name}/to-{to}"
         yield (

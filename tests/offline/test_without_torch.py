@@ -1,4 +1,4 @@
-"""Every offline verb over every fixture and every format does the same where torch cannot be imported."""
+"""Every offline verb over every fixture and format, and every target, do the same where torch cannot be imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKED = "import sys; sys.modules['torch'] = None; "
 def list_jobs(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the checkpoints: the fixtures, and a sample of every format in each of its variants."""
     jobs: dict[str, dict[str, Any]] = {}
-    for name in NAMES:
+    for number, name in enumerate(NAMES):
         (folder / f"{name}-names").mkdir()
         case = read_case(FIXTURES, name, folder / f"{name}-names")
         base = FIXTURES / name / "base"
@@ -32,12 +32,12 @@ def list_jobs(folder: Path) -> dict[str, dict[str, Any]]:
             "source": str(case.source),
             "options": dict(case.options),
             "base": str(base) if base.exists() else "",
-            "has_targets": True,
+            "targets": number % 3,
         }
     for form, variants in SAMPLES.items():
         for variant, write in variants.items():
             name = f"{form}-{variant}".replace(" ", "-")
-            jobs[name] = {"source": str(write(folder / name)), "options": {}, "base": "", "has_targets": False}
+            jobs[name] = {"source": str(write(folder / name)), "options": {}, "base": "", "targets": None}
     return jobs
 
 
