@@ -63,8 +63,10 @@ if TYPE_CHECKING:
     from shardckpt.offline.rekey import rekey
     from shardckpt.offline.repair import Repair, repair
     from shardckpt.offline.reshard import reshard
+    from shardckpt.offline.run_history.bisect import bisect
+    from shardckpt.offline.run_history.history import history
     from shardckpt.offline.select.options import Options
-    from shardckpt.offline.stats import bisect, history, stats
+    from shardckpt.offline.stats import stats
     from shardckpt.offline.targets.target_registry import list_targets
     from shardckpt.offline.verify import verify
     from shardckpt.offline.write.report import (
@@ -140,7 +142,9 @@ _HOMES = {
     ),
     "shardckpt.offline.reshard": ("reshard",),
     "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
-    "shardckpt.offline.stats": ("bisect", "history", "stats"),
+    "shardckpt.offline.run_history.bisect": ("bisect",),
+    "shardckpt.offline.run_history.history": ("history",),
+    "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.state.keys.kinds": ("StateKind",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),

@@ -113,7 +113,14 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"save"},
         {"run", "dcp_storage"},
     ),
-    "offline": ({"write"}, {"select"}, {"targets", "compare", "report_html"}),
+    "offline": (
+        {"write"},
+        {"select"},
+        {"targets", "compare", "report_html"},
+        {"verify", "stats"},
+        {"prune"},
+        {"run_history"},
+    ),
 }
 
 # Third-party libraries and the packages that may know of them.

@@ -195,6 +195,10 @@ class TensorStats:
     is_stored: bool = False
 
 
+STATS = ("nans", "infs", "zeros", "min", "max", "mean", "l2")
+"""Statistics of `TensorStats`, by the names of their attributes."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerStats:
     """Statistics of the tensors of one layer.

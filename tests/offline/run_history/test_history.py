@@ -13,7 +13,7 @@ from native_writer import write_step
 import shardckpt
 from shardckpt.errors import UsageError
 from shardckpt.format.native.run_directory import step_name
-from shardckpt.offline.stats import parse_condition
+from shardckpt.offline.run_history.condition import parse_condition
 
 
 def write_run(root: Path, values: list[float]) -> Path:

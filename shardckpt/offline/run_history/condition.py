@@ -1,0 +1,61 @@
+"""Read a condition on a statistic of a tensor, such as `l2>100`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardckpt.errors import UsageError
+from shardckpt.offline.write.report import STATS, TensorStats
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Comparison of a statistic of a tensor and a number.
+
+    Attributes:
+        stat: Name of the statistic.
+        is_met: Comparison of its value and the limit.
+        limit: Number to compare with.
+    """
+
+    stat: str
+    is_met: Callable[[float, float], bool]
+    limit: float
+
+    def is_true(self, tensor: TensorStats) -> bool:
+        """Return whether the condition is true for a tensor; it is false without a value."""
+        value = getattr(tensor, self.stat)
+        return value is not None and self.is_met(value, self.limit)
+
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_CONDITION = re.compile(
+    rf"\s*({'|'.join(STATS)})\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.ASCII
+)
+_NAMED = {"nan": Condition("nans", operator.gt, 0), "inf": Condition("infs", operator.gt, 0)}
+
+
+def parse_condition(text: str) -> Condition:
+    """Return the condition that a text states; nothing of the text is evaluated.
+
+    Raises:
+        UsageError: The text is not a condition.
+    """
+    if text in _NAMED:
+        return _NAMED[text]
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            "a condition must be nan, inf, or a statistic, a comparison and a number",
+            found=text,
+            expected=f"nan, inf, or such as l2>100 with one of {', '.join(STATS)} and of {' '.join(_COMPARISONS)}",
+        )
+    return Condition(match[1], _COMPARISONS[match[2]], float(match[3]))
