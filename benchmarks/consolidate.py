@@ -1,7 +1,7 @@
 """Compare the consolidation of sharded checkpoints with other tools, and with `cp` as the baseline.
 
     python benchmarks/consolidate.py [--size 4GB] [--cases dcp,hf,...] [--rounds 5] [--fsync both|neither] [--record]
-    python benchmarks/consolidate.py --pairs 9 --size 512MB --folder /dev/shm [--record]
+    python benchmarks/consolidate.py --pairs 9 [--cases dcp,bf16,dcp-dim1] --size 512MB --folder /dev/shm [--record]
 
 Each measurement covers a process from start to end and, with `--fsync both`, until its output is on the disk: seconds,
 CPU, and peak resident memory. Every tool has one warm-up run, whose output is compared with the expected tensors. Then
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from results import RESULTS, Lines, machine, record
+from results import RESULTS, Lines, machine, record, section_title
 
 HERE = Path(__file__).resolve().parent
 INPUTS = HERE / "inputs.py"
@@ -207,17 +207,22 @@ class Pairing:
 
     Attributes:
         title: Printed title.
-        source: Kind of input.
+        case: Name of the case to which it belongs.
         options: Options of `shardckpt.consolidate`.
         in_process: Most times of `cp` inside one process; 0 without a goal.
         process: Most times of `cp` from start to end of a process; 0 without a goal.
     """
 
     title: str
-    source: str
+    case: str
     options: dict[str, str | int]
     in_process: float = 0.0
     process: float = 0.0
+
+    @property
+    def source(self) -> str:
+        """Kind of input."""
+        return CASES[self.case].source
 
     @property
     def command_options(self) -> list[str]:
@@ -229,7 +234,7 @@ PAIRINGS = (
     Pairing("DCP to one file", "dcp", {}, 0.9, 1.05),
     Pairing("the same, 1 thread", "dcp", {"jobs": 1}),
     Pairing("DCP to files of 100 MB", "dcp", {"max_shard_size": "100MB"}, 0.9, 1.05),
-    Pairing("DCP in bfloat16", "dcp", {"dtype": "bf16"}, 1.3, 1.3),
+    Pairing("DCP in bfloat16", "bf16", {"dtype": "bf16"}, 1.3, 1.3),
     Pairing("DCP to a step, hashed", "dcp", {"to": "native"}),
     Pairing("DCP shards along dimension 1", "dcp-dim1", {}, 1.3, 1.3),
 )
@@ -451,6 +456,8 @@ def main() -> None:
     names = options.cases.split(",")
     if unknown := set(names) - {*CASES, *FIGURES}:
         parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    if options.pairs and not any(pairing.case in names for pairing in PAIRINGS):
+        parser.error("none of these cases has pairs")
     Fsync.off = options.fsync == "neither"
     with scratch(options.folder, options.size) as folder:
         bench = Bench(folder, options.size, options.pairs or options.rounds, fsync=not Fsync.off)
@@ -459,9 +466,11 @@ def main() -> None:
         load = f"load {os.getloadavg()[0]:.1f}"
         bench.say(f"{today}, {machine()}, {file_system(folder)}, {load}; {rounds}, fsync: {options.fsync}.")
         if options.pairs:
-            bench.compare_pairs(PAIRINGS)
+            bench.compare_pairs([pairing for pairing in PAIRINGS if pairing.case in names])
             if options.record:
-                record(f"Pairs with cp, {options.size / 1e9:g} GB, {file_system(folder)}", bench.lines, bench.goals)
+                title = f"Pairs with cp, {options.size / 1e9:g} GB, {file_system(folder)}"
+                every = dict.fromkeys(pairing.case for pairing in PAIRINGS)
+                record(section_title(title, names, every), bench.lines, bench.goals)
             return
         for name in names:
             if name in CASES:
@@ -472,7 +481,8 @@ def main() -> None:
                         shutil.rmtree(source)
         bench.figures([name for name in names if name in FIGURES])
         if options.record:
-            record(f"{options.size / 1e9:g} GB, fsync {options.fsync}", bench.lines)
+            title = f"{options.size / 1e9:g} GB, fsync {options.fsync}"
+            record(section_title(title, names, [*CASES, *FIGURES]), bench.lines)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ import torch._dynamo  # optimizers import it at their first step; import it once
 import torch.distributed as dist
 from llama import Block, Llama, Shape
 from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
-from results import RESULTS, Lines, machine, record
+from results import RESULTS, Lines, machine, record, section_title
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TheirPolicy
@@ -93,6 +93,8 @@ def replicate(module: nn.Module, unit: type[nn.Module]) -> nn.Module:  # noqa: A
 
 
 DDP = Engine("DDP", replicate)
+PARTS = ("steps", "memory", "units")
+
 ROWS = {
     "flat": (
         Engine(
@@ -371,7 +373,7 @@ def main() -> None:
     """Run the selected rows and parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(filter(is_available, ROWS)), help="comma-separated, of: %(default)s")
-    parser.add_argument("--parts", default="steps,memory,units", help="comma-separated, of: %(default)s")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of: %(default)s")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2, help="sequences of each rank")
@@ -380,13 +382,15 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
     options = parser.parse_args()
     rows, parts = options.rows.split(","), options.parts.split(",")
-    if unknown := (set(rows) - set(ROWS)) | (set(parts) - {"steps", "memory", "units"}):
+    if unknown := (set(rows) - set(ROWS)) | (set(parts) - set(PARTS)):
         parser.error(f"unknown row or part: {', '.join(sorted(unknown))}")
     shape = Shape(layers=options.layers, hidden=options.hidden, inner=options.hidden * 43 // 16 // 16 * 16)
     workload = Workload(shape, (options.batch, options.tokens), options.rounds)
     report = run(workload, [engine for row in rows for engine in ROWS[row]], parts)
     if options.record:
-        record(f"Engine, {options.layers} layers of {options.hidden}", report.lines, report.goals)
+        title = f"Engine, {options.layers} layers of {options.hidden}"
+        every = (*filter(is_available, ROWS), *PARTS)
+        record(section_title(title, [*rows, *parts], every), report.lines, report.goals)
     for line in report.failed:
         print(f"FAILED: {line}", file=sys.stderr)
     sys.exit(bool(report.failed))

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from consolidate import CP, PYTHON, Bench, Case, Fsync, Runs, Tool, file_system, ours, parse_size, scratch, script
-from results import RESULTS, machine, record
+from results import RESULTS, machine, record, section_title
 
 INPUTS = Path(__file__).resolve().parent / "foreign_inputs.py"
 MOST_BYTES = 200e6
@@ -163,7 +163,8 @@ def main() -> None:
                 if source.name not in keep:
                     shutil.rmtree(source)
         if options.record:
-            record(f"Formats, {options.size / 1e9:g} GB, fsync {options.fsync}", bench.lines)
+            title = f"Formats, {options.size / 1e9:g} GB, fsync {options.fsync}"
+            record(section_title(title, names, CASES), bench.lines)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from inputs import LISTED_TENSORS, make_listed
-from results import RESULTS, Lines, machine, record
+from results import RESULTS, Lines, machine, record, section_title
 from save_load import time_planning
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -164,8 +164,7 @@ def main() -> None:
                 goal = report.goal(row.area, row.name, row.seconds, row.goal, "s of CPU")
                 print(f"| {row.name} | {row.seconds:.3f} | {row.goal:g} | {goal.verdict} |", flush=True)
     if options.record:
-        title = "Start-up, planning and opening"
-        record(title if names == list(CASES) else f"{title}: {options.cases}", report.lines, report.goals)
+        record(section_title("Start-up, planning and opening", names, CASES), report.lines, report.goals)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import datetime
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,19 @@ def record(title: str, lines: Sequence[str], goals: Sequence[Goal] = ()) -> None
     body = "\n".join(lines).strip()
     sections.append(f"## {title}\n\n{body}\n\n{goal_table(goals)}" if goals else f"## {title}\n\n{body}")
     RESULTS.write_text(with_summary("\n\n".join([head, *sections])), encoding="utf-8")
+
+
+def section_title(title: str, chosen: Iterable[str], every: Iterable[str]) -> str:
+    """Return the title of a section; one of its own for a part of the cases, so that it replaces no others.
+
+    Args:
+        title: Title of the section with all cases.
+        chosen: Names of the measured cases.
+        every: Names of all cases.
+    """
+    names = list(every)
+    measured = [name for name in names if name in set(chosen)]
+    return title if measured == names else f"{title}: {','.join(measured)}"
 
 
 def goal_table(goals: Sequence[Goal]) -> str:

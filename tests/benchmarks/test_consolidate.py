@@ -35,8 +35,18 @@ def test_pairs_with_cp_print_ratios_in_process_and_of_processes(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "many")])
-def test_what_cannot_be_run_is_refused(arguments: tuple[str, str]) -> None:
+@pytest.mark.slow
+def test_pairs_are_those_of_the_chosen_cases(tmp_path: Path) -> None:
+    done = bench("--pairs", "1", "--cases", "bf16", "--size", "1MB", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert rows[1:] == ["DCP in bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--cases", "no-such-case"), ("--size", "many"), ("--pairs", "1", "--cases", "help")]
+)
+def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...]) -> None:
     assert bench(*arguments).returncode == 2
 
 

@@ -76,6 +76,16 @@ def test_a_section_recorded_again_loses_its_old_goals(results):
     assert "2 to 4" not in text
 
 
+def test_a_part_of_the_cases_has_a_section_of_its_own(results):
+    every = ("steps", "memory", "units")
+    assert results.section_title("Engine", ["units", "memory", "steps"], every) == "Engine"
+    assert results.section_title("Engine", ["memory"], every) == "Engine: memory"
+    record(results, results.section_title("Engine", every, every), ("loads", "4 GB", 1.5), ("loads", "2 to 4", 1.0))
+    record(results, results.section_title("Engine", ["memory"], every), ("loads", "4 GB", 1.2))
+    text = results.RESULTS.read_text(encoding="utf-8")
+    assert [row[2] for row in rows(results.summarize(text)) if row[0] == "loads"] == ["1.000 x cp", "1.200 x cp"]
+
+
 def test_a_recorded_section_is_below_the_summary(results):
     record(results, "First", ("loads", "4 GB", 1.5))
     record(results, "Without goals")
