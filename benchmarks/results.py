@@ -140,18 +140,24 @@ def with_summary(text: str) -> str:
 
 
 def summarize(text: str) -> str:
-    """Return the table of the goals in all sections, by area; of several rows with one name and unit, the last."""
+    """Return the table of the goals in all sections, by area; of several rows with one name and unit, the newest."""
     rows: dict[tuple[str, str, str], str] = {}
     for section in split_sections(text)[1:]:
         _, _, table = section.partition(f"\n{GOALS}\n")
         for row in re.findall(r"(?m)^\| (?!area ).+$", table):
             area, what, measured = (cell.strip() for cell in row.split("|")[1:4])
             key = (area, what, measured.partition(" ")[2])
-            rows.pop(key, None)
-            rows[key] = row
+            if _read_date(row) >= _read_date(rows.get(key, row)):
+                rows.pop(key, None)
+                rows[key] = row
     lines = [
         line
         for area in AREAS
         for line in [row for key, row in rows.items() if key[0] == area] or [NOT_MEASURED.format(area)]
     ]
     return "\n".join([COLUMNS, *lines])
+
+
+def _read_date(row: str) -> str:
+    """Return the date of a row of goals, as text that sorts by time."""
+    return row.split("|")[6].strip()

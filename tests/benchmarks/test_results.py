@@ -61,6 +61,15 @@ def test_the_figure_recorded_last_replaces_one_of_another_section(results):
     ]
 
 
+def test_an_older_figure_replaces_no_newer_one_of_another_section(results):
+    row = "| loads | 4 GB | {} x cp | 1.3 | met | {} | here |"
+    sections = [("Whole", "1.100", "2026-11-23"), ("Whole: part", "1.500", "2026-11-22")]
+    text = "# Results\n" + "".join(
+        f"\n## {title}\n\n{results.GOALS}\n{row.format(figure, date)}\n" for title, figure, date in sections
+    )
+    assert [row[2] for row in rows(results.summarize(text)) if row[0] == "loads"] == ["1.100 x cp"]
+
+
 def test_goals_of_one_row_beside_two_peers_are_both_shown(results):
     peers = ("1.67 x raw", "0.85 x peer")
     goals = "".join(f"| loads | 2 to 4 | {measured} | 1.0 | MISSED | 2026-11-23 | here |\n" for measured in peers)
