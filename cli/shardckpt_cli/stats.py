@@ -73,6 +73,7 @@ def history(
         str, typer.Option("--stat", help="Statistic to print: nans, infs, zeros, min, max, mean or l2.")
     ] = "l2",
     part: options.Part = "all",
+    html: options.Html = "",
     as_json: options.AllAsJson = False,
 ) -> None:
     """Print a statistic of tensors over the steps of a run: step, tensor, value."""
@@ -81,9 +82,12 @@ def history(
 
     if stat not in _STATS:
         raise typer.BadParameter(f"--stat must be one of {', '.join(_STATS)}, got {stat}")
-    found = shardckpt.history(root, part=part, include=tensor or ())
+    found = shardckpt.history(root, part=part, include=tensor or (), html=html)
     if as_json:
         output.print_json(found)
+        return
+    if html:
+        print(f"{escape(found.root)}: {output.count(len(found.steps), 'step')}\nwrote {escape(html)}")
         return
     rows = [
         (f"{step.number}", escape(each.name), "" if (value := getattr(each, stat)) is None else f"{value:.6g}")

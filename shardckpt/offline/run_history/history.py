@@ -6,7 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardckpt.errors import escape
 from shardckpt.offline.prune import StepInfo, ls
+from shardckpt.offline.report_html.history_lines import describe_history
+from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.stats import stats
 from shardckpt.offline.write.report import History, StepStats
 
@@ -17,6 +20,7 @@ def history(
     part: str = "all",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    html: str | os.PathLike[str] = "",
 ) -> History:
     """Return statistics of tensors over the complete steps of a run.
 
@@ -27,17 +31,25 @@ def history(
         part: `model`, `optim` or `all`.
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
+        html: Path or URL of a file to write: one page that draws the statistics over the steps, a line for each tensor.
 
     Raises:
-        UsageError: The folder is not a run; in a step a glob matches nothing, or nothing remains.
+        UsageError: The folder is not a run; in a step a glob matches nothing, or nothing remains; `html` names another
+            file than an earlier report.
         CheckpointError: A step is damaged.
         StorageError: Reading failed.
 
     Examples:
         >>> [step.tensors[0].l2 for step in shardckpt.history("run", include=["*.weight"]).steps]  # doctest: +SKIP
     """
-    root, chosen = os.fspath(root), ChosenTensors(part, tuple(include), tuple(exclude))
-    return History(root, tuple(map(chosen.measure, ls(root).complete)))
+    root, html = os.fspath(root), os.fspath(html)
+    if html:
+        require_report_target(html)
+    chosen = ChosenTensors(part, tuple(include), tuple(exclude))
+    found = History(root, tuple(map(chosen.measure, ls(root).complete)))
+    if html:
+        write_page(render_page(escape(root), describe_history(found)), html)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

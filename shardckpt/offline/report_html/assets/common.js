@@ -93,8 +93,8 @@ function makeMatcher(pattern) {
 class Grid {
   static ROW = 26;
 
-  constructor(label, columns, { onSelect = () => {}, sort = null } = {}) {
-    Object.assign(this, { columns, onSelect, sort, rows: [], all: [], active: 0, selected: null });
+  constructor(label, columns, { onSelect = () => {}, onOrder = () => {}, sort = null } = {}) {
+    Object.assign(this, { columns, onSelect, onOrder, sort, rows: [], all: [], active: 0, selected: null });
     this.body = make("div", { role: "rowgroup", style: "position: relative" });
     this.head = make("div", { class: "row head", role: "row", style: this.template() + "position: sticky" });
     this.element = make("div", { class: "scroll grid", role: "grid", tabindex: 0, "aria-label": label,
@@ -122,6 +122,7 @@ class Grid {
     this.active = Math.max(Math.min(this.active, this.rows.length - 1), 0);
     this.drawHead();
     this.draw();
+    this.onOrder();
   }
 
   drawHead() {
@@ -129,7 +130,7 @@ class Grid {
       const sorted = this.sort?.column === at ? (this.sort.isFalling ? "descending" : "ascending") : "none";
       const mark = { none: "", ascending: " ▲", descending: " ▼" }[sorted];
       return make("span", { role: "columnheader", "aria-sort": sorted, class: column.isNumber ? "number" : "" },
-        make("button", { click: () => this.sortBy(at) }, column.name + mark));
+        make("button", { title: column.name, click: () => this.sortBy(at) }, column.name + mark));
     }));
   }
 

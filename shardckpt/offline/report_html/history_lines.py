@@ -1,0 +1,37 @@
+"""Describe the history of a run for the page: a value for each statistic, tensor and step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shardckpt.errors import escape
+from shardckpt.offline.write.report import STATS, History, TensorStats, split_numbers
+
+_DIGITS = 6
+"""Significant digits of a value; a run of 1,000 tensors and 100 steps takes about 2 MB then."""
+
+
+def describe_history(found: History) -> dict[str, Any]:
+    """Return the data of a history's page: JSON values only.
+
+    A tensor has None for a step that lacks it.
+    """
+    steps = [{tensor.name: tensor for tensor in step.tensors} for step in found.steps]
+    names = sorted({name for step in steps for name in step}, key=split_numbers)
+    return {
+        "schema_version": 1,
+        "kind": "history",
+        "root": escape(found.root),
+        "steps": [step.number for step in found.steps],
+        "tensors": [*map(escape, names)],
+        "values": {stat: [[_get_value(step.get(name), stat) for step in steps] for name in names] for stat in STATS},
+    }
+
+
+def _get_value(tensor: TensorStats | None, stat: str) -> float | str | None:
+    """Return a rounded value as JSON has it: infinities as text."""
+    value = None if tensor is None else getattr(tensor, stat)
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else str(value)
