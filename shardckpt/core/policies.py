@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardckpt.core.config import Offload, Precision
+from shardckpt.core.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: Dtype in which gradients are averaged; None for `param_dtype`.
         output_dtype: Dtype of a module's outputs.
         cast_forward_inputs: Whether to cast a module's inputs to `param_dtype`.
+        param_dtype_override_fn: Returns the dtype of one full parameter: its stored dtype, or None or `param_dtype`.
+            Called once for each parameter, with equal results on all ranks. Inputs are cast to `param_dtype`.
         buffer_dtype: Dtype of a module's buffers; state dicts contain the original dtype (not in torch).
     """
 
@@ -28,6 +32,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True, repr=False)
 
     @property
@@ -40,6 +45,27 @@ class MixedPrecisionPolicy:
             self.buffer_dtype,
             cast_inputs=self.cast_forward_inputs,
         )
+
+    def resolve_param_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype | None:
+        """Return the dtype of one full parameter; None for its stored dtype.
+
+        Args:
+            name: Name of the parameter in messages.
+            parameter: Parameter that is not sharded yet.
+
+        Raises:
+            ArgumentError: `param_dtype_override_fn` returns another dtype, or no dtype.
+        """
+        override = self.param_dtype_override_fn(parameter) if self.param_dtype_override_fn is not None else None
+        if override is None:
+            return self.param_dtype
+        if override not in (self.param_dtype, parameter.dtype):
+            raise ArgumentError(
+                f"param_dtype_override_fn must return None, param_dtype or the parameter's dtype, got {override!r}",
+                where=name,
+                expected=[None, self.param_dtype, parameter.dtype],
+            )
+        return override
 
 
 @dataclass

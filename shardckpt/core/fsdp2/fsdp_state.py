@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardckpt.core.comm.collectives import CustomCollectives, ShardGroup
-from shardckpt.core.config import UnitConfig
+from shardckpt.core.config import Precision, UnitConfig
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.modules.compile_guard import compiler_disabled
 from shardckpt.core.modules.fqn_and_params import (
+    Identity,
     Name,
     ParamInfo,
     clean,
@@ -31,6 +32,7 @@ from shardckpt.core.modules.fqn_and_params import (
 from shardckpt.core.params.mesh_placement import DataParallelMeshInfo, MeshPlacement, ShardPlacementFn, place_param
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.tensor_extension import ExtensionBucket, needs_extension
+from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration, ExtensionRegistration
 from shardckpt.core.runtime import mixed_precision
@@ -51,12 +53,14 @@ class FullyShardOptions:
         choose: Returns the placement of a parameter; None to shard dimension 0 over the mesh.
         ignored: Parameters that are neither sharded nor moved nor reduced.
         config: Initial settings of the unit.
+        policy: Dtypes, also of single parameters.
     """
 
     info: DataParallelMeshInfo
     choose: ShardPlacementFn | None
     ignored: frozenset[nn.Parameter]
     config: UnitConfig
+    policy: MixedPrecisionPolicy
 
 
 def get_fsdp_state(module: nn.Module) -> FSDPState | None:
@@ -140,6 +144,7 @@ class FSDPState:
         self.collectives = UnitCollectives()
         self.root_state: RootState | None = None
         self._is_last_backward = True
+        self._param_dtypes: dict[Identity, torch.dtype | None] = {}
         module = self._one_module
         owners: dict[FSDPUnit, FSDPState] = {nested.unit: nested for nested in fsdp_states_below(module)}
         reopened = [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
@@ -193,6 +198,7 @@ class FSDPState:
                 member.parameter.requires_grad,
                 id(placement.info),
                 placement.dim is None,
+                self._get_precision(member, config),
                 alone,
             )
             sets.setdefault(key, []).append((member, placement))
@@ -201,6 +207,12 @@ class FSDPState:
         registrations = [self._build_registration(name, members, config) for members in sets.values()]
         buffers = mixed_precision.Buffers(self._own_modules())
         return FSDPUnit(name, self.modules, registrations, config, buffers, self.device)
+
+    def _get_precision(self, member: ParamInfo, config: UnitConfig) -> Precision:
+        """Return the dtypes of a parameter; the policy chooses once, also if the unit is rebuilt."""
+        if member.identity not in self._param_dtypes:
+            self._param_dtypes[member.identity] = self._options.policy.resolve_param_dtype(member.fqn, member.parameter)
+        return replace(config.precision, param_dtype=self._param_dtypes[member.identity])
 
     def _own_modules(self) -> list[nn.Module]:
         """Return the distinct submodules that do not belong to a nested unit."""
@@ -244,8 +256,9 @@ class FSDPState:
         count = config.post_forward_ranks
         neighbours = _group_for_slices(group, count) if count and group.shard else None
         spec = ShardSpec(keeps_full=placements[0].dim is None, placements=placements, post_forward_group=neighbours)
+        precision = self._get_precision(members[0][0], config)
         kind = ExtensionBucket if needs_extension(placements[0].local(members[0][0].parameter)) else Bucket
-        bucket = kind([member for member, _ in members], group, name, spec, config.precision, config.offload)
+        bucket = kind([member for member, _ in members], group, name, spec, precision, config.offload)
         registered = ExtensionRegistration if isinstance(bucket, ExtensionBucket) else DTensorRegistration
         return registered(bucket, name, placements)
 

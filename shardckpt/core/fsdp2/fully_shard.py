@@ -136,7 +136,7 @@ def fully_shard(
         keeps_unsharded_without_sync=False,
     )
     config = _resolve_reshard(config, reshard_after_forward, info)
-    FSDPState(modules, FullyShardOptions(info, shard_placement_fn, frozenset(ignored_params or ()), config))
+    FSDPState(modules, FullyShardOptions(info, shard_placement_fn, frozenset(ignored_params or ()), config, mp_policy))
     for sharded in modules:
         sharded.__class__ = _sharded_class(type(sharded))
         register_fully_shard(sharded)
