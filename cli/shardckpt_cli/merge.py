@@ -12,11 +12,19 @@ from shardckpt_cli.consolidate import run
 
 def merge_adapter(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the model: folder or file, path or URL.")],
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter, as peft saves it.")],
+    adapter: Annotated[
+        list[str], typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter, as peft saves it; repeatable.")
+    ],
     dst: options.Dst,
     to: options.To = "",
     model_key: Annotated[str, typer.Option("--model-key", help="Where the model is in BASE.")] = "",
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of BASE; repeatable.")] = None,
+    adapter_weights: Annotated[
+        list[float] | None,
+        typer.Option("--adapter-weight", help="Factor of an adapter; once for each of them, in their order."),
+    ] = None,
+    dtype: options.Dtype = "",
+    keep_fp32: options.KeepFp32 = None,
     allow_overflow: Annotated[bool, typer.Option("--allow-overflow", help="Accept sums that become infinite.")] = False,
     max_shard_size: options.ShortMaxShardSize = "5GB",
     max_memory: options.ShortMaxMemory = "256MiB",
@@ -26,5 +34,5 @@ def merge_adapter(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Merge a LoRA adapter into its base; sums are rounded once from float32."""
+    """Merge LoRA adapters into their base; sums are rounded once from float32."""
     run("merge_adapter", locals())

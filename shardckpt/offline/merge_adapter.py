@@ -1,11 +1,12 @@
-"""Implement `merge-adapter`: add a LoRA adapter to its base, block by block."""
+"""Implement `merge-adapter`: add LoRA adapters to their base, block by block."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -32,22 +33,25 @@ _CONFIG = "adapter_config.json"
 
 def merge_adapter(
     base: str | os.PathLike[str],
-    adapter: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     dst: str | os.PathLike[str],
     *,
+    adapter_weights: Sequence[float] | None = None,
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Report:
-    """Write a base model with a LoRA adapter merged into it.
+    """Write a base model with one or more LoRA adapters merged into it.
 
-    The added product is computed in float32 (float64 for a base in float64) and added in that dtype; the sum is rounded
-    once to the dtype of the base's weight. Fully trained tensors replace those of the base. Memory is constant except
-    for one factor at a time.
+    The result is `base + sum of weight * scale * (B @ A)`: what `peft` calls `cat`, and not its `linear`, which adds
+    the factors. Products are computed in float32 (float64 for a base in float64) and added in that dtype; the sum is
+    rounded once to the written dtype. Fully trained tensors replace those of the base. Memory is constant except for
+    one factor of each adapter at a time.
 
     Args:
-        base: Checkpoint of the model on which the adapter was trained, in any readable format.
-        adapter: Folder with `adapter_config.json` and the adapter's tensors, as `peft` saves it.
+        base: Checkpoint of the model on which the adapters were trained, in any readable format.
+        adapter: Folder with `adapter_config.json` and the adapter's tensors, as `peft` saves it, or several of them.
         dst: As for `consolidate`.
+        adapter_weights: Factor of each adapter's products, in the order of the adapters; 1 for each by default.
         on_progress: As for `consolidate`.
         **options: Fields of `Options`, for the base; `part` is the model.
 
@@ -55,44 +59,83 @@ def merge_adapter(
         Report of the written files.
 
     Raises:
-        UsageError: The call is invalid: the adapter belongs to another base, or an option does not apply.
+        UsageError: The call is invalid: an adapter belongs to another base, two adapters set one tensor, or an option
+            does not apply.
         CheckpointError: A checkpoint is damaged, incomplete or unsafe, or the kind of adapter cannot be merged (DoRA
             and others, by name).
         StorageError: Reading or writing failed.
 
     Examples:
         >>> shardckpt.merge_adapter("llama", "run/adapter", "merged")  # doctest: +SKIP
+        >>> shardckpt.merge_adapter("llama", ["a", "b"], "merged", adapter_weights=[0.7, 0.3])  # doctest: +SKIP
     """
     chosen = parse_options("merge_adapter", {**options, "part": options.get("part", "model")})
     if chosen.part != "model":
         raise UsageError("an adapter changes a model alone", found=f"part {chosen.part}", expected="model")
-    opened = open_checkpoint(os.fspath(adapter))
-    if not any(entry.name == _CONFIG for entry in opened.store.list()):
-        raise UsageError(f"found no adapter: {_CONFIG} is missing", where=os.fspath(adapter))
-    config = read_json(opened.store, _CONFIG)
+    paths = [adapter] if isinstance(adapter, (str, os.PathLike)) else list(adapter)
+    weights = _check_weights(adapter_weights, len(paths))
+    opened = [_open_adapter(os.fspath(path), weight) for path, weight in zip(paths, weights, strict=True)]
 
     def change(selection: Selection) -> Selection:
-        return _merge(selection, opened, config)
+        return _merge(selection, opened)
 
     return export(os.fspath(base), os.fspath(dst), chosen, on_progress, change=change)
 
 
-def _merge(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> Selection:
+def _check_weights(weights: Sequence[float] | None, adapters: int) -> Sequence[float]:
+    """Return one finite weight for each adapter."""
+    if not adapters:
+        raise UsageError("merge-adapter needs an adapter", found="none")
+    if weights is None:
+        return [1.0] * adapters
+    if len(weights) != adapters:
+        raise UsageError(
+            "each adapter must have a weight", found=f"{len(weights)} for {adapters}", fix="Give all weights, or none."
+        )
+    for weight in weights:
+        if not isfinite(weight):
+            raise UsageError("the weight of an adapter must be a finite number", found=weight)
+    return [float(weight) for weight in weights]
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """An open adapter.
+
+    Attributes:
+        reader: Open checkpoint of the adapter.
+        config: Content of `adapter_config.json`.
+        weight: Factor of its products.
+    """
+
+    reader: Reader
+    config: Mapping[str, Any]
+    weight: float
+
+    @property
+    def url(self) -> str:
+        """Path or URL of the adapter."""
+        return self.reader.store.url
+
+
+def _open_adapter(path: str, weight: float) -> _Adapter:
+    opened = open_checkpoint(path)
+    if not any(entry.name == _CONFIG for entry in opened.store.list()):
+        raise UsageError(f"found no adapter: {_CONFIG} is missing", where=path)
+    return _Adapter(opened, read_json(opened.store, _CONFIG), weight)
+
+
+def _merge(selection: Selection, adapters: Sequence[_Adapter]) -> Selection:
     """Return the base's tensors with their changes."""
-    manifest = adapter.manifest
-    entries = {dotted(path): entry for path, entry in manifest.tensors.items()}
-    entries = dict(zip(entries, locate(adapter, manifest, list(entries.values())), strict=True))
     tensors = {tensor.name: tensor for tensor in selection.model}
     known = {**{n: t.shape for n, t in tensors.items()}, **{n: tensors[k].shape for n, k in selection.ties.items()}}
-    merge = plan_merge(config, {name: e.shape for name, e in entries.items()}, known, adapter.store.url)
-    source = _AdapterReader(adapter, entries)
-    changes: dict[str, Change] = {name: _TensorCopy(source, own) for name, own in merge.replaced.items()}
-    changes |= {
-        each.weight: _LowRankSum(source, each, known[each.weight], changes.get(each.weight)) for each in merge.added
-    }
+    changes: dict[str, Change] = {}
+    own: set[str] = set()
+    for adapter in adapters:
+        own |= _add_changes(adapter, known, changes)
     ties, warnings = dict(selection.ties), list(selection.warnings)
     for name, kept in selection.ties.items():
-        if name in merge.own or kept in merge.own:
+        if name in own or kept in own:
             del ties[name]
             tensors[name] = replace(tensors[kept], name=name)
             warnings.append(f"{name} and {kept} are tied in the base, and no more: config.json may have to say so")
@@ -115,6 +158,42 @@ def _merge(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> 
         ties=ties,
         warnings=tuple(warnings),
     )
+
+
+def _add_changes(adapter: _Adapter, known: Mapping[str, Shape], changes: dict[str, Change]) -> frozenset[str]:
+    """Add the changes of an adapter to those of the adapters before it.
+
+    Args:
+        adapter: Open adapter.
+        known: Names and shapes of the base's tensors.
+        changes: Changes by name, which are completed.
+
+    Returns:
+        Names of fully trained tensors.
+    """
+    manifest = adapter.reader.manifest
+    entries = {dotted(path): entry for path, entry in manifest.tensors.items()}
+    entries = dict(zip(entries, locate(adapter.reader, manifest, list(entries.values())), strict=True))
+    merge = plan_merge(adapter.config, {name: e.shape for name, e in entries.items()}, known, adapter.url)
+    if merge.own and adapter.weight != 1:
+        raise UsageError(
+            "an adapter with fully trained tensors must have the weight 1",
+            where=adapter.url,
+            found=f"{adapter.weight} for {min(merge.own)}",
+        )
+    source = _AdapterReader(adapter.reader, entries)
+    copies = {name: _TensorCopy(source, stored) for name, stored in merge.replaced.items()}
+    sums: dict[str, Change] = {}
+    for each in merge.added:
+        low_rank = replace(each, scale=each.scale * adapter.weight)
+        before = copies.get(each.weight, changes.get(each.weight))
+        sums[each.weight] = _LowRankSum(source, low_rank, known[each.weight], before)
+    for name in copies.keys() | sums.keys():
+        before = changes.get(name)
+        if before is not None and (name in copies or not isinstance(before, _LowRankSum) or before.has_copy):
+            raise UsageError(f"two adapters change {name}, and one of them sets it in full", where=adapter.url)
+    changes |= {**copies, **sums}
+    return merge.own
 
 
 class _AdapterReader:
@@ -183,6 +262,11 @@ class _LowRankSum:
 
     def __init__(self, source: _AdapterReader, low_rank: LowRank, shape: Shape, before: Change | None) -> None:
         self._source, self._low_rank, self._shape, self._before = source, low_rank, shape, before
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether an adapter contains the weight to which products are added."""
+        return self._before is not None and (not isinstance(self._before, _LowRankSum) or self._before.has_copy)
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
         """Return a block of the weight plus the product, in the computation's dtype."""

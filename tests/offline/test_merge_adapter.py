@@ -268,3 +268,90 @@ def test_pefts_own_merge_gives_the_same(change: Callable[[Any], None], tmp_path:
     assert set(found) == set(truth)
     for name in truth:
         torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
+
+
+def _two_adapters(folder: Path) -> Any:
+    """Write a base and two adapters with peft itself; return the wrapped model."""
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "base")
+    first = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    second = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, first, adapter_name="a")
+    wrapped.add_adapter("b", second)
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+def test_weighted_adapters_are_those_that_peft_concatenates(tmp_path: Path) -> None:
+    wrapped = _two_adapters(tmp_path)
+    wrapped.add_weighted_adapter(["a", "b"], [0.7, 0.5], "both", combination_type="cat")
+    wrapped.set_adapter("both")
+    truth = wrapped.merge_and_unload().state_dict()
+    adapters = [tmp_path / "a", tmp_path / "b"]
+    shardckpt.merge_adapter(tmp_path / "base", adapters, tmp_path / "out.pt", adapter_weights=[0.7, 0.5])
+    found = torch.load(tmp_path / "out.pt")
+    assert set(found) == set(truth)
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_without_weights_are_those_that_peft_merges_one_after_the_other(tmp_path: Path) -> None:
+    truth = _two_adapters(tmp_path).merge_and_unload(adapter_names=["a", "b"]).state_dict()
+    shardckpt.merge_adapter(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt")
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_sum_of_adapters_is_rounded_once_to_the_requested_dtype(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    w, a, b = torch.randn(300, 200), torch.randn(2, 200), torch.randn(300, 2)
+    own = {"m.lora_A.weight": a, "m.lora_B.weight": b}
+    base, one = write(tmp_path / "1", {"m.weight": w, "n": torch.ones(1)}, own)
+    _, two = write(tmp_path / "2", {"x": w}, own, lora_alpha=2)
+    shardckpt.merge_adapter(base, [one, two], tmp_path / "out", dtype="bf16", adapter_weights=[1, -0.5])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    expected = (w + 3 * (b @ a) + -0.5 * (b @ a)).bfloat16()
+    assert found["m.weight"].dtype == found["n"].dtype == torch.bfloat16
+    assert (found["m.weight"] != expected).float().mean() < 1e-3, "but for sums at a border of rounding"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "weights", "message"),
+    [
+        (FACTORS, FACTORS, [1.0], "each adapter must have a weight"),
+        (FACTORS, FACTORS, [1.0, float("nan")], "finite"),
+        (FACTORS, {"m.weight": torch.ones(3, 4)}, None, "sets it in full"),
+        ({"m.weight": torch.ones(3, 4)}, FACTORS, None, "sets it in full"),
+        ({**FACTORS, "m.base_layer.weight": torch.ones(3, 4)}, FACTORS, None, "sets it in full"),
+        (FACTORS, {"n": torch.ones(2)}, [1.0, 0.5], "must have the weight 1"),
+    ],
+    ids=[str(i) for i in range(6)],
+)
+def test_adapters_that_contradict_each_other_are_refused(
+    tmp_path: Path, first: Any, second: Any, weights: list[float] | None, message: str
+) -> None:
+    base, one = write(tmp_path / "1", {"m.weight": torch.zeros(3, 4), "n": torch.zeros(2)}, first)
+    _, two = write(tmp_path / "2", {"x": torch.zeros(1)}, second)
+    with pytest.raises(UsageError, match=message):
+        shardckpt.merge_adapter(base, [one, two], tmp_path / "out", adapter_weights=weights)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_takes_adapters_weights_and_a_dtype(tmp_path: Path) -> None:
+    from shardckpt_cli.app import build_command
+
+    base, one = write(tmp_path / "1", {"m.weight": torch.zeros(3, 4)}, FACTORS)
+    _, two = write(tmp_path / "2", {"x": torch.zeros(1)}, FACTORS)
+    weights = ["--adapter-weight", "0.5", "--adapter-weight", "2"]
+    words = ["merge-adapter", base, one, two, str(tmp_path / "out"), *weights, "--dtype", "bf16", "-q"]
+    build_command("merge-adapter")(words, standalone_mode=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")["m.weight"]
+    assert torch.equal(found, torch.full((3, 4), 15.0, dtype=torch.bfloat16))
