@@ -41,6 +41,15 @@ class ValueStats(NamedTuple):
         """Number of values."""
         return self.nans + self.infs + self.finite
 
+    def may_describe(self, size: int) -> bool:
+        """Return whether some values have these statistics; those of a damaged manifest may contradict each other.
+
+        Args:
+            size: Number of the values.
+        """
+        has_extremes = not self.finite or -math.inf < self.min <= self.max < math.inf
+        return self.size == size and self.zeros <= self.finite and self.squares >= 0 and has_extremes
+
     def pack(self) -> bytes:
         """Return the statistics as 64 bytes: four counts and four doubles, big-endian."""
         return _PACKED.pack(*self)

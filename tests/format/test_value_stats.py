@@ -34,3 +34,21 @@ def test_a_sum_beyond_a_double_is_infinite(values: tuple[float, float]) -> None:
 
 def test_no_parts_have_no_values() -> None:
     assert merge_stats([]) == ValueStats()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"finite": 3},
+        {"zeros": 3},
+        {"squares": -1.0},
+        {"squares": math.nan},
+        {"min": math.nan},
+        {"max": math.inf},
+        {"min": 5.0, "max": 4.0},
+    ],
+    ids=str,
+)
+def test_statistics_that_no_values_have_are_recognized(change: dict[str, float]) -> None:
+    assert ONE.may_describe(5)
+    assert not ONE._replace(**change).may_describe(5)

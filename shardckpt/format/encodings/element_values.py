@@ -56,12 +56,15 @@ def measure_values(data: Buffer, dtype: str) -> ValueStats:
         data: Complete elements, row-major; elements of less than a byte fill bytes completely.
         dtype: Dtype in torch's spelling.
     """
-    if bits(dtype) <= 8:
-        return merge_stats(_count_bytes(part, dtype) for part in _split(data))
-    convert = _CONVERSIONS.get(dtype)
-    if convert is None:
-        return _measure(_as_array(data, dtype))
-    return merge_stats(_measure(convert(part, dtype)) for part in _split(data))
+    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
+
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of large numbers, casts of signaling NaNs
+        if bits(dtype) <= 8:
+            return merge_stats(_count_bytes(part, dtype) for part in _split(data))
+        convert = _CONVERSIONS.get(dtype)
+        if convert is None:
+            return _measure(_as_array(data, dtype))
+        return merge_stats(_measure(convert(part, dtype)) for part in _split(data))
 
 
 def _split(data: Buffer) -> Iterator[memoryview]:
@@ -81,15 +84,14 @@ def _measure(values: NDArray[Any]) -> ValueStats:
 
     if not values.size:
         return ValueStats()
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = float(np.einsum("i,i->", values, values, dtype=np.float64))
-        if not np.isfinite(squares) and values.dtype.kind == "f":
-            is_finite = np.isfinite(values)
-            if not is_finite.all():
-                nans = int(np.count_nonzero(np.isnan(values)))
-                infs = values.size - nans - int(np.count_nonzero(is_finite))
-                return _measure(values[is_finite])._replace(nans=nans, infs=infs)
-        total = float(np.add.reduce(values, dtype=np.float64))
+    squares = float(np.einsum("i,i->", values, values, dtype=np.float64))
+    if not np.isfinite(squares) and values.dtype.kind == "f":
+        is_finite = np.isfinite(values)
+        if not is_finite.all():
+            nans = int(np.count_nonzero(np.isnan(values)))
+            infs = values.size - nans - int(np.count_nonzero(is_finite))
+            return _measure(values[is_finite])._replace(nans=nans, infs=infs)
+    total = float(np.add.reduce(values, dtype=np.float64))
     zeros = int(np.count_nonzero(values == 0))
     return ValueStats(0, 0, zeros, values.size, float(values.min()), float(values.max()), total, squares)
 

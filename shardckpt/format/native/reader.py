@@ -123,12 +123,12 @@ class NativeReader(Reader):
         return self._unverified
 
     def value_stats(self, path: Path) -> ValueStats | None:
-        """Return the statistics of an array that its save stored; None without them."""
+        """Return the statistics of an array that its save stored; None without them, or if they contradict each other."""
         record = self._records_with_stats.get(path)
         if record is None:
             return None
         found = merge_stats(unpack_stats(record.stats))
-        return found if found.size == prod(record.shape) else None
+        return found if found.may_describe(prod(record.shape)) else None
 
     @cached_property
     def _records_with_stats(self) -> Mapping[Path, ArrayRecord]:

@@ -76,3 +76,19 @@ def test_without_finite_values_there_are_no_extremes(values: list[float]) -> Non
 def test_finite_values_whose_squares_overflow_are_finite() -> None:
     found = measure(torch.tensor([1e300, -1e300], dtype=torch.float64))
     assert found == ValueStats(0, 0, 0, 2, -1e300, 1e300, 0.0, math.inf)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("dtype", "signaling"),
+    [
+        ("float16", "017c"),
+        ("bfloat16", "817f"),
+        ("float32", "0100807f"),
+        ("float64", "010000000000f07f"),
+        ("complex32", "017c0000"),
+        ("complex64", "0100807f00000000"),
+    ],
+)
+def test_signaling_nans_are_counted_without_a_warning(dtype: str, signaling: str) -> None:
+    assert measure_values(bytes.fromhex(signaling) * 3, dtype) == ValueStats(nans=3)
