@@ -6,16 +6,25 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardckpt.errors import ChecksumError, SourceNotFoundError, UnknownFormatError, UsageError, require_bools
+from shardckpt.errors import (
+    CheckpointError,
+    ChecksumError,
+    MissingFileError,
+    SourceNotFoundError,
+    StorageError,
+    UnknownFormatError,
+    UsageError,
+    require_bools,
+)
 from shardckpt.format.native.base_refs import may_open, resolve_base, sibling
 from shardckpt.format.native.commit import COMMIT, STEP
 from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.format.native.records import FileRecord
-from shardckpt.format.native.run_directory import is_saved_name, read_referred_files, read_run
+from shardckpt.format.native.run_directory import RunDirectory, is_saved_name, read_referred_files, read_run
 from shardckpt.format.native.stored_folders import StoredFolder, read_stored_run, read_stored_step
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.format.registry import checkpoint_in
@@ -162,7 +171,8 @@ def copy(
     meter = Meter(sum(transfer.folder.nbytes for transfer in missing), on_progress)
     for transfer in missing:
         if not dry_run:
-            _copy_folder(transfer, meter, overwrite=overwrite)
+            with _noticing_removal(transfer.folder):
+                _copy_folder(transfer, meter, overwrite=overwrite)
     hashed = [f for t in missing for f in t.folder.files.values() if f.hashes is not None]
     manifests = [t.folder.commit.manifest_bytes for t in missing if t.folder.commit is not None]
     return Copied(
@@ -197,7 +207,7 @@ def _read_source(src: str) -> _Source:
         folders = [f"{entry.name}/" for entry in entries if entry.is_folder]
         others = [*folders, *(name for name in names if not (name in folder.sizes or is_saved_name(name)))]
         return _Source([folder], other_content=tuple(others))
-    run = read_run(store)
+    run, folders = _read_folders(src)
     if not run.complete:
         raise UnknownFormatError(
             "only steps of shardckpt and runs of them are copied",
@@ -206,7 +216,21 @@ def _read_source(src: str) -> _Source:
             fix="`shardckpt convert` reads the other formats.",
         )
     others = [f"{step.name}/{name}" for step in run.complete for name in step.others]
-    return _Source(read_stored_run(store, run), tuple(step.fault for step in run.incomplete), tuple(others))
+    return _Source(folders, tuple(step.fault for step in run.incomplete), tuple(others))
+
+
+def _read_folders(src: str) -> tuple[RunDirectory, list[StoredFolder]]:
+    """Return a run and its folders; steps that another process removes meanwhile are not part of it."""
+    store = open_store(src)
+    run = read_run(store)
+    while True:
+        try:
+            return run, read_stored_run(store, run)
+        except (CheckpointError, StorageError):
+            store = open_store(src)
+            before, run = run, read_run(store)
+            if {step.save for step in before.complete} <= {step.save for step in run.complete}:
+                raise
 
 
 def _plan_transfer(folder: StoredFolder, dst: str) -> _Transfer:
@@ -257,6 +281,25 @@ def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[
                 fix=f"Copy its run, or {name} first.",
             )
     return notes
+
+
+@contextmanager
+def _noticing_removal(folder: StoredFolder) -> Iterator[None]:
+    """Report a step that was removed from the source while it is copied as such, not as damaged.
+
+    Raises:
+        MissingFileError: It was removed or replaced.
+    """
+    try:
+        yield
+    except (CheckpointError, StorageError) as error:
+        if folder.was_removed():
+            raise MissingFileError(
+                "the step was removed or replaced while it was copied",
+                where=folder.raw_store.url,
+                fix="Copy the run again: steps that were copied completely are not read again.",
+            ) from error
+        raise
 
 
 def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import fsspec
@@ -17,9 +18,20 @@ from command import run_here
 
 import shardckpt
 from shardckpt import Checkpointer
-from shardckpt.errors import ChecksumError, TargetExistsError, UnknownFormatError, UnsupportedError, UsageError
-from shardckpt.format.native.run_directory import step_name
+from shardckpt.errors import (
+    ChecksumError,
+    MissingFileError,
+    TargetExistsError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+)
+from shardckpt.format.native.run_directory import RunDirectory, step_name
+from shardckpt.format.native.stored_folders import StoredFolder
 from shardckpt.storage import retry
+from shardckpt.storage.store import Store
+
+copying = import_module("shardckpt.offline.copy")
 
 BIG = 3_000_000
 """Elements of the tensor that no step changes: 12 MB, so that its file has several blocks."""
@@ -154,6 +166,26 @@ class TestRun:
         replace(commit, line + hashlib.sha256(line).hexdigest().encode() + b"\n")
         with pytest.raises(UnsupportedError, match="a step that this version cannot read"):
             shardckpt.copy(run, tmp_path / "there")
+
+    def test_a_step_that_is_removed_while_the_run_is_read_is_not_copied(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read = copying.read_stored_run
+
+        def remove_first(store: Store, found: RunDirectory) -> list[StoredFolder]:
+            shutil.rmtree(run / step_name(2), ignore_errors=True)
+            return read(store, found)
+
+        monkeypatch.setattr(copying, "read_stored_run", remove_first)
+        assert shardckpt.copy(run, tmp_path / "there").copied == (step_name(1), step_name(4))
+
+    def test_a_step_that_is_removed_while_it_is_copied_is_not_called_damaged(self, run: Path, tmp_path: Path) -> None:
+        def remove(_: shardckpt.Progress) -> None:
+            shutil.rmtree(run / step_name(4), ignore_errors=True)
+
+        with pytest.raises(MissingFileError, match=rf"{step_name(4)}: the step was removed .* Copy the run again"):
+            shardckpt.copy(run, tmp_path / "there", on_progress=remove)
+        assert restored(tmp_path / "there") == (2, 2.0)
 
 
 class TestStep:

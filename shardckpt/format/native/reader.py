@@ -123,7 +123,7 @@ class NativeReader(Reader):
         return self._unverified
 
     def value_stats(self, path: Path) -> ValueStats | None:
-        """Return the statistics of an array that its save stored; None without them, or if they contradict each other."""
+        """Return the statistics of an array that its save stored; None without them, or if they are wrong."""
         record = self._records_with_stats.get(path)
         if record is None:
             return None

@@ -57,6 +57,13 @@ class StoredFolder:
         """Id of the save; empty if the folder is not a step any more. Ids sort by time."""
         return "" if self.commit is None else self.commit.save
 
+    def was_removed(self) -> bool:
+        """Return whether the step was removed or replaced since it was read."""
+        sizes = {entry.name: entry.size for entry in self.raw_store.list()}
+        return bool(self.mark) and (
+            sizes.get(COMMIT) != len(self.mark) or read_bytes(self.raw_store, COMMIT, 0, len(self.mark)) != self.mark
+        )
+
     def read_manifest(self) -> bytes:
         """Return the bytes of the manifest.
 
