@@ -204,8 +204,8 @@ def _read_source(src: str) -> _Source:
     names = [entry.name for entry in entries if not entry.is_folder]
     if COMMIT in names:
         folder = read_stored_step(store)
-        folders = [f"{entry.name}/" for entry in entries if entry.is_folder]
-        others = [*folders, *(name for name in names if not (name in folder.sizes or is_saved_name(name)))]
+        inside = [f"{entry.name}/" for entry in entries if entry.is_folder]
+        others = [*inside, *(name for name in names if not (name in folder.sizes or is_saved_name(name)))]
         return _Source([folder], other_content=tuple(others))
     run, folders = _read_folders(src)
     if not run.complete:

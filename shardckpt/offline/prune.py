@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 
 from typing_extensions import Unpack
 
@@ -168,6 +169,8 @@ def prune(
     root = os.fspath(root)
     require_bools(verify=verify, dry_run=dry_run)
     retention = Retention.from_params("prune", **rules)
+    if steps is not None:
+        _require_numbers(steps)
     if steps is not None and retention.is_needed:
         raise UsageError("`steps` and rules exclude each other", found=", ".join(rules), fix="Pass one of them.")
     recorder = Recorder(PruneEvent, root)
@@ -201,6 +204,13 @@ def prune(
         orphans=deleted.orphans,
         other_content=deleted.other_content,
     )
+
+
+def _require_numbers(steps: object) -> None:
+    """Reject other values than numbers of steps, of which none would be removed. Raises UsageError."""
+    listed = steps if isinstance(steps, Collection) else [None]
+    if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in listed):
+        raise UsageError("`steps` must be a list of step numbers", found=repr(steps), expected="such as [100, 200]")
 
 
 def _is_complete(step: StepFolder) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -127,6 +128,13 @@ class TestPrune:
         assert shardckpt.prune(tmp_path, steps=()).removed == ()
         with pytest.raises(UsageError, match="`steps` and rules exclude each other; found keep_last"):
             shardckpt.prune(tmp_path, steps=[1], keep_last=1)
+
+    @pytest.mark.parametrize("steps", [2, "2", ["2"], [1.0], [True]], ids=repr)
+    def test_what_names_no_step_is_refused_as_a_step_to_remove(self, steps: Any, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2, 3)
+        with pytest.raises(UsageError, match=r"`steps` must be a list of step numbers; found .* such as \[100, 200\]"):
+            shardckpt.prune(tmp_path, steps=steps)
+        assert complete(tmp_path) == [1, 2, 3]
 
     def test_a_rule_that_means_nothing_is_refused_before_anything_goes(self, tmp_path: Path) -> None:
         write(tmp_path, 1, 2)
