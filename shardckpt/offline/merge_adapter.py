@@ -93,8 +93,8 @@ def _check_weights(weights: Sequence[float] | None, adapters: int) -> Sequence[f
             "each adapter must have a weight", found=f"{len(weights)} for {adapters}", fix="Give all weights, or none."
         )
     for weight in weights:
-        if not isfinite(weight):
-            raise UsageError("the weight of an adapter must be a finite number", found=weight)
+        if not isinstance(weight, (int, float)) or not isfinite(weight):
+            raise UsageError("the weight of an adapter must be a finite number", found=repr(weight))
     return [float(weight) for weight in weights]
 
 

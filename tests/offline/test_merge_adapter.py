@@ -328,15 +328,16 @@ def test_the_sum_of_adapters_is_rounded_once_to_the_requested_dtype(tmp_path: Pa
     [
         (FACTORS, FACTORS, [1.0], "each adapter must have a weight"),
         (FACTORS, FACTORS, [1.0, float("nan")], "finite"),
+        (FACTORS, FACTORS, [1.0, "0.5"], "finite number; found '0.5'"),
         (FACTORS, {"m.weight": torch.ones(3, 4)}, None, "sets it in full"),
         ({"m.weight": torch.ones(3, 4)}, FACTORS, None, "sets it in full"),
         ({**FACTORS, "m.base_layer.weight": torch.ones(3, 4)}, FACTORS, None, "sets it in full"),
         (FACTORS, {"n": torch.ones(2)}, [1.0, 0.5], "must have the weight 1"),
     ],
-    ids=[str(i) for i in range(6)],
+    ids=[str(i) for i in range(7)],
 )
 def test_adapters_that_contradict_each_other_are_refused(
-    tmp_path: Path, first: Any, second: Any, weights: list[float] | None, message: str
+    tmp_path: Path, first: Any, second: Any, weights: Any, message: str
 ) -> None:
     base, one = write(tmp_path / "1", {"m.weight": torch.zeros(3, 4), "n": torch.zeros(2)}, first)
     _, two = write(tmp_path / "2", {"x": torch.zeros(1)}, second)
