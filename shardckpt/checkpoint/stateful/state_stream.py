@@ -21,7 +21,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, iter_bytes, view
 from shardckpt.checkpoint.stateful.tensor_refs import take_tensors
 from shardckpt.devices import record_event
 from shardckpt.dtypes import is_known
-from shardckpt.errors import ChecksumError, FormatError, NoMemoryError, UsageError
+from shardckpt.errors import ChecksumError, FormatError, NoMemoryError, UnsupportedError, UsageError
 from shardckpt.format.budget import require_small
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.safetensors import parse_json
@@ -98,7 +98,8 @@ def build_stream(state: Any) -> StateStream:
         state: Tensors, arrays and plain values, in dicts, lists and tuples; of a DTensor, this rank's shard is sent.
 
     Raises:
-        UnsupportedError: A value cannot be encoded; the message contains its dotted path.
+        UnsupportedError: A value cannot be encoded; the message contains its dotted path. Or values other than tensors
+            are larger than `MAX_HEADER_BYTES`.
     """
     found: dict[Path, torch.Tensor] = {}
     tree = take_tensors(state, (), found)
@@ -114,6 +115,13 @@ def build_stream(state: Any) -> StateStream:
         for path, tensor in tensors.items()
     ]
     header = encode_canonical({"tensors": rows, "state": encoded(tree, lambda ref: numbers[ref.path])})
+    if len(header) > MAX_HEADER_BYTES:
+        raise UnsupportedError(
+            "the values of the state that are not tensors are too large to be sent",
+            found=f"{len(header)} bytes",
+            expected=f"at most {MAX_HEADER_BYTES}",
+            fix="Make tensors of long lists of numbers.",
+        )
     head = MAGIC + len(header).to_bytes(8, "little") + header
     return StateStream(head + xxhash.xxh3_64(head).digest(), list(tensors.values()))
 
@@ -230,10 +238,17 @@ def _require_fit(row: _Row, target: torch.Tensor | None, where: str) -> None:
         return
     check_tensor(target, row.path)
     local = _local(target)
+    require_memory(local, row.path)
     found = f"{dtype_name(local.dtype)} {list(local.shape)} {_describe_sharding(target)}".strip()
     if found != expected:
         raise UsageError(
             "a received tensor does not fit the state to fill", where=dotted(row.path), found=expected, expected=found
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+        raise UsageError(
+            "an expanded tensor cannot be filled: its elements share memory",
+            where=dotted(row.path),
+            fix="Pass its `contiguous()`.",
         )
 
 

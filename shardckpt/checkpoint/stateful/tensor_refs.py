@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardckpt.checkpoint.stateful.stateful import check_tensor, tensor_from_numpy
-from shardckpt.format.encodings.tagged_json import path_key
+from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path
 
@@ -30,6 +30,8 @@ def take_tensors(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> A
         tensors[path] = tensor_from_numpy(value, path) if is_array else value
         check_tensor(tensors[path], path)
         return TensorRef(path, "numpy" if is_array else "tensor")
+    if len(path) > MAX_DEPTH:  # or a container that contains itself; `encode` refuses it
+        return value
     if type(value) in (dict, OrderedDict):
         return type(value)((key, take_tensors(item, (*path, path_key(key)), tensors)) for key, item in value.items())
     if type(value) in (list, tuple):

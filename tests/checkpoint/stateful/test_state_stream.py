@@ -93,6 +93,26 @@ def test_a_value_that_cannot_be_sent_is_refused_by_name(value: Any) -> None:
         build_stream({"user": {"odd": value}})
 
 
+def test_a_state_that_no_peer_can_read_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless: list[Any] = []
+    endless.append((endless,))
+    with pytest.raises(shardckpt.UnsupportedError, match="nested too deep"):
+        build_stream({"user": endless})
+    monkeypatch.setattr(state_stream, "MAX_HEADER_BYTES", 1000)
+    with pytest.raises(shardckpt.UnsupportedError, match="at most 1000"):
+        build_stream({"user": list(range(1000))})
+
+
+def test_a_target_that_cannot_be_filled_is_refused_before_anything_is_filled() -> None:
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)
+    for odd in (torch.zeros(1).expand(3), freed):
+        target = {"first": torch.zeros(3), "odd": odd}
+        with pytest.raises(shardckpt.ShardckptError, match="odd"):
+            received(sent({"first": torch.ones(3), "odd": torch.ones(3)}), target)
+        assert target["first"].sum() == 0
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_a_flipped_bit_or_a_lost_end_is_a_typed_error(data: st.DataObject) -> None:
