@@ -26,6 +26,7 @@ from torch.futures import Future
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, Verify, require_way_to_verify, torch_dtype
 from shardckpt.checkpoint.load.tensor_loader import ReadRequest
+from shardckpt.checkpoint.stateful.stateful import check_tensor, require_memory
 from shardckpt.errors import FormatError
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
@@ -131,7 +132,8 @@ class StorageReader(storage.StorageReader):
         """Read the values and tensors of the plan.
 
         Raises:
-            UnsupportedError: A value can only be read by the library that wrote it.
+            UnsupportedError: A value can only be read by the library that wrote it, or a target is not a dense tensor
+                with memory.
             PrecisionError: A tensor has a value that the dtype of its target cannot represent.
             CheckpointError: Elements are missing or damaged.
             StorageError: The storage failed.
@@ -139,6 +141,9 @@ class StorageReader(storage.StorageReader):
         assert self._source is not None
         values = [(item, self._encode_value(item)) for item in plan.items if not _is_tensor(item)]
         tensors = [(item, planner.resolve_tensor(item).detach()) for item in plan.items if _is_tensor(item)]
+        for item, tensor in tensors:
+            check_tensor(tensor, self._nodes[item.storage_index.fqn].path)
+            require_memory(tensor, self._nodes[item.storage_index.fqn].path)
         self.nbytes = sum(tensor.nbytes for _, tensor in tensors)
         self._source.fill([self._request(item, tensor) for item, tensor in tensors])
         for item, tensor in tensors:

@@ -24,10 +24,10 @@ from shardckpt.checkpoint.planning.rank_report import ABOUT, RankSubtree
 from shardckpt.checkpoint.save.payload_writer import write_payloads
 from shardckpt.checkpoint.save.save import read_notes
 from shardckpt.checkpoint.stateful.flatten import encoded
-from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name
+from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name, require_memory
 from shardckpt.checkpoint.stateful.tensor_bytes import iter_bytes
 from shardckpt.checkpoint.stateful.tensor_refs import take_tensors
-from shardckpt.errors import UnsupportedError
+from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import (
     KEEPS_ORDER,
@@ -199,9 +199,15 @@ class StorageWriter(storage.StorageWriter):
 
         Raises:
             FormatError: A value and a dict have the same name.
+            UsageError: Another save with this writer has begun since.
             StorageError: The storage failed, or a file of another rank is missing.
         """
-        assert self._publication is not None, "`prepare_global_plan` begins it"
+        if self._publication is None:
+            raise UsageError(
+                "another save began with this writer before this one ended",
+                where=self.checkpoint_id,
+                fix="Wait for `result()` of the save before, or make a writer for each save.",
+            )
         try:
             self._commit(self._publication, metadata, [mine[0].storage_data if mine else None for mine in results])
         except BaseException:
@@ -256,11 +262,12 @@ class _RankContent:
         """Return the elements of a chunk.
 
         Raises:
-            UnsupportedError: The planner has no dense tensor of the planned dtype and shape.
+            UnsupportedError: The planner has no dense tensor of the planned dtype and shape, or its memory was freed.
         """
         found = self.tensors[chunk]
         tensor: Any = planner.resolve_data(found).detach() if isinstance(found, WriteItem) else found
         check_tensor(tensor, chunk.path)
+        require_memory(tensor, chunk.path)
         if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (chunk.dtype, chunk.box.size):
             raise UnsupportedError(
                 "the planner resolves another tensor than it planned",

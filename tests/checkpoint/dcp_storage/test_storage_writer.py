@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, Metadata, SavePlan
 
 import shardckpt
 from shardckpt.checkpoint.dcp_storage.storage_reader import StorageReader
@@ -86,6 +86,30 @@ def test_a_value_that_json_cannot_hold_is_refused_by_name(tmp_path: Path, value:
         save({"good": torch.ones(2), "extra": {"odd": [value]}}, tmp_path / "step")
     assert isinstance(failure(error), shardckpt.UnsupportedError)
     assert "extra.odd" in str(failure(error))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_without_dense_memory_are_neither_saved_nor_filled(tmp_path: Path) -> None:
+    freed = torch.ones(3)
+    save({"model": {"weight": freed}}, tmp_path / "step")
+    freed.untyped_storage().resize_(0)
+    for function, name in ((save, "other"), (load, "step")):
+        with pytest.raises(CheckpointException) as error:
+            function({"model": {"weight": freed}}, tmp_path / name)
+        assert isinstance(failure(error), shardckpt.UnsupportedError)
+        assert "model.weight" in str(failure(error))
+    with pytest.raises(CheckpointException) as error:
+        load({"model": {"weight": torch.zeros(3).to_sparse()}}, tmp_path / "step")
+    assert isinstance(failure(error), shardckpt.UnsupportedError)
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_a_writer_that_began_another_save_does_not_finish_the_first(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "step")
+    writer.prepare_global_plan([SavePlan([])])
+    writer.reset(tmp_path / "other")
+    with pytest.raises(shardckpt.UsageError, match="a writer for each save"):
+        writer.finish(Metadata({}), [[]])
     assert list(tmp_path.iterdir()) == []
 
 
