@@ -30,7 +30,12 @@ __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `torch.distributed.checkpoint`."""
+    """Return a name of `torch.distributed.checkpoint`.
+
+    Not its `__path__`: Python would import its modules once more, with classes that are not those of torch.
+    """
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch.distributed.checkpoint, name)
 
 
@@ -111,6 +116,7 @@ def async_save(
     begun: Any = state_dict_saver.async_save(state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, **options)
     saving: Future[Metadata] = begun if isinstance(begun, Future) else begun.upload_completion
     saved: Future[Metadata] = Future()
+    saved.set_running_or_notify_cancel()  # a save that has begun cannot be cancelled
 
     def finish(future: Future[Metadata]) -> None:
         failure = None

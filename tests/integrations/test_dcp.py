@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import os
 import signal
@@ -69,6 +70,8 @@ def test_all_other_names_are_those_of_torch() -> None:
     assert dcp.FileSystemReader is torch_dcp.FileSystemReader
     with pytest.raises(AttributeError):
         dcp.nothing_of_this_name  # noqa: B018
+    with pytest.raises(ImportError):  # and not a second module, with other classes than torch's
+        importlib.import_module("shardckpt.integrations.dcp.metadata")
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float64, torch.complex64]
@@ -167,6 +170,7 @@ def test_a_background_save_has_the_values_of_its_call(tmp_path: Path) -> None:
     saving = dcp.async_save(state, checkpoint_id=tmp_path / "step")
     state["a"].zero_()
     assert isinstance(saving, Future)
+    assert not saving.cancel()
     assert list(saving.result(30).state_dict_metadata) == ["a", "n.b"]
     assert shardckpt.load(tmp_path / "step")["a"].sum() == 1000
     refused = dcp.async_save({"odd": print}, checkpoint_id=tmp_path / "odd")
