@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         RestoreEvent,
         SaveEvent,
     )
+    from shardckpt.events.progress import Progress
     from shardckpt.format.recognized import FormatInfo, FormatList, formats
     from shardckpt.offline.consolidate import consolidate, convert
     from shardckpt.offline.copy import Copied, copy
@@ -76,7 +77,6 @@ if TYPE_CHECKING:
         Inspection,
         LayerDifference,
         LayerStats,
-        Progress,
         Report,
         Statistics,
         StepStats,
@@ -129,7 +129,6 @@ _HOMES = {
         "Inspection",
         "LayerDifference",
         "LayerStats",
-        "Progress",
         "Report",
         "Statistics",
         "StepStats",
@@ -146,6 +145,7 @@ _HOMES = {
     "shardckpt.offline.run_history.history": ("history",),
     "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.verify": ("verify",),
+    "shardckpt.events.progress": ("Progress",),
     "shardckpt.state.keys.kinds": ("StateKind",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
     "shardckpt.state.model.model_state_dict": ("iter_full_state_dict", "model_state_dict"),

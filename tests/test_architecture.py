@@ -55,7 +55,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | LEAVES,
     "offline": {"plan", "format", "storage", "plugins", "deprecation", "events", "torchrun"} | LEAVES,
-    "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
+    "offline.write.parallel": {"events", "plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
     "integrations": {"shardckpt", "checkpoint", "events"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},

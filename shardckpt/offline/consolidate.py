@@ -11,6 +11,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from shardckpt.errors import require_torch, unknown_keyword_error
+from shardckpt.events.progress import OnProgress
 from shardckpt.format.registry import detect, open_source
 from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files
 from shardckpt.offline.select.options import ConversionParams, Options, parse_memory
@@ -19,7 +20,7 @@ from shardckpt.offline.select.selection import Selection, read_param_names, sele
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported
 from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion, write_alone
-from shardckpt.offline.write.report import OnProgress, Report
+from shardckpt.offline.write.report import Report
 from shardckpt.plan.optim.output_keys import rekey_state
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import kind

@@ -20,6 +20,7 @@ from shardckpt.errors import (
     UsageError,
     require_bools,
 )
+from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.native.base_refs import may_open, resolve_base, sibling
 from shardckpt.format.native.commit import COMMIT, STEP
 from shardckpt.format.native.payload import BLOCK_BYTES
@@ -29,8 +30,6 @@ from shardckpt.format.native.stored_folders import StoredFolder, read_stored_run
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.format.registry import checkpoint_in
 from shardckpt.format.run_start import require_start_of_run
-from shardckpt.offline.write.report import OnProgress
-from shardckpt.offline.write.stream import Meter
 from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import missing_files, publish, require_apart
 from shardckpt.storage.replaceable import is_ignored

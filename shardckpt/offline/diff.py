@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardckpt.errors import UsageError, escape
+from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.native.base_store import select_bases
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
@@ -34,8 +35,7 @@ from shardckpt.offline.report_html.page import render_page, require_report_targe
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import Part, parse_part
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import Comparison, OnProgress, TensorDifference, ValueDifference
-from shardckpt.offline.write.stream import Meter
+from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule

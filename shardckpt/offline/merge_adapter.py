@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shardckpt.boxes import Box, Shape, flat_index
 from shardckpt.dtypes import FLOATS, nbytes
 from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.events.progress import OnProgress
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.format.huggingface.index_files import read_json
@@ -23,7 +24,7 @@ from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import TensorEntry, dotted
 from shardckpt.offline.consolidate import export, parse_options
 from shardckpt.offline.select.selection import Selection
-from shardckpt.offline.write.report import OnProgress, Report
+from shardckpt.offline.write.report import Report
 from shardckpt.plan.adapter import LowRank, plan_merge
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from shardckpt.errors import UsageError
+from shardckpt.events.progress import OnProgress
 from shardckpt.format.reader import NamedBases
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import dotted
@@ -14,7 +15,7 @@ from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.targets.base import RankOptions
 from shardckpt.offline.targets.target_registry import find_rank_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion
-from shardckpt.offline.write.report import OnProgress, Report
+from shardckpt.offline.write.report import Report
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.publish import require_apart
 

@@ -10,13 +10,13 @@ from functools import cached_property
 import xxhash
 
 from shardckpt.errors import CheckpointError, ChecksumError, MissingFileError, escape
+from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.encodings.codecs import CODECS
 from shardckpt.format.reader import Checksum, NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import NO_SHAPES, OnProgress, Verification
-from shardckpt.offline.write.stream import Meter
+from shardckpt.offline.write.report import NO_SHAPES, Verification
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.storage.store import Read, check_name
 

@@ -45,7 +45,7 @@ def start_slow(*args: object) -> subprocess.Popen[str]:
     """Start the command so that it pauses after every step of a copy."""
     code = (
         "import sys, time\n"
-        "from shardckpt.offline.write.stream import Meter\n"
+        "from shardckpt.events.progress import Meter\n"
         "add = Meter.add\n"
         "Meter.add = lambda self, n: (add(self, n), time.sleep(0.3))\n"
         "from shardckpt_cli.app import main\n"

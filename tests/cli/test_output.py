@@ -16,7 +16,7 @@ from command import ENVIRONMENT, run, run_here, run_on_terminal
 from safetensors.torch import save_file
 from shardckpt_cli import output
 
-from shardckpt.offline.write.report import Progress
+from shardckpt.events.progress import Progress
 
 LONG = "model." + "x" * 150 + ".weight"
 HOSTILE = "a[bold]b\n\x1b[31m\u202e:smile:"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest
 from shardckpt.errors import RankError
+from shardckpt.events.progress import Meter
 from shardckpt.plan.layout.read_sharing import BroadcastGroup, FileSegments
 from shardckpt.storage.store import Read, Store
 
@@ -39,6 +40,7 @@ class BroadcastReader:
         segments: Segments of the checkpoint's files.
         groups: Broadcast groups of this rank.
         wanted: Reads of this rank, of any segments.
+        meter: Counts the bytes that arrive; None if nobody asks.
 
     Attributes:
         own: Parts of pending reads that no other rank needs.
@@ -52,7 +54,9 @@ class BroadcastReader:
         segments: FileSegments,
         groups: Sequence[BroadcastGroup],
         wanted: Sequence[PendingRead],
+        meter: Meter | None = None,
     ) -> None:
+        self._meter = meter
         self._coordinator, self._store, self._segments = coordinator, store, segments
         self._groups = groups
         shared = set(chain.from_iterable(group.ids.tolist() for group in groups))
@@ -203,6 +207,16 @@ class BroadcastReader:
         for at, place, pending_read in self._places.pop(number):
             place[:] = data[at : at + len(place)]
             pending_read.mark_arrived()
+            self._count(len(place))
+
+    def _count(self, nbytes: int) -> None:
+        """Report arrived bytes; an error that the caller raises stops all ranks."""
+        if self._meter is None or self._is_over:
+            return
+        try:
+            self._meter.add(nbytes)
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            self._stop(error)
 
     def _stop(self, error: Exception) -> None:
         self._failure = self._failure or error

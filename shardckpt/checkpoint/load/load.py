@@ -24,12 +24,13 @@ from shardckpt.checkpoint.load.source import (
     require_rules,
     require_way_to_verify,
 )
-from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest, as_pending_reads
+from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest, as_pending_reads, count_bytes
 from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape, require_bools
 from shardckpt.events import LoadEvent, OnEvent, Recorder, record_operation, require_on_event
+from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.reader import NamedBases, ParamShapes
 from shardckpt.manifest import Path, dotted
@@ -114,6 +115,7 @@ def load(
     unequal_steps: UnequalSteps = "error",
     process_group: dist.ProcessGroup | None = None,
     on_event: OnEvent | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Any:
     """Load a checkpoint: `load(state, path)` into a state, `load(path)` as a tree.
 
@@ -148,6 +150,8 @@ def load(
             its step.
         process_group: Ranks that load; None for all ranks.
         on_event: Called with the `LoadEvent` of this load when it has ended.
+        on_progress: Called with a `Progress` after each batch of reads, by one thread at a time: bytes of the elements
+            that this rank has, as they are stored. An exception that it raises stops the load on every rank.
 
     Returns:
         The given state; without a state the tree, with tensors on the CPU. Values that only another library can read
@@ -188,6 +192,8 @@ def load(
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
+            if on_progress is not None:
+                saved.elements.meter = Meter(saved.count_bytes(saved.tree), on_progress)
             tree = saved.read_tree(saved.tree, skipped)
             recorder.values["nbytes"] = sum(entry.nbytes for entry in saved.arrays.values())
         if skipped:
@@ -210,7 +216,7 @@ def load(
         coordinator.in_step(),
         record_operation(LoadEvent, shown, sink, rank=coordinator.rank) as recorder,
     ):
-        _load_into(state, path, order, coordinator, recorder)
+        _load_into(state, path, order, coordinator, recorder, on_progress)
     return state
 
 
@@ -257,6 +263,11 @@ class LoadSession:
         """Segments of the checkpoint's files."""
         return FileSegments(self.saved.manifest.files)
 
+    def count_bytes(self) -> int:
+        """Return the bytes of elements that this rank reads or is sent."""
+        arrays = count_bytes((item.entry, item.array) for item in self.plan.arrays)
+        return arrays + sum(self.saved.count_bytes(taker.tree) for taker in self.plan.values)
+
     def encode_request(self) -> bytes:
         """Return this rank's message: identity of the checkpoint and segments to read."""
         if not self.pending_reads:
@@ -278,17 +289,27 @@ class LoadSession:
                 raise failure
             self.saved.elements.read(self.wanted)
             return
-        sharing = BroadcastReader(coordinator, self.saved.store, self.segments, groups, self.pending_reads)
+        elements = self.saved.elements
+        sharing = BroadcastReader(
+            coordinator, self.saved.store, self.segments, groups, self.pending_reads, elements.meter
+        )
         failure = sharing.run(failure)
         if failure is not None:
             raise failure
         if not sharing.is_over:
-            self.saved.elements.read_straight(sharing.own)
+            elements.read_straight(sharing.own)
             sharing.mark_own_read()
-            self.saved.elements.read([*self.wanted, *sharing.alone])
+            elements.read([*self.wanted, *sharing.alone])
 
 
-def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Coordinator, recorder: Recorder) -> None:
+def _load_into(
+    state: Any,
+    path: Any,
+    order: _Order | Exception,
+    coordinator: Coordinator,
+    recorder: Recorder,
+    on_progress: OnProgress | None,
+) -> None:
     session = None
     message: bytes | Exception
     with recorder.phase("plan"):
@@ -302,6 +323,8 @@ def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Co
         answer = coordinator.coordinate(f"fitting {path}", message, _shared)
     assert session is not None, "what failed was raised by all"
     recorder.values["nbytes"] = session.plan.nbytes
+    if on_progress is not None:
+        session.saved.elements.meter = Meter(session.count_bytes(), on_progress)
     with recorder.phase("read"):
         message = _execute(session, coordinator, decode_groups(answer) if answer else [])
         try:

@@ -190,6 +190,11 @@ class CheckpointSource:
 
         return fill_tree(tree, get_array, skipped)
 
+    def count_bytes(self, tree: Any) -> int:
+        """Return the bytes that `read_tree` reads."""
+        entries = [self.arrays[path] for path in {at.path for at in iter_refs(tree)}]
+        return sum(prod(entry.shape) * getattr(torch, entry.stored).itemsize for entry in entries)
+
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         """Read exactly the elements of this rank's shards into them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -23,6 +23,7 @@ from shardckpt.checkpoint.load.uploads import (
 from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cpu
 from shardckpt.devices import has_pinned_copies
 from shardckpt.dtypes import nbytes
+from shardckpt.events.progress import Meter
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
@@ -47,12 +48,16 @@ class ElementReader:
 
     Args:
         store: Store of the files; it checks hashes if `verify` is set.
+
+    Attributes:
+        meter: Counts the bytes that are read; None if nobody asks.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._pieces = PieceReader(store)
         self._buffers: UploadBuffers | None = None
+        self.meter: Meter | None = None
 
     def read(self, wanted: Sequence[ReadRequest]) -> None:
         """Read the elements of requests; they are in their targets when this returns.
@@ -67,7 +72,7 @@ class ElementReader:
         self._buffers = _make_buffers(wanted)
         if any(isinstance(piece.layout, Encoded) for entry, _ in wanted for piece in entry.pieces):
             for batch in _batches(wanted):  # a decoder reads forward through all pieces
-                batch.carry_out(self._pieces, self._buffers)
+                self._carry_out(batch, self._pieces)
             self._pieces.forget()
             return
         self._in_threads(self._planned(sorted(wanted, key=_place)))
@@ -95,16 +100,27 @@ class ElementReader:
         begun = list(islice(batches, 2))
         if len(begun) < 2:
             for batch in begun:
-                batch.carry_out(self._pieces, self._buffers)
+                self._carry_out(batch, self._pieces)
             return
         with ThreadPoolExecutor(_READERS, thread_name_prefix="shardckpt-read") as pool:
             running: deque[Future[None]] = deque()
             for batch in chain(begun, batches):
-                running.append(pool.submit(batch.carry_out, PieceReader(self._store), self._buffers))
+                running.append(pool.submit(self._carry_out, batch, PieceReader(self._store)))
                 if len(running) > _READERS:
                     running.popleft().result()
             for future in running:
                 future.result()
+
+    def _carry_out(self, batch: _Batch, pieces: PieceReader) -> None:
+        batch.carry_out(pieces, self._buffers)
+        if self.meter is not None:
+            self.meter.add(batch.element_bytes)
+
+
+def count_bytes(wanted: Iterable[ReadRequest]) -> int:
+    """Return the bytes that requests read, as `ElementReader.meter` counts them."""
+    shards = ((entry, shard) for entry, array in wanted for shard in array.shards)
+    return sum(shard.tensor.numel() * getattr(torch, entry.stored).itemsize for entry, shard in shards)
 
 
 @dataclass
@@ -211,6 +227,14 @@ class _Batch:
         pieces.fill(self.wants, self.reads)
         for finish in self.after:
             finish()
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of the elements, as they are stored."""
+        uploaded = sum(upload.tensor.numel() * upload.stored.itemsize for upload in self.uploads)
+        return (
+            uploaded + sum(item.buffer.nbytes for item in self.wants) + sum(read.buffer.nbytes for read in self.reads)
+        )
 
     def _read_and_copy(self, pieces: PieceReader, buffer: torch.Tensor) -> None:
         placed = place_uploads(self.uploads, buffer)

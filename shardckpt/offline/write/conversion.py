@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shardckpt.errors import UsageError
+from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.encodings.safetensors_check import create_checked
 from shardckpt.format.reader import Reader
-from shardckpt.offline.write.report import OnProgress, Report, WrittenFile
+from shardckpt.offline.write.report import Report, WrittenFile
 from shardckpt.offline.write.stream import (
     RESERVED_BYTES,
     CountingWriter,
     MemoryBudget,
-    Meter,
     OutputFile,
     TensorStream,
 )

@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 
+from shardckpt.events.progress import OnProgress
 from shardckpt.groups import Group, init_gloo_group
 from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch
-from shardckpt.offline.write.report import OnProgress
 from shardckpt.offline.write.stream import OutputFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, begin, require_files

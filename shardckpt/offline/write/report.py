@@ -1,10 +1,10 @@
-"""Progress and results for callers, as frozen values."""
+"""Results for callers, as frozen values."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,24 +14,6 @@ NO_SHAPES = (
     "this layout stores neither full shapes nor the number of ranks: if the last rank's files were lost, nothing here"
     " shows it; `consolidate --shapes-from` another checkpoint of the model does"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of copying, checking or comparing data.
-
-    Attributes:
-        done_bytes: Bytes that were written, checked or compared so far.
-        total_bytes: Bytes to write, check or compare.
-        seconds: Seconds since the first byte.
-    """
-
-    done_bytes: int
-    total_bytes: int
-    seconds: float
-
-
-OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)

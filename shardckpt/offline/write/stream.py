@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
+from shardckpt.events.progress import Meter
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Encoded
 from shardckpt.offline.write.numpy_casts import cast_into
-from shardckpt.offline.write.report import OnProgress, Progress
 from shardckpt.offline.write.worker_pool import PoolTask, WorkerPool
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
 from shardckpt.plan.layout.output_files import OutputTensor
@@ -129,53 +128,6 @@ class CountingWriter:
         """Write data at an offset in a reserved range. Raises StorageError."""
         assert isinstance(self._writer, PositionedWriter), "the file is written from its start to its end"
         self._writer.write_at(offset, data)
-
-
-class Stopped(BaseException):
-    """Ends a writing thread after another one failed.
-
-    Not an Exception, so that targets do not handle it.
-    """
-
-
-class Meter:
-    """Counts written bytes from several threads, and reports them to the caller.
-
-    Args:
-        total_bytes: Bytes to write.
-        on_progress: Called after every step, under a lock; may raise an exception to stop the work.
-    """
-
-    def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
-        self._total, self._on_progress = total_bytes, on_progress
-        self._done, self._start, self._lock = 0, time.perf_counter(), threading.Lock()
-        self._stopped = False
-        self._raised: list[BaseException] = []
-
-    def has_raised(self, error: BaseException) -> bool:
-        """Return True if `on_progress` raised this error."""
-        return any(each is error for each in self._raised)
-
-    def stop(self) -> None:
-        """Make every thread raise `Stopped` at its next call of `add`."""
-        self._stopped = True
-
-    def add(self, nbytes: int) -> None:
-        """Add written bytes to the count.
-
-        Raises:
-            Stopped: The work was stopped.
-        """
-        if self._stopped:
-            raise Stopped
-        with self._lock:
-            self._done += nbytes
-            if self._on_progress is not None:
-                try:
-                    self._on_progress(Progress(self._done, self._total, time.perf_counter() - self._start))
-                except BaseException as error:
-                    self._raised.append(error)
-                    raise
 
 
 class TensorPart(NamedTuple):

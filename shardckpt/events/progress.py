@@ -1,0 +1,73 @@
+"""Progress of an operation: bytes that are done, of all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of copying, checking, comparing or loading data.
+
+    Attributes:
+        done_bytes: Bytes that were written, checked, compared or loaded so far.
+        total_bytes: Bytes to write, check, compare or load.
+        seconds: Seconds since the first byte.
+    """
+
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class Stopped(BaseException):
+    """Ends a thread after another one failed.
+
+    Not an Exception, so that targets do not handle it.
+    """
+
+
+class Meter:
+    """Counts bytes from several threads, and reports them to the caller.
+
+    Args:
+        total_bytes: Bytes in all.
+        on_progress: Called after every step, under a lock; may raise an exception to stop the work.
+    """
+
+    def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
+        self._total, self._on_progress = total_bytes, on_progress
+        self._done, self._start, self._lock = 0, time.perf_counter(), threading.Lock()
+        self._stopped = False
+        self._raised: list[BaseException] = []
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Return True if `on_progress` raised this error."""
+        return any(each is error for each in self._raised)
+
+    def stop(self) -> None:
+        """Make every thread raise `Stopped` at its next call of `add`."""
+        self._stopped = True
+
+    def add(self, nbytes: int) -> None:
+        """Add bytes to the count.
+
+        Raises:
+            Stopped: The work was stopped.
+        """
+        if self._stopped:
+            raise Stopped
+        with self._lock:
+            self._done += nbytes
+            if self._on_progress is not None:
+                try:
+                    self._on_progress(Progress(self._done, self._total, time.perf_counter() - self._start))
+                except BaseException as error:
+                    self._raised.append(error)
+                    raise
