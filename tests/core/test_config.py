@@ -404,9 +404,10 @@ def test_flat_parameters_and_whether_there_are_any():
             model._flat_param is None,
             model[0]._has_params,
             model[0]._flat_param is next(iter(model.parameters())),
+            model[0]._flat_param._fsdp_flattened,  # the mark by which Lightning knows flat parameters
         )
 
-    assert run(1, body) == [(False, True, True, True)]
+    assert run(1, body) == [(False, True, True, True, True)]
 
 
 def test_what_buffers_and_hooks_do_to_precision_can_be_asked():

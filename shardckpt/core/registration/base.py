@@ -480,4 +480,5 @@ class FlatParameter(nn.Parameter, metaclass=_MarkedMeta):
 def mark_flat(parameter: nn.Parameter) -> nn.Parameter:
     """Mark a parameter as an instance of `FlatParameter` and return it."""
     parameter._is_flat_param = True  # type: ignore[attr-defined]
+    parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # torch's mark, which Lightning looks for
     return parameter
