@@ -16,6 +16,7 @@ from shardckpt.errors import (
     MissingFileError,
     SourceNotFoundError,
     StorageError,
+    TargetExistsError,
     UnknownFormatError,
     UsageError,
     require_bools,
@@ -249,7 +250,10 @@ def _require_vacant(transfers: list[_Transfer], dst: str, *, overwrite: bool) ->
         TargetExistsError: The target has another step or other files.
         UnknownFormatError: The target of a run is a checkpoint, or contains checkpoints that are not steps.
     """
+    files = {entry.name for entry in open_store(dst).list() if not entry.is_folder}
     for transfer in transfers:
+        if transfer.folder.name in files:
+            raise TargetExistsError("the target is a file", where=transfer.target, fix="Choose another name.")
         if transfer.is_refused and not overwrite:
             raise target_exists_error(transfer.target)
     if any(transfer.folder.name for transfer in transfers) and not any(transfer.held for transfer in transfers):

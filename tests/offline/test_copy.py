@@ -159,6 +159,11 @@ class TestRun:
         with pytest.raises(TargetExistsError, match=step_name(2)):
             shardckpt.copy(source, tmp_path / "notes")
         assert os.listdir(tmp_path / "notes") == [step_name(2)]
+        (tmp_path / "file").mkdir()
+        (tmp_path / "file" / step_name(4)).write_text("mine")
+        with pytest.raises(TargetExistsError, match=rf"{step_name(4)}: the target is a file"):
+            shardckpt.copy(source, tmp_path / "file")
+        assert os.listdir(tmp_path / "file") == [step_name(4)], "no step is copied"
 
     def test_a_run_with_a_step_of_a_newer_version_is_not_copied_in_part(self, run: Path, tmp_path: Path) -> None:
         commit = run / step_name(4) / "COMMIT"
