@@ -133,7 +133,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._loading.attach()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the generators that the data loaders have used since they were loaded.
+        """Restore the generators that data loaders have used, and the last saved step.
 
         Raises:
             UsageError: Training would start in a run that has steps.
@@ -142,8 +142,10 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         assert self._loading is not None, "`setup` comes first"
         self._loading.restore_generators(is_epoch_running=True)
         is_new = not (trainer.ckpt_path or trainer.global_step or trainer.fast_dev_run)
-        numbers = self.checkpointer.steps() if is_new else ()
-        if numbers:
+        numbers = self.checkpointer.steps()
+        if not is_new:  # otherwise a step is saved again while gradients accumulate, which no step has
+            self._last_global_step_saved = max((each for each in numbers if each <= trainer.global_step), default=0)
+        elif numbers:
             raise UsageError(
                 "training from the start would replace the steps of this run",
                 where=self.checkpointer.root,

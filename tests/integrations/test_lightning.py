@@ -270,6 +270,20 @@ def return_to_an_older_step(rank: int, world: int, folder: Path) -> list[int]:
     return list(net.losses)
 
 
+def resume_while_gradients_accumulate(rank: int, world: int, folder: Path) -> bool:
+    """Resume in an epoch; whether the step that training resumed from is as it was saved."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "saving": {"every_n_train_steps": 1}, "max_epochs": -1}
+    fit(rank, world, "one", folder, None, max_steps=1, **options)
+    commit = folder / "run" / "step-00000001" / "COMMIT"
+    saved = commit.stat().st_ino, commit.stat().st_mtime_ns
+    fit(rank, world, "one", folder, "last", max_steps=2, **options)
+    return (commit.stat().st_ino, commit.stat().st_mtime_ns) == saved
+
+
+def test_a_resumed_training_does_not_save_its_step_again_without_the_gradients(tmp_path: Path) -> None:
+    assert run(1, resume_while_gradients_accumulate, tmp_path) == [True]
+
+
 def test_the_newest_step_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
     assert run(1, return_to_an_older_step, tmp_path) == [[5, 6]]
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 4, 6]
