@@ -6,9 +6,11 @@ Each of them, and of those of the public packages, is on one page of docs/api.
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,6 +18,7 @@ from pkgutil import resolve_name
 import pytest
 
 import shardckpt
+from shardckpt import errors
 
 SOURCE = Path(shardckpt.__file__).read_text(encoding="utf-8")
 API_PAGES = Path(__file__).resolve().parents[1] / "docs" / "api"
@@ -98,6 +101,34 @@ def test_every_public_name_is_on_a_page_of_the_api() -> None:
 def test_no_name_is_on_two_places_of_the_api() -> None:
     shown = [resolve_name(path) for path in read_api_pages()]
     assert len({id(value) for value in shown}) == len(shown)
+
+
+def list_documented(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the docstrings of a public function, or of a public class and its public methods."""
+    yield name, inspect.getdoc(value) or ""
+    if isinstance(value, type):
+        for member, function in vars(value).items():
+            if not member.startswith("_") and callable(function):
+                yield f"{name}.{member}", inspect.getdoc(function) or ""
+
+
+def read_raised(doc: str) -> list[str]:
+    """Return the names of the errors in the `Raises:` section of a docstring."""
+    section = re.search(r"^Raises:\n((?: {4}.*\n?)*)", doc, re.MULTILINE)
+    return re.findall(r"^ {4}(\w+):", section[1], re.MULTILINE) if section else []
+
+
+@pytest.mark.parametrize("path", [path for path in PACKAGES if path != "shardckpt.core"])  # it raises torch's errors
+def test_errors_that_public_functions_name_are_public(path: str) -> None:
+    package = import_module(path)
+    public = {*vars(builtins), *vars(errors), *shardckpt.__all__, *import_module("shardckpt.state").__all__}
+    documented = (each for name in package.__all__ for each in list_documented(name, getattr(package, name)))
+    assert [(name, raised) for name, doc in documented for raised in read_raised(doc) if raised not in public] == []
+
+
+def test_the_names_of_errors_are_read_from_a_docstring() -> None:
+    doc = "Do it.\n\nRaises:\n    OSError: One\n        part: two.\n    HiddenError: Text.\n\nExamples:\n    a: b"
+    assert read_raised(doc) == ["OSError", "HiddenError"]
 
 
 def test_a_name_that_no_page_of_the_api_shows_is_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +102,7 @@ EARLIER_PARAMS: dict[str, str | Replace] = {
 @renamed_params(group="process_group", **EARLIER_PARAMS)
 def load(
     state: Any,
-    path: Any = None,
+    path: str | os.PathLike[str] | None = None,
     *,
     strict: bool = True,
     include: Sequence[str] | None = None,

@@ -95,8 +95,8 @@ def model_state_dict(
         Tensors that are neither gathered nor exchanged alias the model's memory, as in `model.state_dict()`.
 
     Raises:
-        UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
-        FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
+        UsageError: The kind is unknown, or `rank0_only` with another kind than FULL; or a parameter is a shard of a
+            flat parameter whose wrapper is around the model.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     model = unwrap(model)
