@@ -32,11 +32,11 @@ class _ConvertIfNeeded(NamedTuple):
 
 def _convert_if_needed(command: Any, context: Any) -> None:
     """Replace `process_value` of all parameters of a command."""
-    hints = get_type_hints(command.callback)
-    for parameter in command.get_params(context):
-        if not isinstance(parameter.process_value, _ConvertIfNeeded):
-            is_text = hints.get(parameter.name) is str
-            parameter.process_value = _ConvertIfNeeded(parameter, is_text, parameter.process_value)
+    new = [each for each in command.get_params(context) if not isinstance(each.process_value, _ConvertIfNeeded)]
+    hints = get_type_hints(command.callback) if new else {}
+    for parameter in new:
+        is_text = hints.get(parameter.name) is str
+        parameter.process_value = _ConvertIfNeeded(parameter, is_text, parameter.process_value)
 
 
 class CommandWithVerbs(TyperGroup):
