@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -29,8 +32,9 @@ def find_limits() -> dict[str, str]:
 def complete_fully_shard_on_cpu() -> None:
     """Let torch's own `fully_shard` run on the CPU with torch 2.6 too, where its authors ran it on GPUs only.
 
-    So tests compare with it, and save and load its states. It lacks two methods, which newer versions leave empty, and
-    autograd takes a gather into parameters for a change of them, which it does not on a GPU.
+    So tests compare with it, and save and load its states. It lacks two methods, which newer versions leave empty;
+    autograd takes a gather into parameters for a change of them, which it does not on a GPU; and a reduce-scatter of
+    gloo that is asked for the mean returns the sum, without an error.
     """
     if hasattr(torch.cpu.Stream, "record_event"):
         return
@@ -45,6 +49,13 @@ def complete_fully_shard_on_cpu() -> None:
             torch._C._autograd._unsafe_set_version_counter(output, version)
 
     module.foreach_all_gather_copy_out = keep_versions
+    collectives = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    collectives._get_gradient_divide_factors = divide_after_sum
+
+
+def divide_after_sum(scattering: dist.ProcessGroup, replicas: dist.ProcessGroup | None, *_: Any) -> tuple[float, float]:
+    """Return the divisors of gradients before and after a sum over all ranks of data parallelism."""
+    return 1.0, float(scattering.size() * (replicas.size() if replicas is not None else 1))
 
 
 LIMITS = find_limits()
@@ -54,6 +65,12 @@ compares_with_newer_torch = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="this torch has fewer names and arguments"
 )
 """Of tests that compare our names and arguments with torch's."""
+
+needs_silent_sharding = pytest.mark.skipif(
+    "src_data_rank" not in inspect.signature(distribute_tensor).parameters,
+    reason="this torch shards through a collective, in which a rank waits for those that have failed",
+)
+"""Of tests in which one rank goes on with a load alone."""
 
 
 def find_reason(messages: list[str]) -> str | None:
