@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import shardckpt
 
-pytest.importorskip("lightning")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
 NAMES = ["0.bias", "0.weight", "2.bias", "2.weight"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import resource
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from harness import outcomes, run
 
 import shardckpt
 
-pytest.importorskip("lightning")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
 KINDS = ("ddp", "fsdp1", "fsdp2")
 
