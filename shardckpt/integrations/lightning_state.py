@@ -22,6 +22,7 @@ COMMIT = "COMMIT"
 """File of a step, for a store whose folders have no times."""
 
 _LOADING = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
+_LOADER_STATES = "_load_combined_loader_states"
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
@@ -72,19 +73,21 @@ class StepLoading:
     """
 
     def __init__(self, trainer: Trainer, checkpointers: Sequence[Checkpointer]) -> None:
-        self._trainer, self._strategy = trainer, trainer.strategy
+        self._trainer, self._strategy, self._fit_loop = trainer, trainer.strategy, trainer.fit_loop
         self._checkpointers = checkpointers if trainer.state.fn == TrainerFn.FITTING else ()
         self._path = ""
         self._generators: dict[str, Any] | None = None
 
     def attach(self) -> None:
-        """Replace the methods of the strategy."""
+        """Replace the methods of the strategy, and the one of the loop that loads states of data loaders."""
         vars(self._strategy).update({name: getattr(self, name) for name in _LOADING})
+        vars(self._fit_loop)[_LOADER_STATES] = self._load_loader_states
 
     def detach(self) -> None:
-        """Put the methods of the strategy back."""
+        """Put the methods of the strategy and of the loop back."""
         for name in _LOADING:
             vars(self._strategy).pop(name, None)
+        vars(self._fit_loop).pop(_LOADER_STATES, None)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
         """Load the model, and with FSDP its optimizers; return the rest. Collective.
@@ -155,9 +158,20 @@ class StepLoading:
         Args:
             is_epoch_running: Whether the data loaders have been iterated since the generators were loaded.
         """
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        if self._generators is not None and not (is_epoch_running and progress.is_last_batch):
+        if self._generators is not None and not (
+            is_epoch_running and self._fit_loop.epoch_loop.batch_progress.is_last_batch
+        ):
             RNGState().load_state_dict(self._generators)
+        if is_epoch_running:
+            self._generators = None  # training draws its own numbers from now on
+
+    def _load_loader_states(self) -> None:
+        """Load the states of the data loaders just before they are iterated. In place of the method of the loop.
+
+        Lightning has tried by then whether it can iterate a loader that is not a DataLoader, which may draw numbers.
+        """
+        type(self._fit_loop)._load_combined_loader_states(self._fit_loop)
+        self.restore_generators()
 
 
 class _Values:

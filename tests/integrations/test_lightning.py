@@ -262,6 +262,20 @@ def test_a_new_epoch_is_shuffled_as_without_interruption(tmp_path: Path) -> None
     assert resumed == {step: expected[step] for step in (5, 6, 7, 8)}
 
 
+def resume_at_the_end_of_an_epoch(rank: int, world: int, folder: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Resume from the last step of an epoch, with a loader that draws a number whenever it is iterated."""
+    given: dict[str, Any] = {"max_epochs": -1, "saving": {"every_n_train_steps": 4}}
+    _, expected = fit(rank, world, "one", folder / "alone", None, max_steps=6, **given)
+    fit(rank, world, "one", folder, None, max_steps=4, **given)
+    _, resumed = fit(rank, world, "one", folder, "last", seed=2, max_steps=6, **given)
+    return expected.losses, resumed.losses
+
+
+def test_a_loader_that_draws_numbers_does_not_change_those_of_a_resumed_epoch(tmp_path: Path) -> None:
+    ((expected, resumed),) = run(1, resume_at_the_end_of_an_epoch, tmp_path)
+    assert resumed == {step: expected[step] for step in (5, 6)}
+
+
 def return_to_an_older_step(rank: int, world: int, folder: Path) -> list[int]:
     """Resume from step 3 of a run that has step 6, save step 4, resume from the newest, and save step 6 again."""
     fit(rank, world, "one", folder, None)
