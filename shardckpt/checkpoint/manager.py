@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -131,16 +131,7 @@ class Checkpointer:
             UsageError: No step has a number for the metric, or the mode of another metric is missing.
             ShardckptError: As for `steps`.
         """
-        return self._find_best(metric, mode)
-
-    def _find_best(
-        self, metric: str | None, mode: Literal["min", "max"] | None, fault: Exception | None = None
-    ) -> int | None:
-        """Return the best step; if one rank passes a fault, all ranks raise it. Collective."""
-        found: int | None = self._finder.ask_rank0(
-            "ranking steps", lambda: self._retention.find_best(metric, mode), fault
-        )
-        return found
+        return _find_best(self._finder, self._retention, metric, mode)
 
     @renamed_params(**EARLIER_NAMES)
     def save(
@@ -247,30 +238,14 @@ class Checkpointer:
             notes[BRANCH] = str(branch)
         if self._dedup:
             options = {"base": lambda: self._finder.find_base(number), "store_digests": True, **options}
-        return _StepSave(
-            number,
-            branch,
-            unranked,
-            {
-                **options,
-                "overwrite": replaces,
-                "custom_metadata": notes,
-                "process_group": self._group,
-                "on_event": self._join_on_event(options.get("on_event")),
-            },
-        )
-
-    def _join_on_event(self, on_event: OnEvent | None) -> OnEvent | None:
-        """Return a function that calls that of the Checkpointer and that of one call."""
-        return self._on_event if on_event is None else lambda event: deliver(event, self._on_event, on_event)
+        options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}
+        on_event = _join_on_event(self._on_event, options.get("on_event"))
+        return _StepSave(number, branch, unranked, {**options, "on_event": on_event})
 
     def _prepare_on_rank0(self, messages: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
         """Check that the folder of the step can be written; return the answers."""
         numbers, signals = zip(*map(json.loads, messages), strict=True)
-        number = numbers[0]
-        if len(set(numbers)) > 1:
-            named = ", ".join(f"rank {rank} step {step}" for rank, step in list(enumerate(numbers))[:SHOWN])
-            raise UsageError("ranks save different steps", where=self.root, found=named)
+        number = _require_one_step(numbers, self.root)
         is_replaceable = self._finder.is_replaceable(number)
         unranked = self._retention.find_ranking_fault(number, names)
         is_behind = self._restored is not None and number < self._restored
@@ -306,8 +281,8 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             options, fault = {}, error
         if is_best:
-            wanted = self._find_best(None, None, fault)
-        on_event = self._join_on_event(options.pop("on_event", None))
+            wanted = _find_best(self._finder, self._retention, None, None, fault)
+        on_event = _join_on_event(self._on_event, options.pop("on_event", None))
         restored = restore_step(self._finder, state, wanted, options, on_event=on_event, fault=fault)
         if restored is None:
             return None
@@ -369,6 +344,31 @@ class _StepSave(NamedTuple):
     branch: int
     unranked: str
     options: dict[str, Any]
+
+
+def _find_best(
+    finder: StepFinder,
+    retention: StepRetention,
+    metric: str | None,
+    mode: Literal["min", "max"] | None,
+    fault: Exception | None = None,
+) -> int | None:
+    """Return the best step; if one rank passes a fault, all ranks raise it. Collective."""
+    found: int | None = finder.ask_rank0("ranking steps", lambda: retention.find_best(metric, mode), fault)
+    return found
+
+
+def _join_on_event(of_run: OnEvent | None, of_call: OnEvent | None) -> OnEvent | None:
+    """Return a function that calls that of the Checkpointer and that of one call."""
+    return of_run if of_call is None else lambda event: deliver(event, of_run, of_call)
+
+
+def _require_one_step(numbers: Sequence[int], root: str) -> int:
+    """Return the step that all ranks save; UsageError if they save different ones."""
+    if len(set(numbers)) > 1:
+        named = ", ".join(f"rank {rank} step {step}" for rank, step in list(enumerate(numbers))[:SHOWN])
+        raise UsageError("ranks save different steps", where=root, found=named)
+    return numbers[0]
 
 
 def _check_options(

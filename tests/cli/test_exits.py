@@ -85,8 +85,8 @@ def test_a_closed_stream_gets_nothing(name: str, closed: str, code: int, tmp_pat
 
 
 def test_a_suggestion_ends_with_one_mark() -> None:
-    done = run("-m", "shardckpt_cli", "inspct")
-    assert done.stderr.rstrip().endswith("Did you mean 'inspect'? See `shardckpt --help`")
+    done = run("-m", "shardckpt_cli", "consolidat")
+    assert done.stderr.rstrip().endswith("Did you mean 'consolidate'? See `shardckpt --help`")
 
 
 def test_ctrl_c_while_the_command_line_is_parsed_is_one_line() -> None:

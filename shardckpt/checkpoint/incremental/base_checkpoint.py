@@ -207,17 +207,12 @@ class BaseCheckpoint:
             entry: Entry from `locate`.
             hashes: Block hashes, by file name, of files without stored hashes.
         """
-        stats = self._piece_stats(entry)
+        stats = _read_piece_stats(self._stored.get(entry.path))
         for box, name, layout in entry.pieces:
             assert isinstance(layout, Span), "as `locate` made sure"
             file = self._file(name)
             file = file if file.hashes is not None else file._replace(hashes=hashes[name])
             yield box, BaseLocation(file, layout.offset, stats=stats.get(box, b""))
-
-    def _piece_stats(self, entry: TensorEntry) -> dict[Box, bytes]:
-        """Return the packed statistics of the pieces of an array; empty without them."""
-        record = self._stored.get(entry.path)
-        return {} if record is None else {row.box: row.stats for row in _iter_rows(record)}
 
     def digests(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[bytes]:
         """Yield the xxh3-128 of boxes of arrays in the base; reads one batch at a time.
@@ -365,6 +360,11 @@ def _iter_rows(record: ArrayRecord) -> Iterator[_StoredPiece]:
         digest = record.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         stats = record.stats[number * STATS_BYTES : (number + 1) * STATS_BYTES]
         yield _StoredPiece(box, rows[at], rows[at + 1], digest, stats)
+
+
+def _read_piece_stats(record: ArrayRecord | None) -> dict[Box, bytes]:
+    """Return the packed statistics of the pieces of an array; empty without them."""
+    return {} if record is None else {row.box: row.stats for row in _iter_rows(record)}
 
 
 def _replaced(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
