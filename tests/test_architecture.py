@@ -94,6 +94,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     ),
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
     "plan": ({"naming", "layout"}, {"optim"}, {"rules"}),
+    "storage": ({"linux_syscalls", "orphans", "store"}, {"local"}, {"holder"}),
     "format": (
         {"value_stats"},
         {"reader", "budget", "value_checks"},

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import Protocol
 
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.linux_syscalls import STEP_BYTES, start_writeback
@@ -161,7 +162,7 @@ class LocalStore:
             UnsafeError: A name or its real path leaves the root, or it is not a regular file.
             StorageError: Reading failed.
         """
-        for run in _runs(reads):
+        for run in consecutive_reads(reads):
             name, offset, _ = run[0]
             fill(self.open(name), self._shown(name), offset, *(read.buffer for read in run))
 
@@ -325,8 +326,12 @@ def _get_folder_id(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """Yield groups of consecutive reads in one file, for one system call each."""
+def consecutive_reads(reads: Sequence[Read]) -> Iterator[list[Read]]:
+    """Yield groups of consecutive reads in one file, for one system call each.
+
+    Args:
+        reads: Ranges in any order; empty ones are left out.
+    """
     run: list[Read] = []
     end = 0
     for read in sorted((read for read in reads if read.buffer.nbytes), key=_place):
@@ -343,7 +348,13 @@ def _place(read: Read) -> tuple[str, int]:
     return read.name, read.offset
 
 
-def fill(file: OpenFile, shown: str, offset: int, *buffers: memoryview) -> None:
+class HasDescriptor(Protocol):
+    """A file with a descriptor that stays open as long as the object exists."""
+
+    fd: int
+
+
+def fill(file: HasDescriptor, shown: str, offset: int, *buffers: memoryview) -> None:
     """Read a range of an open file into consecutive buffers.
 
     Args:

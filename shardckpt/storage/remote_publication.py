@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.orphans import is_partial
@@ -16,10 +15,7 @@ from shardckpt.storage.publication import Publication, folder_exists_error, targ
 from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, find_replaceable_files, require_file
 from shardckpt.storage.resolve_url import kind as kind_at
 from shardckpt.storage.resolve_url import open_remote, split
-from shardckpt.storage.store import ClosingWriter, Store, Writer, read_bytes
-
-if TYPE_CHECKING:
-    from shardckpt.storage.fsspec_store import FsspecStore
+from shardckpt.storage.store import ClosingWriter, ObjectStore, Store, Writer, read_bytes
 
 _DEAD_S = 24 * 3600.0
 """Minimum age, in seconds, of unreferenced files of another save before removal: that save may still be running."""
@@ -63,7 +59,7 @@ class BufferedWriter(ClosingWriter):
         name: Name in the store.
     """
 
-    def __init__(self, store: FsspecStore, name: str) -> None:
+    def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._name = store, name
         self._data = bytearray()
 

@@ -6,14 +6,11 @@ import errno
 import os
 import re
 import stat
-from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingFileError, UsageError
+from shardckpt.storage.holder.holder_store import SCHEME, HolderStore
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.store import Store, convert_os_errors, storage_error
-
-if TYPE_CHECKING:
-    from shardckpt.storage.fsspec_store import FsspecStore
+from shardckpt.storage.store import ObjectStore, Store, convert_os_errors, storage_error
 
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
@@ -65,11 +62,18 @@ def open_store(url: str) -> Store:
     return open_remote(url) if path is None else LocalStore(path)
 
 
-def open_remote(url: str) -> FsspecStore:
-    """Return the store of a remote folder. Raises UsageError like `open_store`."""
+def open_remote(url: str) -> ObjectStore:
+    """Return the store of a folder that is not on a disk. Raises UsageError like `open_store`."""
+    if _is_held(url):
+        return HolderStore(url)
     from shardckpt.storage.fsspec_store import FsspecStore  # noqa: PLC0415  (fsspec costs a tenth of a second)
 
     return FsspecStore(url)
+
+
+def _is_held(url: str) -> bool:
+    """Return True if a URL names the memory of a holder."""
+    return url.startswith(f"{SCHEME}://")
 
 
 def split(url: str) -> tuple[str, str]:
@@ -96,6 +100,8 @@ def kind(url: str) -> str:
         StorageError: The store does not answer.
     """
     path = local_path(url)
+    if _is_held(url):
+        return HolderStore(url).find_kind()
     if path is None:
         from shardckpt.storage.fsspec_store import find_kind  # noqa: PLC0415  (as above)
 

@@ -201,6 +201,25 @@ class Store(Protocol):
         """
 
 
+class ObjectStore(Store, Protocol):
+    """A store without rename: a file appears under its name when it is closed, if the name has to be unused too."""
+
+    def create(self, name: str, *, is_new: bool = False) -> Writer:
+        """Start a new file, which may have to be new when it is closed. Raises StorageError."""
+
+    def written_at(self, name: str) -> float | None:
+        """Return the time at which a file was written, in seconds since the epoch; None if unknown.
+
+        Raises MissingFileError, UnsafeError or StorageError.
+        """
+
+    def version(self, name: str) -> str:
+        """Return a text that changes when a file is replaced; empty if unavailable.
+
+        Raises MissingFileError, UnsafeError or StorageError.
+        """
+
+
 def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
     """Return one range of a file.
 

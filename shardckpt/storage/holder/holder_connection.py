@@ -1,0 +1,147 @@
+"""Connection of this process to the holder of a run, opened at the first request and shared by all threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any
+
+from shardckpt.errors import StorageError
+from shardckpt.storage.holder.holder_messages import VERSION, decode_error, receive, send
+from shardckpt.storage.holder.holder_sockets import (
+    connect_socket,
+    open_socket_folder,
+    require_sockets,
+    socket_folder,
+)
+
+TIMEOUT_S = 10.0
+"""Maximum seconds to wait for one answer; the holder answers each request at once."""
+
+
+class HolderGoneError(StorageError):
+    """No holder of this run answers."""
+
+
+class HolderConnection:
+    """Connection to the holder of a run.
+
+    Args:
+        run: Id of the run.
+        folder: Folder of the sockets.
+    """
+
+    def __init__(self, run: str, folder: str) -> None:
+        self._run, self._folder = run, folder
+        self._connection: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def request(self, op: str, *, shown: str = "", **fields: object) -> dict[str, Any]:
+        """Send a request and return its answer.
+
+        Args:
+            op: Name of the request.
+            shown: Name of the file or holder in messages.
+            **fields: Other fields of the request.
+
+        Raises:
+            HolderGoneError: No holder answers, within `TIMEOUT_S` seconds.
+            StorageError: The holder refused the request.
+        """
+        answer, fd = self._exchange({"op": op, **fields}, shown)
+        if fd is not None:
+            os.close(fd)
+        return answer
+
+    def request_fd(self, op: str, *, shown: str = "", **fields: object) -> tuple[dict[str, Any], int]:
+        """Send a request, and return its answer and the file descriptor that comes with it.
+
+        Arguments and errors as for `request`.
+        """
+        answer, fd = self._exchange({"op": op, **fields}, shown)
+        if fd is None:
+            raise StorageError("the holder sent no memory", where=shown)
+        return answer, fd
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another one."""
+        with self._lock:
+            self._drop()
+
+    def _exchange(self, message: dict[str, Any], shown: str) -> tuple[dict[str, Any], int | None]:
+        with self._lock:
+            try:
+                if self._connection is None:
+                    self._connection = self._connect()
+                send(self._connection, message)
+                answer, fd = receive(self._connection)
+            except OSError as error:
+                self._drop()
+                if isinstance(error, StorageError):
+                    raise
+                raise self._gone(error) from error
+            except BaseException:  # an answer that is still to come would be taken for that of another request
+                self._drop()
+                raise
+        refusal = decode_error(answer, shown or self._run)
+        if refusal is not None:
+            if fd is not None:
+                os.close(fd)
+            raise refusal
+        return answer, fd
+
+    def _connect(self) -> socket.socket:
+        """Return a new connection, after a check of the holder's version and run."""
+        require_sockets()
+        with open_socket_folder(self._folder, is_made=False) as folder_fd:
+            if folder_fd is None:
+                raise FileNotFoundError(self._folder)
+            connection = connect_socket(folder_fd, self._run, TIMEOUT_S)
+        try:
+            send(connection, {"op": "hello"})
+            answer, _ = receive(connection)
+            if answer.get("version") != VERSION or answer.get("run") != self._run:
+                raise StorageError(
+                    "a holder of another version or run has this name",
+                    where=self._run,
+                    found=f"version {answer.get('version')}, run {answer.get('run')}",
+                    expected=f"version {VERSION}",
+                    fix=f"End it with `shardckpt tiers stop {self._run}`.",
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _gone(self, error: OSError) -> HolderGoneError:
+        what = "the holder does not answer" if isinstance(error, TimeoutError) else "no holder of this run listens"
+        return HolderGoneError(what, where=self._run, found=error)
+
+
+_CONNECTIONS: dict[tuple[str, str], HolderConnection] = {}
+_LOCK = threading.Lock()
+
+
+def get_holder_connection(run: str) -> HolderConnection:
+    """Return the connection of this process to the holder of a run on this node."""
+    key = run, socket_folder()
+    with _LOCK:
+        if key not in _CONNECTIONS:
+            _CONNECTIONS[key] = HolderConnection(*key)
+        return _CONNECTIONS[key]
+
+
+def _forget_connections() -> None:
+    """Forget the parent's connections in a forked process, which needs its own."""
+    global _LOCK  # noqa: PLW0603
+    _LOCK = threading.Lock()
+    _CONNECTIONS.clear()
+
+
+os.register_at_fork(after_in_child=_forget_connections)

@@ -1,0 +1,200 @@
+"""Ledger of a holder: which files it has, who writes them, how many bytes; no I/O and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
+
+from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError
+from shardckpt.storage.store import Listed, check_name
+
+MAX_FILES = 100_000
+"""Maximum files and open writers of a holder."""
+
+MAX_NAME_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFile:
+    """A file that a holder has.
+
+    Attributes:
+        number: Number of its memory, which no other file of the holder ever has.
+        nbytes: Size in bytes.
+        written_at: Time at which it appeared, in seconds since the epoch.
+        client: Client that wrote it.
+    """
+
+    number: int
+    nbytes: int
+    written_at: float
+    client: int
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    """A file that a client writes, with the bytes that are reserved for it."""
+
+    name: str
+    client: int
+    is_new: bool
+    nbytes: int = 0
+
+
+@dataclass
+class HolderLedger:
+    """Files of a holder and their writers.
+
+    A folder without its last file is torn: it is removed when all clients that wrote into it are gone.
+
+    Args:
+        max_bytes: Maximum bytes of all files, including those being written.
+        last: Name of the file that makes a folder complete.
+        release: Called with the number of each file that is removed.
+    """
+
+    max_bytes: int
+    last: str
+    release: Callable[[int], None] = lambda _: None
+    _files: dict[str, HeldFile] = field(default_factory=dict)
+    _open: dict[int, _OpenFile] = field(default_factory=dict)
+    _count: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, including those being written."""
+        return sum(file.nbytes for file in self._files.values()) + sum(file.nbytes for file in self._open.values())
+
+    def create(self, client: int, name: str, *, is_new: bool) -> int:
+        """Start a file, and return its number.
+
+        Args:
+            client: Client that writes it.
+            name: Name, with forward slashes.
+            is_new: Refuse the file when it is closed if another one has its name by then.
+
+        Raises:
+            UnsafeError: The name is not a relative name.
+            NoSpaceError: The holder has too many files.
+        """
+        check_name(name, "holder")
+        if len(self._files) + len(self._open) >= MAX_FILES or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
+            raise NoSpaceError("too many files, or too long a name", where=name, expected=f"at most {MAX_FILES} files")
+        self._count += 1
+        self._open[self._count] = _OpenFile(name, client, is_new)
+        return self._count
+
+    def reserve(self, client: int, number: int, nbytes: int) -> int:
+        """Reserve memory for a file that is being written, and return the bytes that were reserved before.
+
+        Args:
+            client: Client that writes it.
+            number: Number of the file.
+            nbytes: Bytes of the file from now on, in all.
+
+        Raises:
+            NoSpaceError: The holder would have more than its maximum.
+            StorageError: The client does not write this file.
+        """
+        file = self._require_open(client, number)
+        wanted = self.nbytes + nbytes - file.nbytes
+        if wanted > self.max_bytes:
+            raise NoSpaceError("the holder would have too many bytes", found=wanted, expected=f"{self.max_bytes}")
+        before, file.nbytes = file.nbytes, nbytes
+        return before
+
+    def close(self, client: int, number: int, nbytes: int, now: float) -> None:
+        """Make a file appear under its name; an older file of this name is removed.
+
+        Args:
+            client: Client that wrote it.
+            number: Number of the file.
+            nbytes: Its size in bytes.
+            now: Current time, in seconds since the epoch.
+
+        Raises:
+            TargetExistsError: The file has to be new, and another one has its name; it is removed.
+            StorageError: The client does not write this file, or the file is larger than its reserved memory.
+        """
+        file = self._require_open(client, number)
+        if nbytes > file.nbytes:
+            raise StorageError("the file is larger than its reserved memory", found=nbytes, expected=file.nbytes)
+        if file.is_new and file.name in self._files:
+            self.abort(client, number)
+            raise TargetExistsError("somebody else wrote this meanwhile", where=file.name)
+        del self._open[number]
+        self.delete(file.name)
+        self._files[file.name] = HeldFile(number, nbytes, now, client)
+
+    def abort(self, client: int, number: int) -> None:
+        """Remove a file that is being written. Raises StorageError if the client does not write it."""
+        self._require_open(client, number)
+        del self._open[number]
+        self.release(number)
+
+    def find(self, name: str) -> HeldFile:
+        """Return a file. Raises MissingFileError."""
+        file = self._files.get(name)
+        if file is None:
+            raise MissingFileError("no such file", where=name)
+        return file
+
+    def is_folder(self, name: str) -> bool:
+        """Return True if there are files below a name."""
+        return any(each.startswith(f"{name}/") for each in self._files)
+
+    def list(self, folder: str) -> list[Listed]:
+        """Return the content of a folder, sorted by name; empty if there is none.
+
+        Args:
+            folder: Name of the folder; empty for the root.
+        """
+        prefix = f"{folder}/" if folder else ""
+        found: dict[str, Listed] = {}
+        for name, file in self._files.items():
+            if name.startswith(prefix):
+                base, slash, _ = name[len(prefix) :].partition("/")
+                found[prefix + base] = Listed(prefix + base, 0 if slash else file.nbytes, bool(slash))
+        return sorted(found.values())
+
+    def changed_at(self, folder: str) -> float | None:
+        """Return the time of the newest file in a folder, in seconds since the epoch; None without files."""
+        return max((self._files[name].written_at for name in self._below(folder)), default=None)
+
+    def delete(self, name: str) -> None:
+        """Remove a file; a missing one is not an error."""
+        file = self._files.pop(name, None)
+        if file is not None:
+            self.release(file.number)
+
+    def delete_folder(self, folder: str) -> None:
+        """Remove all files below a folder; a missing one is not an error."""
+        for name in list(self._below(folder)):
+            self.delete(name)
+
+    def forget(self, client: int, connected: Set[int]) -> None:
+        """Remove what a client that is gone did not finish: its open files, and torn folders without other writers.
+
+        Args:
+            client: Client that is gone.
+            connected: All other clients.
+        """
+        for number in [number for number, file in self._open.items() if file.client == client]:
+            self.abort(client, number)
+        folders: dict[str, set[int]] = {}
+        for name, file in self._files.items():
+            folders.setdefault(name.rpartition("/")[0], set()).add(file.client)
+        writing = {file.name.rpartition("/")[0] for file in self._open.values()}
+        for folder, clients in folders.items():
+            is_torn = folder and f"{folder}/{self.last}" not in self._files
+            if is_torn and folder not in writing and clients.isdisjoint(connected):
+                self.delete_folder(folder)
+
+    def _below(self, folder: str) -> Iterator[str]:
+        return (name for name in self._files if name.startswith(f"{folder}/"))
+
+    def _require_open(self, client: int, number: int) -> _OpenFile:
+        file = self._open.get(number)
+        if file is None or file.client != client:
+            raise StorageError("this client does not write this file", found=number)
+        return file

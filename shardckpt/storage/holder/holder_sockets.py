@@ -1,0 +1,151 @@
+"""Sockets of holders: one in a folder that only this user can use, one name a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from shardckpt.errors import StorageError, UnsafeError, UsageError
+from shardckpt.storage.store import convert_os_errors
+
+NODE = "SHARDCKPT_NODE"
+"""Environment variable that names the node; processes of different names on one machine do not share holders."""
+
+_NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_RUN_NAME = re.compile(r"[0-9a-z]{1,32}")
+_SUFFIX = ".sock"
+
+
+def require_run(run: str) -> str:
+    """Return the id of a run. Raises UnsafeError unless it has 1 to 32 lowercase letters and digits."""
+    if not _RUN_NAME.fullmatch(run):
+        raise UnsafeError("the id of a run must have 1 to 32 lowercase letters and digits", found=run)
+    return run
+
+
+def socket_folder() -> str:
+    """Return the folder of this user's sockets on this node; it may not exist yet.
+
+    Raises:
+        UsageError: The environment variable `SHARDCKPT_NODE` is not a name.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and os.path.isdir(runtime):
+        base = os.path.join(runtime, "shardckpt")
+    else:
+        base = os.path.join(tempfile.gettempdir(), f"shardckpt-{os.geteuid()}")
+    node = os.environ.get(NODE, "")
+    if node and (not _NODE_NAME.fullmatch(node) or set(node) == {"."}):
+        raise UsageError(f"{NODE} must have letters, digits, '.', '_' and '-' only", found=node)
+    return f"{base}-{node}" if node else base
+
+
+@contextmanager
+def open_socket_folder(folder: str, *, is_made: bool) -> Iterator[int | None]:
+    """Open the folder of sockets, after a check that nobody else can use it.
+
+    Args:
+        folder: Path of the folder.
+        is_made: Create it if it is missing.
+
+    Yields:
+        A descriptor of the folder; None if it is missing.
+
+    Raises:
+        UnsafeError: It is a link, or another user owns it or may use it.
+        StorageError: It cannot be opened.
+    """
+    with convert_os_errors("cannot open the folder of sockets", folder):
+        if is_made:
+            with suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            fd = -1
+    if fd < 0:
+        yield None
+        return
+    try:
+        _require_own(os.fstat(fd), folder)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _require_own(status: os.stat_result, folder: str) -> None:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise UnsafeError(
+            "the folder of sockets must belong to this user, who alone may use it",
+            where=folder,
+            found=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}",
+            expected=f"owner {os.geteuid()}, mode 700",
+            fix="Remove it, or set XDG_RUNTIME_DIR to a folder of your own.",
+        )
+
+
+def list_runs(folder_fd: int) -> list[str]:
+    """Return the ids of the runs that have a socket in the folder, in alphabetical order."""
+    names = [name.removesuffix(_SUFFIX) for name in os.listdir(folder_fd) if name.endswith(_SUFFIX)]
+    return sorted(name for name in names if _RUN_NAME.fullmatch(name))
+
+
+def socket_name(run: str) -> str:
+    """Return the file name of a run's socket."""
+    return f"{require_run(run)}{_SUFFIX}"
+
+
+def bind_socket(folder_fd: int, run: str) -> socket.socket:
+    """Return a bound socket of a run. Raises OSError.
+
+    The path goes through the descriptor of the folder, since addresses have at most 107 bytes.
+    """
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        bound.bind(f"/proc/self/fd/{folder_fd}/{socket_name(run)}")
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def connect_socket(folder_fd: int, run: str, timeout_s: float) -> socket.socket:
+    """Return a connection to the holder of a run, which this user runs.
+
+    Args:
+        folder_fd: Descriptor of the folder of sockets.
+        run: Id of the run.
+        timeout_s: Maximum seconds of each operation on the connection.
+
+    Raises:
+        OSError: No process listens.
+        UnsafeError: A process of another user listens.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(f"/proc/self/fd/{folder_fd}/{socket_name(run)}")
+        require_own_peer(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def require_own_peer(connection: socket.socket) -> None:
+    """Raise UnsafeError if the process at the other end belongs to another user."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.geteuid():
+        raise UnsafeError("the other process belongs to another user", found=f"user {uid}", expected=os.geteuid())
+
+
+def require_sockets() -> None:
+    """Raise StorageError unless the system has shared memory without names and packets between processes."""
+    if not (hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED") and os.path.isdir("/proc/self/fd")):
+        raise StorageError("captures in shared memory need Linux", fix="Leave `PeerMemory` out of `tiers`.")

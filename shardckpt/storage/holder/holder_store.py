@@ -1,0 +1,322 @@
+"""A store in the memory of a holder: a run's files, which outlive the process that wrote them."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from shardckpt.errors import MissingFileError, NoSpaceError, StorageError
+from shardckpt.storage.holder.holder_connection import HolderConnection, HolderGoneError, get_holder_connection
+from shardckpt.storage.holder.holder_sockets import require_run
+from shardckpt.storage.local import consecutive_reads, fill
+from shardckpt.storage.store import Capabilities, ClosingWriter, Listed, Read, Store, check_name
+
+SCHEME = "shardckpt-memory"
+
+RESERVED_BYTES = 16 << 20
+"""Bytes that a writer reserves at a time, at least."""
+
+_OPEN_FILES = 64
+_COPY_BYTES = 1 << 20
+
+
+class HeldMemory:
+    """Descriptor of a file's memory, which closes with its last reference.
+
+    Args:
+        fd: Descriptor.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        """Close the descriptor."""
+        close(self.fd)
+
+
+class HolderStore:
+    """Files of a run in the memory of this node's holder. Reads are thread-safe.
+
+    Without a holder it is an empty store that cannot be written to.
+
+    Args:
+        url: URL of the root: `shardckpt-memory://RUN`, or a folder below it.
+
+    Raises:
+        UnsafeError: The run has no valid id, or the folder leaves the root.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        run, _, folder = url.partition("://")[2].strip("/").partition("/")
+        self._run = require_run(run)
+        if folder:
+            check_name(folder, url)
+        self._prefix = f"{folder}/" if folder else ""
+        self._files: OrderedDict[str, HeldMemory] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """URL of the root folder, as given."""
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities: no atomic rename of folders, and cheap reads."""
+        return Capabilities(renames=False, is_local=True)
+
+    def list(self, folder: str = "") -> list[Listed]:
+        """Return the content of `folder`, sorted by name; empty without a holder.
+
+        Raises:
+            UnsafeError: The folder leaves the root.
+            StorageError: The holder refused the request.
+        """
+        path = (self._path(folder) if folder else self._prefix).rstrip("/")
+        found: builtins.list[Listed] = []
+        with suppress(HolderGoneError):
+            has_more, after = True, ""
+            while has_more:
+                answer = self._connection.request("list", shown=self._shown(folder), folder=path, after=after)
+                entries = [Listed(str(name), int(nbytes), bool(kind)) for name, nbytes, kind in answer["entries"]]
+                found += [entry._replace(name=entry.name[len(self._prefix) :]) for entry in entries]
+                has_more = bool(answer["has_more"]) and bool(entries)
+                after = entries[-1].name if entries else ""
+        return found
+
+    def find_kind(self) -> str:
+        """Return the kind of the root: `file`, `folder` or `missing`. Raises StorageError."""
+        name = self._prefix.rstrip("/")
+        if not name:
+            return "folder" if self.list() else "missing"
+        try:
+            return "folder" if self._find(name)["is_folder"] else "file"
+        except MissingFileError:
+            return "missing"
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes.
+
+        Raises:
+            MissingFileError: The file does not exist, or no holder is there.
+            UnsafeError: The name leaves the root.
+            StorageError: The holder refused the request.
+        """
+        return int(self._find_file(name)["nbytes"])
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer.
+
+        Raises:
+            TruncatedError: A file ends before a range does.
+            MissingFileError: The file does not exist, or no holder is there.
+            UnsafeError: A name leaves the root.
+            StorageError: Reading failed.
+        """
+        for run in consecutive_reads(reads):
+            name, offset, _ = run[0]
+            fill(self._open(name), self._shown(name), offset, *(read.buffer for read in run))
+
+    def create(self, name: str, *, is_new: bool = False) -> HolderWriter:
+        """Start a new file.
+
+        Args:
+            name: Name of the file.
+            is_new: Refuse it on close if another file has the name by then.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            HolderGoneError: No holder is there.
+            StorageError: The holder refused the file.
+        """
+        path, shown = self._path(name), self._shown(name)
+        self._forget_files()
+        answer, fd = self._connection.request_fd("create", shown=shown, name=path, is_new=is_new)
+        return HolderWriter(self._connection, int(answer["number"]), fd, shown)
+
+    def delete(self, name: str) -> None:
+        """Remove a file; a missing one is not an error. Raises UnsafeError or StorageError."""
+        path = self._path(name)
+        self._forget_files()
+        with suppress(HolderGoneError):
+            self._connection.request("delete", shown=self._shown(name), name=path)
+
+    def delete_folder(self, folder: str) -> None:
+        """Remove a folder with all its content; a missing one is not an error.
+
+        Raises UnsafeError or StorageError.
+        """
+        path = self._path(folder)
+        self._forget_files()
+        with suppress(HolderGoneError):
+            self._connection.request("delete_folder", shown=self._shown(folder), folder=path)
+
+    def changed_at(self, folder: str) -> float | None:
+        """Return the time of the last change in a folder, in seconds since the epoch; None if it does not exist.
+
+        Raises UnsafeError or StorageError.
+        """
+        path = self._path(folder)
+        with suppress(HolderGoneError):
+            time = self._connection.request("changed_at", shown=self._shown(folder), folder=path)["time"]
+            return None if time is None else float(time)
+        return None
+
+    def written_at(self, name: str) -> float | None:
+        """Return the time at which a file was written, in seconds since the epoch.
+
+        Raises MissingFileError, UnsafeError or StorageError.
+        """
+        return float(self._find_file(name)["written_at"])
+
+    def version(self, name: str) -> str:
+        """Return a text that changes when a file is replaced.
+
+        Raises MissingFileError, UnsafeError or StorageError.
+        """
+        found = self._find_file(name)
+        return f"{found['number']} {found['written_at']}"
+
+    def rename(self, source: str, target: str) -> None:
+        """Raise an error: this store has no atomic rename of folders."""
+        raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
+
+    @property
+    def _connection(self) -> HolderConnection:
+        return get_holder_connection(self._run)
+
+    def _open(self, name: str) -> HeldMemory:
+        with self._lock:
+            known = self._files.get(name)
+        if known is not None:
+            return known
+        memory = self._request_memory(name)
+        with self._lock:
+            self._files[name] = memory
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+        return memory
+
+    def _request_memory(self, name: str) -> HeldMemory:
+        path, shown = self._path(name), self._shown(name)
+        try:
+            return HeldMemory(self._connection.request_fd("open", shown=shown, name=path)[1])
+        except HolderGoneError as error:
+            raise MissingFileError("no such file", where=shown, found=error) from error
+
+    def _forget_files(self) -> None:
+        with self._lock:
+            self._files.clear()
+
+    def _find_file(self, name: str) -> dict[str, Any]:
+        found = self._find(self._path(name))
+        if found["is_folder"]:
+            raise MissingFileError("this is a folder, not a file", where=self._shown(name))
+        return found
+
+    def _find(self, path: str) -> dict[str, Any]:
+        shown = f"{SCHEME}://{self._run}/{path}"
+        try:
+            return self._connection.request("find", shown=shown, name=path)
+        except HolderGoneError as error:
+            raise MissingFileError("no such file", where=shown, found=error) from error
+
+    def _path(self, name: str) -> str:
+        check_name(name, self._url)
+        return self._prefix + name
+
+    def _shown(self, name: str) -> str:
+        return f"{self._url.rstrip('/')}/{name}" if name else self._url
+
+
+class HolderWriter(ClosingWriter):
+    """Writer of a file into memory that a holder has; it appears on `close`.
+
+    Args:
+        connection: Connection to the holder.
+        number: Number of the file there.
+        fd: Descriptor of its memory.
+        shown: Name of the file in messages.
+    """
+
+    def __init__(self, connection: HolderConnection, number: int, fd: int, shown: str) -> None:
+        self._connection, self._number, self._shown = connection, number, shown
+        self._memory: HeldMemory | None = HeldMemory(fd)
+        self._written = self._reserved = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append `data`.
+
+        Raises:
+            NoSpaceError: The holder would have more than its maximum, or the machine has no more memory.
+            StorageError: The holder is gone.
+        """
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        self._reserve(self._written + len(view))
+        while view:
+            assert self._memory is not None, "nothing is written after the end"
+            try:
+                count = os.write(self._memory.fd, view)
+            except OSError as error:
+                raise NoSpaceError("cannot write into memory", where=self._shown, found=error) from error
+            self._written += count
+            view = view[count:]
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes <= self._reserved:
+            return
+        wanted = max(nbytes, self._written + RESERVED_BYTES)
+        try:
+            self._request("reserve", nbytes=wanted)
+        except NoSpaceError:
+            if wanted == nbytes:
+                raise
+            wanted = nbytes
+            self._request("reserve", nbytes=wanted)
+        self._reserved = wanted
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`, through a buffer of 1 MiB.
+
+        Raises:
+            TruncatedError: The file ends before the range does.
+            StorageError: Reading or writing failed.
+        """
+        buffer = memoryview(bytearray(min(nbytes, _COPY_BYTES)))
+        while nbytes:
+            part = buffer[: min(nbytes, len(buffer))]
+            source.read([Read(name, offset, part)])
+            self.write(part)
+            offset, nbytes = offset + len(part), nbytes - len(part)
+
+    def close(self) -> None:
+        """Make the file appear; no process can change it from then on.
+
+        Raises:
+            TargetExistsError: The file has to be new, and another one has its name.
+            StorageError: The holder is gone, or refused the file.
+        """
+        if self._memory is None:
+            return
+        self._memory = None
+        self._request("close")
+
+    def abort(self) -> None:
+        """Remove the written bytes; never raises."""
+        if self._memory is None:
+            return
+        self._memory = None
+        with suppress(StorageError):
+            self._request("abort")
+
+    def _request(self, op: str, **fields: int) -> None:
+        self._connection.request(op, shown=self._shown, number=self._number, **fields)

@@ -1,0 +1,270 @@
+"""Holders as processes: they outlive their writers, lose nothing complete, keep nothing torn, and end by themselves."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsafeError, UsageError
+from shardckpt.storage.holder import holder_connection
+from shardckpt.storage.holder.holder_messages import MAX_MESSAGE_BYTES
+from shardckpt.storage.holder.holder_sockets import connect_socket, open_socket_folder, require_own_peer, socket_folder
+from shardckpt.storage.holder.holder_store import HolderStore
+from shardckpt.storage.holder.holders import list_holders, start_holder, stop_holders
+from shardckpt.storage.store import read_bytes
+
+RUN = "processes"
+URL = f"shardckpt-memory://{RUN}"
+DEADLINE_S = 30.0
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def sockets(tmp_path, monkeypatch):
+    """A folder of sockets for one test, whose path is longer than an address may be."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    yield folder
+    stop_holders()
+    assert [name.name for name in (folder / "shardckpt").glob("*.sock")] == []
+
+
+def start(max_bytes=1 << 20, **options):
+    start_holder(RUN, max_bytes, last="COMMIT", **options)
+    (info,) = list_holders()
+    return info.pid
+
+
+def wait_for(condition):
+    """Wait until a condition is true; fail after a while."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def count_sockets(pid):
+    return sum("socket" in os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def run_python(code, **popen):
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **popen)
+
+
+WRITER = f"""
+import sys, time
+from shardckpt.storage.holder.holder_store import HolderStore
+from shardckpt.storage.holder.holders import start_holder
+start_holder("{RUN}", 1 << 20, last="COMMIT")
+store = HolderStore("{URL}")
+for name in ("step-1/a", "step-1/COMMIT", "step-2/a"):
+    with store.create(name) as writer:
+        writer.write(name.encode())
+store.create("step-3/a").write(b"1" * 1000)
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+def test_complete_folders_survive_a_killed_writer_and_torn_ones_do_not():
+    with run_python(WRITER, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout.readline() == b"written\n"
+        store = HolderStore(URL)
+        assert [entry.name for entry in store.list()] == ["step-1", "step-2"]
+        os.killpg(os.getpgid(list_holders()[0].pid), 0)  # a session of its own
+        assert os.getsid(list_holders()[0].pid) != os.getsid(writer.pid)
+        writer.kill()
+    wait_for(lambda: [entry.name for entry in store.list()] == ["step-1"])
+    assert read_bytes(store, "step-1/a", 0, 8) == b"step-1/a"
+    assert list_holders()[0].nbytes == len("step-1/a" + "step-1/COMMIT")
+
+
+def test_of_processes_that_start_a_holder_at_once_one_wins_and_the_others_find_it():
+    code = f'from shardckpt.storage.holder.holders import start_holder; start_holder("{RUN}", 1 << 20, last="COMMIT")'
+    racing = [run_python(code) for _ in range(3)]
+    assert [process.wait(60) for process in racing] == [0, 0, 0]
+    assert len(list_holders()) == 1
+
+
+def test_a_holder_is_small_and_keeps_nothing_of_its_starter():
+    with open(os.devnull) as kept, socket.socket() as port:
+        os.set_inheritable(kept.fileno(), True)
+        os.set_inheritable(port.fileno(), True)
+        pid = start()
+    wait_for(lambda: count_sockets(pid) == 2)  # the one that listens, and that of this process
+    kinds = {os.readlink(f"/proc/{pid}/fd/{fd}").split(":")[0] for fd in os.listdir(f"/proc/{pid}/fd")}
+    assert kinds <= {"/dev/null", "socket", "anon_inode", str(Path(socket_folder()))}
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert int(status["VmRSS"].split()[0]) < 40_000
+    assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_a_killed_holder_leaves_no_memory_and_its_socket_is_removed_by_the_next_one(sockets):
+    pid = start()
+    store = HolderStore(URL)
+    with store.create("step-1/COMMIT") as writer:
+        writer.write(b"1")
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: is_gone(pid))
+    assert store.list() == [] and list_holders() == []
+    with pytest.raises(MissingFileError):
+        store.size("step-1/COMMIT")
+    with pytest.raises(StorageError, match="no holder of this run listens"):
+        store.create("a")
+    assert start() != pid
+    assert HolderStore(URL).list() == []
+
+
+def test_a_holder_that_is_stopped_by_a_signal_is_an_error_within_the_time_limit(monkeypatch):
+    monkeypatch.setattr(holder_connection, "TIMEOUT_S", 0.2)
+    pid = start()
+    HolderStore(URL).list()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StorageError, match="does not answer"):
+            HolderStore(URL).create("a")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    HolderStore(URL).create("a").abort()
+
+
+def test_more_bytes_than_the_maximum_are_refused_and_the_name_of_the_limit_is_in_the_message():
+    start(1000)
+    with pytest.raises(NoSpaceError, match=r"expected 1000.*max_bytes"), HolderStore(URL).create("a") as writer:
+        writer.write(b"1" * 1001)
+    with HolderStore(URL).create("a") as writer:
+        writer.write(b"1" * 1000)
+    start(2000)
+    assert list_holders()[0].max_bytes == 2000
+
+
+def test_no_process_can_change_a_file_that_has_appeared():
+    start()
+    store = HolderStore(URL)
+    writer = store.create("a")
+    writer.write(b"123")
+    memory = writer._memory
+    writer.close()
+    for act in (lambda: os.pwrite(memory.fd, b"4", 0), lambda: os.ftruncate(memory.fd, 0)):
+        with pytest.raises(PermissionError):
+            act()
+    assert read_bytes(store, "a", 0, 3) == b"123"
+
+
+def test_a_holder_without_clients_ends_after_its_idle_time_and_frees_its_name():
+    pid = start(idle_s=0.2)
+    holder_connection.get_holder_connection(RUN).close()
+    wait_for(lambda: is_gone(pid))
+    assert list_holders() == []
+
+
+def test_stopping_ends_one_run_or_all_and_an_unknown_run_is_an_error():
+    pid = start()
+    start_holder("other", 1 << 20, last="COMMIT")
+    assert stop_holders(idle_s=60.0) == [], "both have a client"
+    assert stop_holders(RUN) == [RUN]
+    wait_for(lambda: is_gone(pid))
+    with pytest.raises(UsageError, match="no holder of this run"):
+        stop_holders(RUN)
+    assert [info.run for info in list_holders()] == ["other"]
+    assert stop_holders() == ["other"]
+
+
+HOSTILE = {
+    "junk": b"\xff\x00junk",
+    "a list": b"[1, 2]",
+    "deep": b"[" * 60_000,
+    "too long": b'"' + b"x" * MAX_MESSAGE_BYTES + b'"',
+    "no op": b"{}",
+    "an unknown op": b'{"op": "__class__"}',
+    "a private name": b'{"op": "hello__"}',
+    "another type": b'{"op": "create", "name": 3, "is_new": false}',
+    "a huge number": json.dumps({"op": "reserve", "number": 1, "nbytes": 1 << 80}).encode(),
+    "a negative number": b'{"op": "close", "number": -1}',
+    "an unknown number": b'{"op": "close", "number": 99}',
+    "a name outside": b'{"op": "create", "name": "../../etc/x", "is_new": false}',
+}
+
+
+def test_hostile_messages_are_refused_and_the_holder_goes_on():
+    start()
+    with open_socket_folder(socket_folder(), is_made=False) as folder_fd:
+        for case, data in HOSTILE.items():
+            with connect_socket(folder_fd, RUN, 5.0) as client:
+                client.send(data)
+                answer = client.recv(1 << 16)
+                assert answer == b"" or "error" in json.loads(answer), case
+    with HolderStore(URL).create("a") as writer:
+        writer.write(b"1")
+    assert list_holders()[0].nbytes == 1
+
+
+def test_a_folder_that_others_may_use_is_refused(sockets):
+    start()
+    stop_holders()
+    folder = sockets / "shardckpt"
+    folder.chmod(0o755)
+    with pytest.raises(UnsafeError, match="who alone may use it"):
+        list_holders()
+    with pytest.raises(StorageError, match="who alone may use it"):
+        start()
+    folder.chmod(0o700)
+    folder.rename(sockets / "moved")
+    folder.symlink_to(sockets / "moved")
+    with pytest.raises(StorageError):
+        list_holders()
+    folder.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_refused_at_both_ends(tmp_path):
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    require_own_peer(own)
+    own.close()
+    other.close()
+    tmp_path.chmod(0o777)
+    path = f"/proc/self/fd/{os.open(tmp_path, os.O_RDONLY)}/s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        pid = os.fork()
+        if not pid:
+            os.setuid(65534)
+            listening.bind(path)
+            listening.listen()
+            time.sleep(60)
+            os._exit(0)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+                wait_for(lambda: client.connect_ex(path) == 0)
+                with pytest.raises(UnsafeError, match="belongs to another user"):
+                    require_own_peer(client)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_nodes_of_two_names_have_holders_of_their_own(monkeypatch):
+    start()
+    monkeypatch.setenv("SHARDCKPT_NODE", "b")
+    assert list_holders() == []
+    start_holder(RUN, 1 << 20, last="COMMIT")
+    assert len(list_holders()) == 1
+    stop_holders()
+    monkeypatch.setenv("SHARDCKPT_NODE", "../b")
+    with pytest.raises(UsageError, match="SHARDCKPT_NODE"):
+        list_holders()
+    monkeypatch.delenv("SHARDCKPT_NODE")
+    assert len(list_holders()) == 1
