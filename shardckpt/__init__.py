@@ -70,9 +70,11 @@ if TYPE_CHECKING:
     from shardckpt.offline.stats import stats
     from shardckpt.offline.targets.target_registry import list_targets
     from shardckpt.offline.verify import verify
+    from shardckpt.offline.write.problems import FileRange, Problem
     from shardckpt.offline.write.report import (
         Bisection,
         Comparison,
+        FileInfo,
         History,
         Inspection,
         LayerDifference,
@@ -122,9 +124,11 @@ _HOMES = {
     "shardckpt.offline.targets.target_registry": ("list_targets",),
     "shardckpt.offline.rekey": ("rekey",),
     "shardckpt.offline.repair": ("Repair", "repair"),
+    "shardckpt.offline.write.problems": ("FileRange", "Problem"),
     "shardckpt.offline.write.report": (
         "Bisection",
         "Comparison",
+        "FileInfo",
         "History",
         "Inspection",
         "LayerDifference",
@@ -168,6 +172,8 @@ __all__ = [
     "Comparison",
     "Copied",
     "FallbackEvent",
+    "FileInfo",
+    "FileRange",
     "FormatError",
     "FormatInfo",
     "FormatList",
@@ -189,6 +195,7 @@ __all__ = [
     "OverlapError",
     "PerRank",
     "PrecisionError",
+    "Problem",
     "Progress",
     "PruneEvent",
     "Pruned",

@@ -120,13 +120,18 @@ def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
         )
         if found.kind == "values" and found.max_abs == 0:
             numbers += ": other bits of equal numbers (-0.0, or a NaN)"
-    return escape(found.name), found.kind, _both(found.a, found.b), numbers
+    return escape(found.name), _say(found.kind), _both(f"{found.a or ''}", f"{found.b or ''}"), numbers
 
 
 def _value_row(found: ValueDifference) -> tuple[str, ...]:
     from shardckpt.errors import escape
 
-    return escape(found.name), found.kind, escape(_both(found.a, found.b)), ""
+    return escape(found.name), _say(found.kind), escape(_both(found.a, found.b)), ""
+
+
+def _say(kind: str) -> str:
+    """Return a kind in words."""
+    return kind.replace("_", " ")
 
 
 def _both(a: str, b: str) -> str:

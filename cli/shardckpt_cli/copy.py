@@ -37,13 +37,13 @@ def _show(done: Copied) -> None:
     from shardckpt.errors import escape
 
     output.warn(done.warnings)
-    for fault in done.incomplete:
-        print(f"not complete: {fault}", file=sys.stderr)
+    for step in done.incomplete:
+        print(f"not complete: {step.fault}", file=sys.stderr)
     output.left_out(done.other_content)
     verb = "would copy" if done.dry_run else "copied"
     for name in done.copied:
         print(f"{verb} {escape(name)}")
     present = f", {len(done.present)} there already" if done.present else ""
-    seconds = "" if done.dry_run else f" in {done.seconds:.2f} s"
+    seconds = "" if done.dry_run else f" in {sum(done.seconds.values()):.2f} s"
     folders = output.count(len(done.copied), "folder")
     print(f"{escape(done.target)}: {verb} {folders}, {output.size(done.nbytes)}{seconds}{present}")

@@ -13,6 +13,8 @@ from shardckpt_cli import options, output
 if TYPE_CHECKING:
     from shardckpt import Inspection
 
+_MOST_PROBLEMS = 16
+
 
 def inspect(
     src: options.Src,
@@ -31,6 +33,9 @@ def inspect(
         output.print_json(found)
         return
     output.warn(found.warnings)
+    output.warn(problem.message for problem in found.problems[:_MOST_PROBLEMS])
+    if len(found.problems) > _MOST_PROBLEMS:
+        output.warn([f"{len(found.problems) - _MOST_PROBLEMS} more problems: `shardckpt verify` lists them"])
     print(_summary(found))
     if html:
         print(f"wrote {escape(html)}")

@@ -25,7 +25,7 @@ def repair(
     if as_json:
         output.print_json(result)
         return
-    output.warn(result.warnings)
+    output.warn([*result.warnings, *(problem.message for problem in result.problems)])
     done = f"{'would write' if dry_run else 'wrote'} {' and '.join(result.written)}" if result.written else "intact"
     content = f"{output.count(result.tensors, 'tensor')} in {output.count(result.files, 'file')}"
     print(escape(f"{result.source}: {content}: {done}"))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardckpt.errors import (
@@ -31,6 +31,7 @@ from shardckpt.format.native.stored_folders import StoredFolder, read_stored_run
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.format.registry import checkpoint_in
 from shardckpt.format.run_start import require_start_of_run
+from shardckpt.offline.prune import StepInfo, describe_steps
 from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import missing_files, publish, require_apart
 from shardckpt.storage.replaceable import is_ignored
@@ -53,11 +54,11 @@ class Copied:
         present: Names of the folders of which the target had the copy already.
         nbytes: Bytes of the copied folders.
         checked_bytes: Bytes of them that matched their hashes; other files were saved without.
-        incomplete: Faults of the incomplete steps, which were not copied.
+        incomplete: Incomplete steps, with the faults for which they were not copied.
         other_content: Names of files and folders in the steps that no save wrote; they were not copied.
         warnings: Bases on other stores, one sentence each.
         dry_run: Whether nothing was written.
-        seconds: Duration of the call in seconds.
+        seconds: Seconds by phase: check, copy.
     """
 
     source: str
@@ -66,11 +67,11 @@ class Copied:
     present: tuple[str, ...]
     nbytes: int
     checked_bytes: int
-    incomplete: tuple[str, ...] = ()
+    incomplete: tuple[StepInfo, ...] = ()
     other_content: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     dry_run: bool = False
-    seconds: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Transfer(NamedTuple):
@@ -115,12 +116,12 @@ class _Source(NamedTuple):
 
     Attributes:
         folders: Folders to copy.
-        incomplete: Faults of steps that are not complete.
+        incomplete: Steps that are not complete.
         other_content: Names of content that no save wrote.
     """
 
     folders: list[StoredFolder]
-    incomplete: tuple[str, ...] = ()
+    incomplete: tuple[StepInfo, ...] = ()
     other_content: tuple[str, ...] = ()
 
 
@@ -169,6 +170,7 @@ def copy(
     warnings = [note for transfer in transfers for note in _check_bases(transfer, transfers)]
     missing = [transfer for transfer in transfers if not transfer.is_present]
     meter = Meter(sum(transfer.folder.nbytes for transfer in missing), on_progress)
+    checked = time.perf_counter()
     for transfer in missing:
         if not dry_run:
             with _noticing_removal(transfer.folder):
@@ -186,7 +188,7 @@ def copy(
         other_content=source.other_content,
         warnings=tuple(warnings),
         dry_run=dry_run,
-        seconds=time.perf_counter() - start,
+        seconds={"check": checked - start, "copy": time.perf_counter() - checked},
     )
 
 
@@ -216,7 +218,7 @@ def _read_source(src: str) -> _Source:
             fix="`shardckpt convert` reads the other formats.",
         )
     others = [f"{step.name}/{name}" for step in run.complete for name in step.others]
-    return _Source(folders, tuple(step.fault for step in run.incomplete), tuple(others))
+    return _Source(folders, describe_steps(open_store(src), run.incomplete), tuple(others))
 
 
 def _read_folders(src: str) -> tuple[RunDirectory, list[StoredFolder]]:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from shardckpt.errors import UsageError, escape
 from shardckpt.events.progress import Meter, OnProgress
@@ -29,13 +30,13 @@ from shardckpt.offline.compare.leaves import (
     format_leaf,
     have_same_types,
 )
-from shardckpt.offline.compare.tensor_distance import compare_tensors, describe_tensor
+from shardckpt.offline.compare.tensor_distance import compare_tensors
 from shardckpt.offline.report_html.difference_list import describe_comparison
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import Part, parse_part
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
+from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference, describe_entry
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
@@ -305,7 +306,7 @@ def _most_values(reader: Reader) -> int:
 
 def _tensor_and_value(name: str, a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> ValueDifference:
     words = [
-        describe_tensor(side.tensors[name]) if name in side.tensors else format_leaf(leaves.values[name])
+        str(describe_entry(name, side.tensors[name])) if name in side.tensors else format_leaf(leaves.values[name])
         for side, leaves in ((a, in_a), (b, in_b))
     ]
     return ValueDifference(name, "type", words[0], words[1])
@@ -317,24 +318,28 @@ def _compare_values(
     if name not in a and name not in b:
         return []
     if name not in b:
-        return [ValueDifference(name, "only in a", format_leaf(a[name]), "")]
+        return [ValueDifference(name, "only_in_a", format_leaf(a[name]), "")]
     if name not in a:
-        return [ValueDifference(name, "only in b", "", format_leaf(b[name]))]
+        return [ValueDifference(name, "only_in_b", "", format_leaf(b[name]))]
     if are_equal(a[name], b[name], tolerance):
         return []
-    kind = "value" if have_same_types(a[name], b[name]) else "type"
+    kind: Literal["value", "type"] = "value" if have_same_types(a[name], b[name]) else "type"
     return [ValueDifference(name, kind, *describe(a[name], b[name], tolerance))]
 
 
 def _compare(name: str, a: _Side, b: _Side, tolerance: Tolerance) -> TensorDifference | None:
     left, right = a.tensors.get(name), b.tensors.get(name)
-    if left is None and right is None:
-        return None
-    if left is None or right is None:
-        kind = "only in a" if right is None else "only in b"
-        return TensorDifference(name, kind, describe_tensor(left), describe_tensor(right))
-    if left.shape != right.shape:
-        return TensorDifference(name, "shape", describe_tensor(left), describe_tensor(right))
+    if left is None or right is None or left.shape != right.shape:
+        return _compare_types(name, left, right)
     [left] = locate(a.reader, a.reader.manifest, [left])
     [right] = locate(b.reader, b.reader.manifest, [right])
     return compare_tensors(name, (a.reader, left), (b.reader, right), tolerance)
+
+
+def _compare_types(name: str, left: TensorEntry | None, right: TensorEntry | None) -> TensorDifference | None:
+    """Return the difference of tensors of other shapes, or of which one is missing."""
+    if left is None:
+        return right and TensorDifference(name, "only_in_b", None, describe_entry(name, right))
+    if right is None:
+        return TensorDifference(name, "only_in_a", describe_entry(name, left), None)
+    return TensorDifference(name, "shape", describe_entry(name, left), describe_entry(name, right))

@@ -13,12 +13,14 @@ from shardckpt.manifest import UNREAD, Manifest, dotted
 from shardckpt.offline.report_html.checkpoint_map import describe_checkpoint
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import Inspection, TensorInfo, TensorStats
+from shardckpt.offline.write.problems import find_rank, from_fault, missing_file
+from shardckpt.offline.write.report import FileInfo, Inspection, TensorStats, describe_entry
 from shardckpt.offline.write.stored_stats import describe_values
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.naming.sections import find_sections, model_paths, split_flat_names
 
 _SHOWN = 60
+_MOST_FAULTS = 1_000
 
 
 def inspect(
@@ -39,7 +41,7 @@ def inspect(
             which file and rank holds which box of each tensor at which bytes, and what is missing or damaged.
 
     Returns:
-        Tensors, values, files and parts of the checkpoint. Gaps, overlaps and short files are warnings here.
+        Tensors, values, files and parts of the checkpoint. Gaps, overlaps and short files are its problems, no errors.
 
     Raises:
         UsageError: The source does not exist or is not recognized, the shapes do not match, or `html` names another
@@ -82,18 +84,16 @@ def describe_manifest(src: str, manifest: Manifest) -> Inspection:
     return Inspection(
         source=src,
         format=manifest.format,
-        files=dict(manifest.files),
-        tensors=tuple(
-            TensorInfo(dotted(path), e.dtype, e.shape, e.nbytes, len(e.pieces)) for path, e in manifest.tensors.items()
-        ),
+        files=tuple(FileInfo(name, None if n < 0 else n, find_rank(name)) for name, n in manifest.files.items()),
+        tensors=tuple(describe_entry(dotted(path), entry) for path, entry in manifest.tensors.items()),
         objects={dotted(path): _render(entry.value) for path, entry in manifest.objects.items()},
         ties={dotted(a): dotted(b) for a, b in manifest.aliases.items()},
         metadata=dict(manifest.metadata),
         parts=_parts(manifest),
-        warnings=(
-            *manifest.warnings,
-            *(f"{f} is missing" for f in manifest.missing),
-            *(str(f) for f in faults(manifest, manifest.tensors.values())),
+        warnings=tuple(manifest.warnings),
+        problems=(
+            *map(missing_file, manifest.missing),
+            *map(from_fault, faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)),
         ),
     )
 

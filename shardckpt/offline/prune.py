@@ -83,6 +83,7 @@ class Pruned:
         incomplete: Incomplete steps, which stay.
         orphans: Names of folders that killed saves and removals left.
         other_content: Paths relative to the root of content in the removed steps that no save wrote; it stays.
+        dry_run: Whether nothing was removed.
     """
 
     root: str
@@ -91,6 +92,7 @@ class Pruned:
     incomplete: tuple[StepInfo, ...]
     orphans: tuple[str, ...]
     other_content: tuple[str, ...] = ()
+    dry_run: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -122,12 +124,12 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
     run = read_run(store)
     if not run.steps:
         _require_empty(root, store)
-    complete = _infos(store, run.complete)
+    complete = describe_steps(store, run.complete)
     if metrics:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-metrics") as pool:
             read = pool.map(partial(read_metrics, store), run.complete)
             complete = tuple(replace(step, metrics=found) for step, found in zip(complete, read, strict=True))
-    return StepList(root, complete, _infos(store, run.incomplete))
+    return StepList(root, complete, describe_steps(store, run.incomplete))
 
 
 def prune(
@@ -198,11 +200,12 @@ def prune(
     names = {step.name for step in deleted.steps} | {*deleted.orphans}
     return Pruned(
         root,
-        removed=_infos(store, [step for step in run.complete if step.name in names]),
-        kept=_infos(store, [step for step in run.complete if step.name not in names]),
-        incomplete=_infos(store, [step for step in run.incomplete if step.name not in names]),
+        removed=describe_steps(store, [step for step in run.complete if step.name in names]),
+        kept=describe_steps(store, [step for step in run.complete if step.name not in names]),
+        incomplete=describe_steps(store, [step for step in run.incomplete if step.name not in names]),
         orphans=deleted.orphans,
         other_content=deleted.other_content,
+        dry_run=dry_run,
     )
 
 
@@ -235,7 +238,7 @@ def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
 
 
 def _damage(store: Store, step: StepFolder) -> str:
-    return next(iter(verification(_path(store, step)).problems), "")
+    return next((problem.message for problem in verification(_path(store, step)).problems), "")
 
 
 def _path(store: Store, step: StepFolder) -> str:
@@ -265,5 +268,11 @@ def _require_empty(root: str, store: Store) -> None:
         )
 
 
-def _infos(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo, ...]:
+def describe_steps(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo, ...]:
+    """Return steps as results have them.
+
+    Args:
+        store: Store whose root is the run.
+        steps: Steps of the run.
+    """
     return tuple(StepInfo(s.number, _path(store, s), s.nbytes, s.saved_at, s.fault) for s in steps)

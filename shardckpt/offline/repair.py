@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, UnsupportedError, UsageError
+from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, UnsupportedError, UsageError, escape
 from shardckpt.format.native.base_store import find_bases
 from shardckpt.format.native.commit import (
     COMMIT,
@@ -32,6 +32,7 @@ from shardckpt.format.native.recovery import DescribedFile, read_described, rebu
 from shardckpt.format.reader import NamedBases, Source
 from shardckpt.format.registry import open_source
 from shardckpt.manifest import Span
+from shardckpt.offline.write.problems import Problem
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.storage.store import Read, Store, read_bytes
 
@@ -51,6 +52,8 @@ class Repair:
         files: Number of its payload files.
         written: Names of the written files; empty if nothing was wrong.
         warnings: Oddities and lost data, one sentence each.
+        problems: Files that did not match their old sizes or checksums, and were taken as they are.
+        dry_run: Whether nothing was written.
     """
 
     source: str
@@ -59,6 +62,8 @@ class Repair:
     files: int
     written: tuple[str, ...]
     warnings: tuple[str, ...]
+    problems: tuple[Problem, ...] = ()
+    dry_run: bool = False
 
 
 def repair(
@@ -100,9 +105,9 @@ def repair(
     store, sizes = source.store, _sizes(source)
     intact = _open_intact(store, sizes, base)
     if intact is not None and not _list_differing(store, sizes, intact):
-        return _report(src, intact, (), ())
+        return _report(src, intact, dry_run=dry_run)
     contents, notes = (intact, ()) if intact is not None else _choose(store, sizes, save, base)
-    content, hash_notes = _with_hashes(store, sizes, contents, rehash)
+    content, hash_notes, problems = _with_hashes(store, sizes, contents, rehash)
     data = encode_manifest(content)
     written = (manifest_name(content.save), COMMIT)
     if not dry_run:
@@ -110,12 +115,20 @@ def repair(
         for name, body in zip(written, (data, commit), strict=True):
             with store.create(name) as writer:
                 writer.write(body)
-    return _report(src, content, written, (*notes, *hash_notes))
+    return _report(src, content, written, (*notes, *hash_notes), problems, dry_run=dry_run)
 
 
-def _report(src: str, contents: ManifestContents, written: tuple[str, ...], warnings: tuple[str, ...]) -> Repair:
+def _report(
+    src: str,
+    contents: ManifestContents,
+    written: tuple[str, ...] = (),
+    warnings: tuple[str, ...] = (),
+    problems: tuple[Problem, ...] = (),
+    *,
+    dry_run: bool,
+) -> Repair:
     payload = sum(_PAYLOAD.fullmatch(file.name) is not None for file in contents.files)
-    return Repair(src, contents.save, len(contents.arrays), payload, written, warnings)
+    return Repair(src, contents.save, len(contents.arrays), payload, written, warnings, problems, dry_run)
 
 
 def _sizes(source: Source) -> dict[str, int]:
@@ -196,8 +209,11 @@ def _choose(
 
 def _with_hashes(
     store: Store, sizes: Mapping[str, int], contents: ManifestContents, rehash: bool
-) -> tuple[ManifestContents, tuple[str, ...]]:
+) -> tuple[ManifestContents, tuple[str, ...], tuple[Problem, ...]]:
     """Hash the files, and compare with an old manifest of the same files.
+
+    Returns:
+        The manifest with hashes, warnings, and the files that differ.
 
     Raises:
         ChecksumError: The bytes differ from those of the old manifest.
@@ -211,7 +227,7 @@ def _with_hashes(
         _without_digests(a) for a in contents.arrays
     ]
     if old is None or not same:
-        return full, (_UNCHECKED,)
+        return full, (_UNCHECKED,), ()
     known = {file.name: file for file in old.files}
     differing = [file.name for file in full.files if file.name in known and not _agrees(known[file.name], file)]
     more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -223,8 +239,16 @@ def _with_hashes(
         )
     arrays = tuple(map(_without_digests, full.arrays)) if differing else old.arrays
     full = replace(full, arrays=arrays)
-    unchecked = [_UNCHECKED] if all(file.hashes is None for file in old.files) else []
-    return full, (*unchecked, *(f"{name} did not match its old size or checksums" for name in differing))
+    unchecked = (_UNCHECKED,) if all(file.hashes is None for file in old.files) else ()
+    return full, unchecked, tuple(_describe_change(known[name], sizes[name]) for name in differing)
+
+
+def _describe_change(old: FileRecord, nbytes: int) -> Problem:
+    """Return the problem that a file is not as its manifest says."""
+    message = escape(f"{old.name} did not match its old size or checksums")
+    if old.nbytes == nbytes:
+        return Problem("checksum", message, file=old.name)
+    return Problem("wrong_size", message, file=old.name, expected=f"{old.nbytes} bytes", found=f"{nbytes} bytes")
 
 
 def _agrees(old: FileRecord, found: FileRecord) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import xxhash
@@ -16,6 +17,7 @@ from shardckpt.format.reader import Checksum, NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
 from shardckpt.offline.select.param_shapes import load_param_shapes
+from shardckpt.offline.write.problems import FileRange, Problem, from_error, from_fault, missing_file
 from shardckpt.offline.write.report import NO_SHAPES, Verification
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.storage.store import Read, check_name
@@ -26,6 +28,7 @@ _FULL_FILES = "xxh3-64"
 """Kind of checksums that cover all bytes of a file."""
 
 _SHOWN = 4
+_MOST_TENSORS = 1000
 
 
 def verify(
@@ -59,15 +62,15 @@ def verify(
         if shapes_from:
             reader = load_param_shapes(reader, os.fspath(shapes_from))
     except CheckpointError as error:
-        return Verification(src, "", 0, 0, (str(error),), ())
+        return Verification(src, "", 0, 0, (from_error(error, src),), ())
     manifest = reader.manifest
     dead = _find_dead_links(reader)
     problems = [*dead.values()]
     found = faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)
-    problems += [escape(fault) for fault in found if fault.file not in dead]
-    problems += [escape(f"{name} is missing") for name in manifest.missing]
+    problems += [from_fault(fault) for fault in found if fault.file not in dead]
+    problems += map(missing_file, manifest.missing)
     if not problems:  # a file that no tensor uses
-        problems += [escape(f"{name} is missing") for name, size in manifest.files.items() if size < 0]
+        problems += [missing_file(name) for name, size in manifest.files.items() if size < 0]
     checked = 0
     if not problems:
         problems += _list_wrong_files(reader)
@@ -80,23 +83,23 @@ def verify(
     return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings)
 
 
-def _find_dead_links(reader: Reader) -> dict[str, str]:
-    """Return the errors of files that are links without a target.
+def _find_dead_links(reader: Reader) -> dict[str, Problem]:
+    """Return the problems of files that are links without a target.
 
     A folder lists such a link as a file without bytes.
     """
     manifest = reader.manifest
-    dead: dict[str, str] = {}
+    dead: dict[str, Problem] = {}
     for name, size in manifest.files.items():
         if size == 0 and name not in manifest.elsewhere:
             try:
                 reader.raw_store.size(name)
             except (CheckpointError, MissingFileError) as error:
-                dead[name] = str(error)
+                dead[name] = replace(from_error(error), file=name)
     return dead
 
 
-def _list_wrong_files(reader: Reader) -> list[str]:
+def _list_wrong_files(reader: Reader) -> list[Problem]:
     """Compare the manifest's file names and sizes with the folder.
 
     The reader of a plugin may be wrong.
@@ -110,45 +113,58 @@ def _list_wrong_files(reader: Reader) -> list[str]:
         for folder in sorted({name.rpartition("/")[0] for name in sizes}):
             found |= {entry.name: entry.size for entry in reader.raw_store.list(folder) if not entry.is_folder}
     except (CheckpointError, MissingFileError) as error:
-        return [str(error)]
-    wrong = [f"{name} is missing" for name in sizes if name not in found]
-    wrong += [f"{n} has {found[n]} bytes, not {size}" for n, size in sizes.items() if found.get(n, size) != size]
-    return [escape(each) for each in wrong[:_MOST_FAULTS]]
+        return [from_error(error, reader.store.url)]
+    wrong = [missing_file(name) for name in sizes if name not in found]
+    wrong += [
+        _wrong_size(f"{name} has {found[name]} bytes, not {size}", name, found[name], size)
+        for name, size in sizes.items()
+        if found.get(name, size) != size
+    ]
+    return wrong[:_MOST_FAULTS]
 
 
-def _containers(reader: Reader) -> list[str]:
+def _wrong_size(message: str, file: str, found: int, expected: int) -> Problem:
+    return Problem("wrong_size", escape(message), file=file, found=f"{found} bytes", expected=f"{expected} bytes")
+
+
+def _containers(reader: Reader) -> list[Problem]:
     """Open every container of a tensor and check its content."""
     entries = reader.manifest.tensors.values()
     try:
         lazy = [entry for entry in entries if any(isinstance(piece.layout, Lazy) for piece in entry.pieces)]
         located = locate(reader, reader.manifest, lazy)
     except CheckpointError as error:
-        return [str(error)]
+        return [from_error(error, reader.store.url)]
     unknown = {
-        layout.codec: f"no decoder for {layout.codec!r}, which {dotted(entry.path)} needs"
+        layout.codec: Problem(
+            "unsupported",
+            escape(f"no decoder for {layout.codec!r}, which {dotted(entry.path)} needs"),
+            (dotted(entry.path),),
+            box,
+            file,
+            FileRange(layout.offset, layout.nbytes),
+            found=escape(layout.codec),
+        )
         for entry in (*entries, *located)
-        for _, _, layout in entry.pieces
+        for box, file, layout in entry.pieces
         if isinstance(layout, Encoded) and layout.codec not in CODECS
     }
-    return [escape(each) for each in unknown.values()]
+    return list(unknown.values())
 
 
-def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, list[str]]:
+def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, list[Problem]]:
     checked = 0
     meter = Meter(0, None)
     if on_progress is not None:
         meter = Meter(sum(checksum.nbytes for checksum in reader.checksums()), on_progress)
-    problems: list[str] = []
+    problems: list[Problem] = []
     content = _Content(reader.manifest)
     buffer = bytearray(_BLOCK_BYTES)
     ends: dict[str, int] = {}
     try:
         for checksum in reader.checksums():
             if checksum.algorithm not in _ALGORITHMS:
-                return checked, [
-                    *problems,
-                    escape(f"{checksum.file} has checksums of an unknown kind: {checksum.algorithm}"),
-                ]
+                return checked, [*problems, _unknown_kind(checksum)]
             wrong = _find_wrong(reader, checksum, buffer, meter)
             if checksum.algorithm == _FULL_FILES:
                 ends[checksum.file] = checksum.offset + checksum.nbytes
@@ -157,9 +173,20 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
             for each, value in wrong[: _MOST_FAULTS - len(problems)]:
                 problems.append(_mismatch(reader, each, value, content))
     except CheckpointError as error:
-        problems.append(str(error))
-    longer = {name: size - ends[name] for name, size in reader.manifest.files.items() if size > ends.get(name, size)}
-    return checked, [*problems, *(escape(f"{name} has {n} more bytes than were saved") for name, n in longer.items())]
+        problems.append(from_error(error, reader.store.url))
+    longer = {name: size for name, size in reader.manifest.files.items() if size > ends.get(name, size)}
+    return checked, [
+        *problems,
+        *(
+            _wrong_size(f"{name} has {size - ends[name]} more bytes than were saved", name, size, ends[name])
+            for name, size in longer.items()
+        ),
+    ]
+
+
+def _unknown_kind(checksum: Checksum) -> Problem:
+    message = escape(f"{checksum.file} has checksums of an unknown kind: {checksum.algorithm}")
+    return Problem("unsupported", message, file=checksum.file, found=escape(checksum.algorithm))
 
 
 def _find_wrong(reader: Reader, checksum: Checksum, buffer: bytearray, meter: Meter) -> list[tuple[Checksum, int]]:
@@ -174,18 +201,31 @@ def _find_wrong(reader: Reader, checksum: Checksum, buffer: bytearray, meter: Me
     return wrong or ([] if value == checksum.value else [(checksum, value)])
 
 
-def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content) -> str:
+def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content) -> Problem:
     digits = 8 if checksum.algorithm == "crc32" else 16
     end = checksum.offset + checksum.nbytes
+    names = content.list_tensors(checksum.file, checksum.offset, end)
     error = ChecksumError(
-        f"{checksum.label}bytes {checksum.offset} to {end} do not match their checksum"
-        f"{content.describe(checksum.file, checksum.offset, end)}",
+        f"{checksum.label}bytes {checksum.offset} to {end} do not match their checksum{_describe(names)}",
         where=f"{reader.store.url}/{checksum.file}",
         found=f"{value:0{digits}x}",
         expected=f"{checksum.value:0{digits}x}",
         fix="Restore the file from another copy.",
     )
-    return str(error)
+    return replace(
+        from_error(error),
+        tensors=tuple(names[:_MOST_TENSORS]),
+        file=checksum.file,
+        byte_range=FileRange(checksum.offset, checksum.nbytes),
+    )
+
+
+def _describe(names: Sequence[str]) -> str:
+    """Return a clause that names tensors; empty without them."""
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f": {', '.join(names[:_SHOWN])}{more}"
 
 
 class _Content:
@@ -205,15 +245,10 @@ class _Content:
             ranges.sort()
         return found
 
-    def describe(self, file: str, start: int, end: int) -> str:
-        """Return a description of the tensors between two bytes; empty if there are none."""
-        names = list(
-            dict.fromkeys(name for low, high, name in self._ranges.get(file, ()) if low < end and high > start)
-        )
-        if not names:
-            return ""
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f": {', '.join(names[:_SHOWN])}{more}"
+    def list_tensors(self, file: str, start: int, end: int) -> list[str]:
+        """Return the dotted names of the tensors between two bytes."""
+        overlapping = (name for low, high, name in self._ranges.get(file, ()) if low < end and high > start)
+        return list(dict.fromkeys(overlapping))
 
 
 def _blocks(reader: Reader, checksum: Checksum, buffer: bytearray, meter: Meter) -> Iterator[memoryview]:

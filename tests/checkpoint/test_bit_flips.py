@@ -53,7 +53,7 @@ def test_every_byte_of_a_small_checkpoint(small: Path) -> None:
             if flips % 4 == 0 or name == INDEX:  # tests of verify flip all
                 found = verify(str(small))
                 assert not found.ok, f"byte {at} of {name}"
-                assert name in found.problems[0]
+                assert name in found.problems[0].message
         (small / name).write_bytes(whole)
     assert verify(str(small)).ok
     print(f"{flips} bytes flipped, all found")
@@ -76,9 +76,9 @@ def test_a_sample_of_every_block_of_every_file_of_a_larger_one(tmp_path: Path) -
                 flip(file, at)
                 report = verify(str(tmp_path / "c"))
                 assert not report.ok, f"byte {at} of {file.name}"
-                assert file.name in report.problems[0]
+                assert file.name in report.problems[0].message
                 if file.suffix == ".safetensors":
-                    assert f"block {block}," in report.problems[0]
+                    assert f"block {block}," in report.problems[0].message
                 for way in ("read", "full"):
                     with pytest.raises(ShardckptError, match=file.name.replace(".", r"\.")):
                         shardckpt.load(tmp_path / "c", verify=way)

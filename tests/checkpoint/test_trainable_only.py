@@ -242,7 +242,7 @@ class TestTheBase:
         with pytest.raises(ChecksumError):
             shardckpt.load(tmp_path / "c")
         [problem] = shardckpt.verify(str(tmp_path / "c")).problems
-        assert "hf/model-00001-of-00002.safetensors" in problem
+        assert "hf/model-00001-of-00002.safetensors" in problem.message
 
     def test_what_is_not_in_it_or_of_another_type_is_refused_by_name(self, tmp_path: Path, hf: Path) -> None:
         model, _ = trained()

@@ -290,8 +290,8 @@ class TestDamage:
         rank_files(tmp_path / "src", {"w": [((0,), torch.zeros(3)), ((5,), torch.zeros(2))]})
         with pytest.raises(IncompleteError, match=r"w \[3:5\]"):
             shardckpt.consolidate(str(tmp_path / "src"), str(tmp_path / "out"))
-        assert any("[3:5]" in w for w in shardckpt.inspect(str(tmp_path / "src")).warnings)
-        assert any("[3:5]" in p for p in shardckpt.verify(str(tmp_path / "src")).problems)
+        assert any("[3:5]" in p.message for p in shardckpt.inspect(str(tmp_path / "src")).problems)
+        assert any("[3:5]" in p.message for p in shardckpt.verify(str(tmp_path / "src")).problems)
 
     def test_damage_in_a_part_that_nobody_wants_is_a_warning(
         self, named: Callable[[str], Case], tmp_path: Path

@@ -99,7 +99,7 @@ class TestRun:
         there = shardckpt.copy(source, memory)
         assert there.copied == (step_name(1), step_name(2), step_name(4))
         assert there.other_content == (f"{step_name(4)}/notes.txt",)
-        assert [step_name(5) in fault for fault in there.incomplete] == [True]
+        assert [step_name(5) in step.fault for step in there.incomplete] == [True]
         assert there.nbytes == sum(map(len, files(source).values()))
         assert there.nbytes > there.checked_bytes > BIG * 4
         assert restored(memory) == (4, 4.0)

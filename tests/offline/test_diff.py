@@ -34,7 +34,7 @@ def test_a_checkpoint_equals_what_was_made_of_it(name: str, fixtures: Path, tmp_
     case = read_case(fixtures, name, tmp_path)
     shardckpt.consolidate(str(case.source), str(tmp_path / "out"), part="all")
     found = shardckpt.diff(str(case.source), str(tmp_path / "out"))
-    assert [d for d in (*found.differences, *found.value_differences) if d.kind != "only in a"] == []
+    assert [d for d in (*found.differences, *found.value_differences) if d.kind != "only_in_a"] == []
     if name == "fsdp1_local_gpt2_w2":  # whose ids have no certain names
         assert ["--param-names" in why for why in found.not_compared.values()] == [True]
         assert found.compared == found.equal == len(case.model)
@@ -139,9 +139,11 @@ def test_every_kind_of_number_is_measured(a: torch.Tensor, b: torch.Tensor, gap:
 def test_another_type_is_a_difference_with_a_distance(tmp_path: Path) -> None:
     a = torch.tensor([1.0, 1 / 3])
     found = only(tmp_path, a, a.to(torch.bfloat16))
-    assert (found.kind, found.a, found.b) == ("dtype", "float32 [2]", "bfloat16 [2]")
+    assert (found.kind, str(found.a), str(found.b)) == ("dtype", "float32 [2]", "bfloat16 [2]")
     assert found.max_abs is not None
     assert 0 < found.max_abs < 1e-3
+    assert found.message.startswith("w: dtype: float32 [2] / bfloat16 [2]; max abs ")
+    assert found.b == shardckpt.TensorInfo("w", "bfloat16", (2,), 4, 1)
 
 
 def test_another_shape_is_not_compared(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_what_only_one_side_has_is_listed(tmp_path: Path) -> None:
     found = shardckpt.diff(
         *files(tmp_path, {"both": torch.ones(1), "x": torch.ones(1)}, {"both": torch.ones(1), "y": torch.ones(1)})
     )
-    assert [(d.name, d.kind) for d in found.differences] == [("x", "only in a"), ("y", "only in b")]
+    assert [(d.name, d.kind) for d in found.differences] == [("x", "only_in_a"), ("y", "only_in_b")]
     assert (found.compared, found.equal) == (1, 1)
 
 
@@ -236,7 +238,7 @@ def test_a_value_that_is_not_a_tensor_counts(
 def test_a_value_of_one_side_alone_is_a_difference(tmp_path: Path) -> None:
     a = run_state()
     b = {key: value for key, value in a.items() if key != "seed"}
-    assert [(d.name, d.kind, d.a) for d in difference(tmp_path, a, b).value_differences] == [("seed", "only in a", "7")]
+    assert [(d.name, d.kind, d.a) for d in difference(tmp_path, a, b).value_differences] == [("seed", "only_in_a", "7")]
 
 
 def test_a_tensor_differs_from_a_number_of_the_same_value(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_the_model_becomes_a_step(tmp_path: Path, verb: object) -> None:
     for name, tensor in MODEL.items():
         assert_same(reader, ("model", name), tensor)
     assert shardckpt.verify(str(tmp_path / "out")).ok
-    assert {d.kind for d in shardckpt.diff(str(source), str(tmp_path / "out")).differences} == {"only in a"}
+    assert {d.kind for d in shardckpt.diff(str(source), str(tmp_path / "out")).differences} == {"only_in_a"}
     verb(str(source), str(tmp_path / "all"), to="native", part="all")  # type: ignore[operator]
     found = shardckpt.diff(str(source), str(tmp_path / "all"))
     assert [d.name for d in (*found.differences, *found.value_differences)] == ["epoch.n"]

@@ -39,8 +39,8 @@ def test_the_checksums_of_torch_archives_are_compared(tmp_path: Path) -> None:
     raw[at] ^= 1
     file.write_bytes(raw)
     [problem] = shardckpt.verify(str(file)).problems
-    assert "checksum" in problem
-    assert "a.pt" in problem
+    assert "checksum" in problem.message
+    assert problem.file == "a.pt"
 
 
 def test_every_missing_piece_is_listed(fixtures: Path, tmp_path: Path) -> None:
@@ -50,8 +50,10 @@ def test_every_missing_piece_is_listed(fixtures: Path, tmp_path: Path) -> None:
     found = shardckpt.verify(str(source))
     assert not found.ok
     assert len(found.problems) > 10
-    assert all(p.isprintable() for p in found.problems)
-    assert any("model.layers.0.mlp.up_proj.weight [" in p and "__1_0.distcp" in p for p in found.problems)
+    assert all(p.message.isprintable() for p in found.problems)
+    assert any(
+        "model.layers.0.mlp.up_proj.weight [" in p.message and "__1_0.distcp" in p.message for p in found.problems
+    )
 
 
 @pytest.mark.parametrize("kind", ["native", "dcp", "safetensors"])
@@ -62,7 +64,7 @@ def test_a_link_to_nowhere_is_called_that(kind: str, tmp_path: Path) -> None:
     file.unlink()
     file.symlink_to("gone")
     [problem] = shardckpt.verify(tmp_path / "out").problems
-    assert problem.startswith(f"{file}: this link leads nowhere; found gone")
+    assert problem.message.startswith(f"{file}: this link leads nowhere; found gone")
 
 
 def test_an_unreadable_header_is_a_problem_and_not_an_exception(tmp_path: Path) -> None:
@@ -71,7 +73,9 @@ def test_an_unreadable_header_is_a_problem_and_not_an_exception(tmp_path: Path) 
     (tmp_path / "model.safetensors").write_bytes(raw.replace(b'"F32"', b'"F99"'))
     found = shardckpt.verify(str(tmp_path))
     assert not found.ok
-    assert "F99" in found.problems[0]
+    [problem] = found.problems
+    assert "F99" in problem.message
+    assert (problem.kind, problem.file) == ("unsupported", "model.safetensors")
 
 
 def test_nothing_there_is_an_error(tmp_path: Path) -> None:
@@ -108,7 +112,7 @@ class TestNativeSteps:
             file.write_bytes(changed)
             found = shardckpt.verify(str(step))
             assert not found.ok, f"byte {at} of {file.name}"
-            assert file.name in found.problems[0], (at, found.problems)
+            assert file.name in found.problems[0].message, (at, found.problems)
 
     def test_file_block_and_tensors_are_named(self, tmp_path: Path) -> None:
         state = {"first": torch.zeros(BLOCK_BYTES // 4), "second": torch.zeros(BLOCK_BYTES // 2)}
@@ -120,10 +124,14 @@ class TestNativeSteps:
             opened.seek(2 * BLOCK_BYTES + 100)
             opened.write(b"\x01")
         one, two = shardckpt.verify(str(step)).problems
-        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {BLOCK_BYTES + SUB_BLOCK_BYTES} " in one
-        assert ": first, second;" in one
-        assert ": block 2," in two
-        assert ": second;" in two
+        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {BLOCK_BYTES + SUB_BLOCK_BYTES} " in one.message
+        assert ": first, second;" in one.message
+        assert ": block 2," in two.message
+        assert ": second;" in two.message
+        assert (one.kind, one.file, one.rank, one.tensors) == ("checksum", file.name, 0, ("first", "second"))
+        assert one.byte_range == (BLOCK_BYTES, SUB_BLOCK_BYTES)
+        assert f"found {one.found}; expected {one.expected}." in str(one)
+        assert len(one.expected) == len(one.found) == 16
 
     def test_a_step_of_version_1_0_is_checked_by_blocks(self, tmp_path: Path) -> None:
         state = {"first": torch.zeros(BLOCK_BYTES // 4), "second": torch.zeros(BLOCK_BYTES // 2)}
@@ -133,7 +141,7 @@ class TestNativeSteps:
             opened.seek(2 * BLOCK_BYTES - 100)
             opened.write(b"\x01")
         [one] = shardckpt.verify(str(step)).problems
-        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} " in one
+        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} " in one.message
 
     @pytest.mark.parametrize("wrong", ["blocks", "sub-blocks"])
     def test_both_kinds_of_hashes_are_compared(self, tmp_path: Path, wrong: str) -> None:
@@ -149,28 +157,34 @@ class TestNativeSteps:
 
         step = write_step(tmp_path / "step", {"w": torch.zeros(SUB_BLOCK_BYTES)}, change=change)
         [problem] = shardckpt.verify(str(step)).problems
-        assert "block 0, " in problem
+        assert "block 0, " in problem.message
 
     def test_a_file_that_is_gone_cut_or_longer_is_found(self, step: Path) -> None:
         file = step / f"{SAVE}-00001-00.safetensors"
         data = file.read_bytes()
         file.write_bytes(data + b"\0")
         [problem] = shardckpt.verify(str(step)).problems
-        assert problem == f"{file.name} has 1 more bytes than were saved"
+        assert problem.message == f"{file.name} has 1 more bytes than were saved"
+        assert (problem.kind, problem.file, problem.found) == ("wrong_size", file.name, f"{len(data) + 1} bytes")
         file.write_bytes(data[:-1])
-        assert "model.w" in shardckpt.verify(str(step)).problems[0]
+        short = shardckpt.verify(str(step)).problems[0]
+        assert (short.kind, short.tensors, short.box) == ("truncated", ("model.w",), ((2,), (4,)))
+        assert short.byte_range == (len(data) - 16, 16)
+        assert (short.found, short.expected) == (f"{len(data) - 1} bytes", f"at least {len(data)}")
         file.unlink()
-        assert "model.w" in shardckpt.verify(str(step)).problems[0]
+        gone = shardckpt.verify(str(step)).problems[0]
+        assert (gone.kind, gone.tensors, gone.file, gone.rank) == ("missing_file", ("model.w",), file.name, 1)
+        assert shardckpt.inspect(step).problems[0] == gone
 
     def test_the_index_for_hugging_face_counts_too(self, tmp_path: Path) -> None:
         step = write_step(tmp_path / "step", {"model": {"w": torch.ones(3)}}, alone=("model",))
         index = step / "model.safetensors.index.json"
         index.write_bytes(index.read_bytes().replace(b"total_size", b"total_sizf"))
         [problem] = shardckpt.verify(str(step)).problems
-        assert f"{index.name}: block 0" in problem
+        assert f"{index.name}: block 0" in problem.message
         index.unlink()
         [problem] = shardckpt.verify(str(step)).problems
-        assert problem == f"{index.name} is missing"
+        assert problem.message == f"{index.name} is missing"
 
     def test_a_step_without_checksums_says_so(self, tmp_path: Path) -> None:
         step = write_step(tmp_path / "step", {"model": {"w": torch.ones(3)}}, checksums=False)

@@ -557,7 +557,7 @@ def test_verify_does_not_believe_the_manifest_of_a_plugin(
     install(site, "[shardckpt.formats]\nnpy = npy_wrong:FORMAT\n", npy_wrong=source)
     found = shardckpt.verify(folder)
     assert not found.ok
-    assert re.search(message, found.problems[0])
+    assert re.search(message, found.problems[0].message)
 
 
 HELPS = ["consolidate", "convert", "merge-adapter", "reshard"]

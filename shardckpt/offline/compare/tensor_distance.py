@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.dtypes import bits
-from shardckpt.manifest import TensorEntry
 from shardckpt.offline.compare.leaves import Tolerance
 from shardckpt.offline.compare.stored_values import BLOCK_BYTES, StoredTensor, read_values, sum_squares, to_numbers
-from shardckpt.offline.write.report import TensorDifference
-
-
-def describe_tensor(entry: TensorEntry | None) -> str:
-    """Return dtype and shape as text; empty for None."""
-    return "" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+from shardckpt.offline.write.report import TensorDifference, describe_entry
 
 
 def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tolerance) -> TensorDifference | None:
@@ -48,13 +42,14 @@ def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tole
             distance = distance.with_block(u, v)
     if equal:
         return None
-    kind, words = "values" if same_type else "dtype", (describe_tensor(left), describe_tensor(right))
+    kind: Literal["values", "dtype"] = "values" if same_type else "dtype"
+    both = describe_entry(name, left), describe_entry(name, right)
     if not have_numbers:
-        return TensorDifference(name, kind, *words)
+        return TensorDifference(name, kind, *both)
     return TensorDifference(
         name,
         kind,
-        *words,
+        *both,
         max_abs=distance.max_abs,
         max_rel=distance.max_rel,
         nans=(distance.nans_a, distance.nans_b),

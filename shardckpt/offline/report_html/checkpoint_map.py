@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,15 +9,13 @@ from shardckpt.boxes import Box, strides
 from shardckpt.dtypes import array_nbytes, bits
 from shardckpt.errors import escape
 from shardckpt.manifest import Manifest, Piece, Span, Strided, TensorEntry, dotted
-from shardckpt.offline.write.report import Inspection, split_numbers
-from shardckpt.plan.layout.coverage import faults
+from shardckpt.offline.write.problems import Problem
+from shardckpt.offline.write.report import FileInfo, Inspection, split_numbers
 
 MAX_PIECES = 400_000
 """Pieces on a page; a browser draws them at once. Further ones are counted, not listed."""
 
-_MAX_FAULTS = 1_000
 _MAX_OBJECTS = 20_000
-_RANK = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$|(?<![a-z])(?<!mp_)rank[-_]?(\d+)")
 
 
 class FileExtent(NamedTuple):
@@ -33,12 +30,6 @@ class FileExtent(NamedTuple):
     offset: int
     nbytes: int
     is_exact: bool
-
-
-def find_rank(file: str) -> int | None:
-    """Return the rank that a file's name states; None if it states none."""
-    match = _RANK.search(file)
-    return int(match[1] or match[2]) if match else None
 
 
 def find_file_extent(piece: Piece, dtype: str) -> FileExtent:
@@ -73,7 +64,7 @@ def describe_checkpoint(manifest: Manifest, found: Inspection, *, max_pieces: in
         max_pieces: Pieces to list. If there are more, each tensor gets its first ones.
     """
     entries = list(manifest.tensors.values())
-    files = _sort_files(found.files)
+    files = sorted(found.files, key=_order)
     dtypes = list(dict.fromkeys(entry.dtype for entry in entries))
     return {
         "schema_version": 1,
@@ -82,7 +73,10 @@ def describe_checkpoint(manifest: Manifest, found: Inspection, *, max_pieces: in
         "format": found.format,
         "nbytes": found.nbytes,
         "parts": {part: [*map(escape, places)] for part, places in found.parts.items()},
-        "files": [{"name": escape(name), "nbytes": found.files[name], "rank": find_rank(name)} for name in files],
+        "files": [
+            {"name": escape(name), "nbytes": -1 if nbytes is None else nbytes, "rank": rank}
+            for name, nbytes, rank in files
+        ],
         "dtypes": dtypes,
         "names": _code_names([tensor.name for tensor in found.tensors]),
         "tensors": {
@@ -91,24 +85,19 @@ def describe_checkpoint(manifest: Manifest, found: Inspection, *, max_pieces: in
             "nbytes": [entry.nbytes for entry in entries],
             "pieces": [len(entry.pieces) for entry in entries],
         },
-        "pieces": _list_pieces(entries, {name: index for index, name in enumerate(files)}, max_pieces),
+        "pieces": _list_pieces(entries, {file.name: index for index, file in enumerate(files)}, max_pieces),
         "ties": _code_ties(manifest),
         "objects": [(escape(name), text) for name, text in [*found.objects.items()][:_MAX_OBJECTS]],
         "objects_left_out": max(len(found.objects) - _MAX_OBJECTS, 0),
         "metadata": [(escape(name), escape(text)) for name, text in found.metadata.items()],
-        "warnings": [escape(warning) for warning in found.warnings],
-        "faults": _list_faults(manifest, entries),
+        "warnings": [*map(escape, found.warnings), *(each.message for each in found.problems if not each.tensors)],
+        "faults": _list_faults(manifest, found.problems),
     }
 
 
-def _sort_files(files: Mapping[str, int]) -> list[str]:
-    """Return the names by rank, then by name; numbers in a name count as numbers."""
-
-    def key(name: str) -> tuple[bool, int, list[tuple[int, str]]]:
-        rank = find_rank(name)
-        return rank is None, rank or 0, split_numbers(name)
-
-    return sorted(files, key=key)
+def _order(file: FileInfo) -> tuple[bool, int, list[tuple[int, str]]]:
+    """Return a key that sorts files by rank, then by name; numbers in a name count as numbers."""
+    return file.rank is None, file.rank or 0, split_numbers(file.name)
 
 
 def _code_names(names: Iterable[str]) -> dict[str, Any]:
@@ -146,10 +135,11 @@ def _list_pieces(entries: list[TensorEntry], files: Mapping[str, int], limit: in
     return {**columns, "total": total}
 
 
-def _list_faults(manifest: Manifest, entries: list[TensorEntry]) -> list[dict[str, Any]]:
+def _list_faults(manifest: Manifest, problems: Iterable[Problem]) -> list[dict[str, Any]]:
     """Return gaps, overlaps and missing bytes by the index of their tensor."""
     index = {dotted(path): at for at, path in enumerate(manifest.tensors)}
     return [
-        {"tensor": index[fault.tensor], "kind": fault.kind, "box": str(fault.box), "text": escape(fault)}
-        for fault in faults(manifest, entries, limit=_MAX_FAULTS)
+        {"tensor": index[name], "kind": problem.kind, "box": str(problem.box), "text": problem.message}
+        for problem in problems
+        for name in problem.tensors
     ]

@@ -27,7 +27,9 @@ def describe_comparison(found: Comparison) -> dict[str, Any]:
         "equal_values": found.equal_values,
         "tensors": [_describe_tensor(each) for each in differences],
         "layers": [_describe_layer(each) for each in found.layers],
-        "values": [[escape(each.name), each.kind, escape(each.a), escape(each.b)] for each in found.value_differences],
+        "values": [
+            [escape(each.name), _say(each.kind), escape(each.a), escape(each.b)] for each in found.value_differences
+        ],
         "not_compared": [[escape(name), escape(why)] for name, why in found.not_compared.items()],
         "left_out": [*map(escape, found.left_out)],
         "warnings": [*map(escape, found.warnings)],
@@ -36,7 +38,13 @@ def describe_comparison(found: Comparison) -> dict[str, Any]:
 
 def _describe_tensor(found: TensorDifference) -> list[Any]:
     numbers = map(_to_json, (found.l2, found.relative_l2, found.max_abs, found.max_rel))
-    return [escape(found.name), found.kind, found.a, found.b, *numbers, *found.nans]
+    both = (f"{tensor or ''}" for tensor in (found.a, found.b))
+    return [escape(found.name), _say(found.kind), *both, *numbers, *found.nans]
+
+
+def _say(kind: str) -> str:
+    """Return a kind in words."""
+    return kind.replace("_", " ")
 
 
 def _describe_layer(found: LayerDifference) -> list[Any]:

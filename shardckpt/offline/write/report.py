@@ -6,9 +6,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardckpt.boxes import Shape
+from shardckpt.errors import escape
+from shardckpt.manifest import TensorEntry
+from shardckpt.offline.write.problems import Problem
 
 NO_SHAPES = (
     "this layout stores neither full shapes nor the number of ranks: if the last rank's files were lost, nothing here"
@@ -69,10 +72,10 @@ class Report:
 
 
 class TensorInfo(NamedTuple):
-    """A tensor, as shown by `inspect`.
+    """A tensor of a checkpoint; as text, its dtype and shape.
 
     Attributes:
-        name: Dotted path.
+        name: Dotted path; canonical name in a comparison.
         dtype: Dtype that readers deliver.
         shape: Global shape, in elements.
         nbytes: Bytes of the full tensor.
@@ -85,6 +88,33 @@ class TensorInfo(NamedTuple):
     nbytes: int
     pieces: int
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def describe_entry(name: str, entry: TensorEntry) -> TensorInfo:
+    """Return a tensor of a manifest as results have it.
+
+    Args:
+        name: Its name in the result.
+        entry: The tensor.
+    """
+    return TensorInfo(name, entry.dtype, entry.shape, entry.nbytes, len(entry.pieces))
+
+
+class FileInfo(NamedTuple):
+    """A file of a checkpoint, as shown by `inspect`.
+
+    Attributes:
+        name: File name in the checkpoint.
+        nbytes: Bytes of the file; None if it is missing.
+        rank: Rank that the name states; None if it states none.
+    """
+
+    name: str
+    nbytes: int | None
+    rank: int | None
+
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
@@ -93,25 +123,27 @@ class Inspection:
     Attributes:
         source: Path or URL.
         format: Format of the checkpoint.
-        files: File name to size in bytes, -1 for a missing file.
+        files: Files with tensors, in order of the format.
         tensors: Tensors in saved order.
         objects: Dotted path of every value that is not a tensor to a short text of the value, if it is known.
         ties: Dotted path to the dotted path of the array that it shares.
         metadata: Text stored with the tensors.
         parts: Part (`model`, `optimizer`, `other`) to its paths.
-        warnings: Oddities: gaps, overlaps, missing or short files.
+        warnings: Oddities, one sentence each.
+        problems: Gaps, overlaps, missing and short files: what is seen without reading tensors, at most 1,000.
         stats: Statistics of the tensors whose save stored them, by the names of `tensors`.
     """
 
     source: str
     format: str
-    files: Mapping[str, int]
+    files: tuple[FileInfo, ...]
     tensors: tuple[TensorInfo, ...]
     objects: Mapping[str, str]
     ties: Mapping[str, str]
     metadata: Mapping[str, str]
     parts: Mapping[str, tuple[str, ...]]
     warnings: tuple[str, ...]
+    problems: tuple[Problem, ...] = ()
     stats: tuple[TensorStats, ...] = ()
 
     @property
@@ -129,7 +161,7 @@ class Verification:
         format: Format of the checkpoint.
         tensors: Number of tensors whose coverage was checked.
         checked_bytes: Bytes that match a stored checksum.
-        problems: All faults, one sentence each.
+        problems: All faults.
         warnings: Oddities that are not faults.
     """
 
@@ -137,7 +169,7 @@ class Verification:
     format: str
     tensors: int
     checked_bytes: int
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -291,9 +323,9 @@ class TensorDifference:
 
     Attributes:
         name: Canonical name.
-        kind: `only in a`, `only in b`, `dtype`, `shape` or `values`.
-        a: Text for the tensor in the first checkpoint.
-        b: Text for the tensor in the second checkpoint.
+        kind: Kind of the difference.
+        a: The tensor in the first checkpoint; None if it has none.
+        b: The tensor in the second checkpoint; None if it has none.
         max_abs: Largest absolute difference; None if values were not compared.
         max_rel: Largest difference relative to the larger magnitude; None if values were not compared.
         nans: Number of NaNs in the first and in the second.
@@ -302,9 +334,9 @@ class TensorDifference:
     """
 
     name: str
-    kind: str
-    a: str
-    b: str
+    kind: Literal["only_in_a", "only_in_b", "dtype", "shape", "values"]
+    a: TensorInfo | None
+    b: TensorInfo | None
     max_abs: float | None = None
     max_rel: float | None = None
     nans: tuple[int, int] = (0, 0)
@@ -320,6 +352,17 @@ class TensorDifference:
     def layer(self) -> str:
         """Name of the layer, as `find_layer` returns it."""
         return find_layer(self.name)
+
+    @property
+    def message(self) -> str:
+        """The difference as one sentence."""
+        numbers = "" if self.l2 is None else f"; max abs {self.max_abs:.3g}, L2 {self.l2:.3g}"
+        return _describe_difference(self.name, self.kind, f"{self.a or ''}", f"{self.b or ''}") + numbers
+
+
+def _describe_difference(name: str, kind: str, a: str, b: str) -> str:
+    both = a if a == b else " / ".join(filter(None, (a, b)))
+    return f"{escape(name)}: {kind.replace('_', ' ')}: {escape(both)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,15 +410,20 @@ class ValueDifference:
 
     Attributes:
         name: Canonical name: `param_groups.0.lr`, or a dotted path.
-        kind: `only in a`, `only in b`, `type` or `value`.
-        a: Text for the value in the first checkpoint.
-        b: Text for the value in the second checkpoint.
+        kind: Kind of the difference.
+        a: Text for the value in the first checkpoint; empty if it has none.
+        b: Text for the value in the second checkpoint; empty if it has none.
     """
 
     name: str
-    kind: str
+    kind: Literal["only_in_a", "only_in_b", "type", "value"]
     a: str
     b: str
+
+    @property
+    def message(self) -> str:
+        """The difference as one sentence."""
+        return _describe_difference(self.name, self.kind, self.a, self.b)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import mul
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shardckpt.boxes import Box, Shape, cover, full_box, is_contiguous, is_grid, strides
 from shardckpt.dtypes import array_nbytes, bits, nbytes
@@ -24,6 +24,9 @@ _MAX_ELEMENTS = 1 << 62
 _MAX_BYTES = 1 << 62
 _INCOMPLETE = "The save was interrupted or the copy is incomplete: `shardckpt verify` lists every fault."
 _ONE_OF_SEVERAL = "This is one file of several: put them into one folder and point at that."
+
+
+FaultKind = Literal["gap", "overlap", "missing_file", "truncated", "invalid"]
 
 
 class _Store(Protocol):
@@ -48,22 +51,33 @@ class Fault:
     """A fault of one tensor.
 
     Attributes:
-        kind: `gap`, `overlap`, `missing file`, `truncated` or `invalid`.
+        kind: Kind of the fault.
         tensor: Dotted name of the tensor.
         box: Affected elements.
         file: Affected file; empty if there is none.
         detail: Description of the fault.
+        byte_range: Offset and number of the affected bytes of the file; None if unknown.
+        found: Actual value; empty if `detail` says all.
+        expected: Expected value; empty if `detail` says all.
     """
 
-    kind: str
+    kind: FaultKind
     tensor: str
     box: Box
     file: str
     detail: str
+    byte_range: tuple[int, int] | None = None
+    found: str = ""
+    expected: str = ""
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return self.kind.replace("_", " ")
 
     def __str__(self) -> str:
         place = f" in {self.file}" if self.file else ""
-        return f"{self.tensor} {self.box}: {self.kind}{place}: {self.detail}"
+        return f"{self.tensor} {self.box}: {self.words}{place}: {self.detail}"
 
 
 def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 16) -> list[Fault]:
@@ -103,7 +117,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
         return
     kinds: dict[str, type[CheckpointError]] = {
         "gap": IncompleteError,
-        "missing file": IncompleteError,
+        "missing_file": IncompleteError,
         "truncated": TruncatedError,
         "overlap": OverlapError,
     }
@@ -112,7 +126,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
     base = manifest.elsewhere.get(first.file, "")
     if base in manifest.closed:
         raise manifest.closed[base]
-    if base and first.kind in ("missing file", "truncated"):
+    if base and first.kind in ("missing_file", "truncated"):
         raise kinds[first.kind](
             f"{first.tensor} is stored in a file of a base that is missing or incomplete{more}",
             where=where,
@@ -120,9 +134,9 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
             expected=f"{first.file.rpartition('/')[2]} in {base}",
             fix="Put the base back there, or pass its new path: base=PATH (--base PATH).",
         )
-    is_one_of_several = first.kind == "missing file" and sum(size >= 0 for size in manifest.files.values()) == 1
+    is_one_of_several = first.kind == "missing_file" and sum(size >= 0 for size in manifest.files.values()) == 1
     raise kinds.get(first.kind, FormatError)(
-        f"{first.kind}: {first.tensor} {first.box}: {first.detail}{more}",
+        f"{first.words}: {first.tensor} {first.box}: {first.detail}{more}",
         where=f"{where}/{first.file}" if first.file else where,
         fix=_ONE_OF_SEVERAL if is_one_of_several else _INCOMPLETE,
     )
@@ -212,28 +226,28 @@ def _check_piece(manifest: Manifest, entry: TensorEntry, piece: Piece, name: str
     box, file, layout = piece
     if not box.within(entry.shape):
         return Fault("invalid", name, box, file, f"outside the array's shape {entry.shape}")
-    size = manifest.files.get(file, -1)
+    size, extent = manifest.files.get(file, -1), (layout.offset, layout.nbytes)
     if size < 0:
-        return Fault("missing file", name, box, file, "the file is not there")
+        return Fault("missing_file", name, box, file, "the file is not there", extent)
     if layout.offset < 0 or layout.nbytes < 0:
-        return Fault("invalid", name, box, file, "a negative offset or length")
-    if layout.offset + layout.nbytes > size:
-        end = layout.offset + layout.nbytes
-        return Fault("truncated", name, box, file, f"found {size} bytes, expected at least {end}")
-    if wrong := _wrong_extent(entry, box, layout.inner if isinstance(layout, Encoded) else layout):
-        return Fault("invalid", name, box, file, wrong)
+        return Fault("invalid", name, box, file, "a negative offset or length", extent)
+    if sum(extent) > size:
+        found, expected = f"{size} bytes", f"at least {sum(extent)}"
+        return Fault("truncated", name, box, file, f"found {found}, expected {expected}", extent, found, expected)
+    inner = layout.inner if isinstance(layout, Encoded) else layout
+    if isinstance(inner, Span) and inner.nbytes != (needed := nbytes(entry.stored, box.volume)):
+        found, expected = f"{inner.nbytes} bytes", f"{needed}"
+        return Fault("invalid", name, box, file, f"found {found}, expected {expected}", extent, found, expected)
+    if isinstance(inner, Strided) and (wrong := _describe_wrong_view(entry, box, inner)):
+        return Fault("invalid", name, box, file, wrong, extent)
     return None
 
 
-def _wrong_extent(entry: TensorEntry, box: Box, layout: Span | Strided | Lazy) -> str:
-    """Return the error text for a layout that does not fit its box; else empty."""
-    if isinstance(layout, Span):
-        expected = nbytes(entry.stored, box.volume)
-        return "" if layout.nbytes == expected else f"found {layout.nbytes} bytes, expected {expected}"
-    if isinstance(layout, Strided):
-        if layout.start < 0 or len(layout.strides) != len(box.size) or any(s < 0 for s in layout.strides):
-            return "a view with impossible strides"
-        last = layout.start + sum((n - 1) * s for n, s in zip(box.size, layout.strides, strict=True))
-        if box.volume and nbytes(entry.stored, last + 1) > layout.nbytes:
-            return f"the view reaches beyond its storage of {layout.nbytes} bytes"
+def _describe_wrong_view(entry: TensorEntry, box: Box, view: Strided) -> str:
+    """Return the error text for a view that does not fit its box; else empty."""
+    if view.start < 0 or len(view.strides) != len(box.size) or any(s < 0 for s in view.strides):
+        return "a view with impossible strides"
+    last = view.start + sum((n - 1) * s for n, s in zip(box.size, view.strides, strict=True))
+    if box.volume and nbytes(entry.stored, last + 1) > view.nbytes:
+        return f"the view reaches beyond its storage of {view.nbytes} bytes"
     return ""

@@ -161,7 +161,7 @@ def test_a_missing_rank_is_named_with_what_it_held(tmp_path: Path) -> None:
     assert reader.manifest.warnings == ("of 3 ranks, rank 1 left no file here",)
     with pytest.raises(IncompleteError, match="the file of rank 1"):
         require_complete(reader.manifest, reader.manifest.tensors.values(), "here")
-    assert any("the file of rank 1" in problem for problem in verify(str(tmp_path)).problems)
+    assert any("the file of rank 1" in problem.message for problem in verify(str(tmp_path)).problems)
 
 
 def test_one_file_of_several_is_not_taken_for_whole(tmp_path: Path) -> None:

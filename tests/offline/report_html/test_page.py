@@ -178,7 +178,7 @@ def test_damage_is_listed_first_and_marked(page, fixtures, tmp_path):
     open_report(page, source, tmp_path / "map.html")
     found = shardckpt.inspect(source)
     shown = page.run("[...document.querySelectorAll('.problems li')].map((line) => line.textContent)")
-    assert set(found.warnings) <= set(shown)
+    assert {*found.warnings, *(problem.message for problem in found.problems)} <= set(shown)
     page.run("document.querySelector('input[type=checkbox]').click()")
     assert all(row[0].startswith("✕") for row in read_rows(page))
 

@@ -47,8 +47,8 @@ def test_pieces_that_cover_an_array_have_no_fault() -> None:
         ([span(0, 3), span(2, 4)], "overlap", OverlapError),
         ([span(0, 4), span(0, 4)], "overlap", OverlapError),
         ([span(0, 4, offset=85)], "truncated", TruncatedError),
-        ([span(0, 4, file="gone.bin")], "missing file", IncompleteError),
-        ([span(0, 4, file="never.bin")], "missing file", IncompleteError),
+        ([span(0, 4, file="gone.bin")], "missing_file", IncompleteError),
+        ([span(0, 4, file="never.bin")], "missing_file", IncompleteError),
         ([span(0, 5)], "invalid", FormatError),
         ([span(-1, 3)], "invalid", FormatError),
         ([span(0, 4, offset=-1)], "invalid", FormatError),
@@ -140,7 +140,7 @@ def test_rows_of_a_thousand_ranks_are_checked_fast_and_as_strictly_as_ever() -> 
     assert "invalid" in found({5: pieces[5]._replace(layout=Span(-24, 24))})
     assert "invalid" in found({5: pieces[5]._replace(box=Box((10, 2), (2, 3)))})
     assert "truncated" in found({5: pieces[5]._replace(layout=Span(24 * n - 23, 24))})
-    assert "missing file" in found({5: pieces[5]._replace(file="g")})
+    assert "missing_file" in found({5: pieces[5]._replace(file="g")})
 
 
 def test_a_box_that_leaves_its_row_is_not_taken_for_the_next_row() -> None:
