@@ -25,6 +25,8 @@ ShardckptError
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
     ├── MissingFileError (FileNotFoundError)  a requested file does not exist
     └── NoSpaceError                          the target has too little space for the result
+
+Errors of the engine are in `shardckpt.core.errors`.
 """
 
 from __future__ import annotations

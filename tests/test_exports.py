@@ -22,7 +22,14 @@ from shardckpt import errors
 
 SOURCE = Path(shardckpt.__file__).read_text(encoding="utf-8")
 API_PAGES = Path(__file__).resolve().parents[1] / "docs" / "api"
-PACKAGES = ("shardckpt", "shardckpt.core", "shardckpt.events", "shardckpt.state", "shardckpt.testing")
+PACKAGES = (
+    "shardckpt",
+    "shardckpt.core",
+    "shardckpt.core.errors",
+    "shardckpt.events",
+    "shardckpt.state",
+    "shardckpt.testing",
+)
 
 
 def names_for_types(source: str) -> dict[str, str]:
@@ -118,12 +125,23 @@ def read_raised(doc: str) -> list[str]:
     return re.findall(r"^ {4}(\w+):", section[1], re.MULTILINE) if section else []
 
 
-@pytest.mark.parametrize("path", [path for path in PACKAGES if path != "shardckpt.core"])  # it raises torch's errors
+@pytest.mark.parametrize("path", PACKAGES)
 def test_errors_that_public_functions_name_are_public(path: str) -> None:
     package = import_module(path)
-    public = {*vars(builtins), *vars(errors), *shardckpt.__all__, *import_module("shardckpt.state").__all__}
+    lists = (import_module(name).__all__ for name in ("shardckpt", "shardckpt.state", "shardckpt.core.errors"))
+    public = {*vars(builtins), *vars(errors), *(name for names in lists for name in names)}
     documented = (each for name in package.__all__ for each in list_documented(name, getattr(package, name)))
     assert [(name, raised) for name, doc in documented for raised in read_raised(doc) if raised not in public] == []
+
+
+def test_every_error_of_the_engine_is_in_the_module_of_its_errors() -> None:
+    module = import_module("shardckpt.core.errors")
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    assert module.__all__ == sorted(name for name, value in classes.items() if value.__module__ == module.__name__)
+    for file in Path(str(module.__file__)).parent.rglob("*.py"):
+        found = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)]
+        own = {node.name for node in found if {ast.unparse(base) for base in node.bases} & classes.keys()}
+        assert file.name == "errors.py" or not own, file
 
 
 def test_the_names_of_errors_are_read_from_a_docstring() -> None:

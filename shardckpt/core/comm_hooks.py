@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from shardckpt.core.api import ShardingStrategy
 from shardckpt.core.comm.collectives import ShardGroup
-from shardckpt.core.errors import ArgumentError
+from shardckpt.core.errors import ArgumentError, HookError
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
-from shardckpt.errors import ShardckptError
 
 _LOW_PRECISION = frozenset({"fp16_compress_hook", "bf16_compress_hook"})
 
@@ -25,10 +24,6 @@ _LOW_PRECISION = frozenset({"fp16_compress_hook", "bf16_compress_hook"})
 def is_low_precision(hook: Callable[..., Any] | None) -> bool:
     """Return True if a hook of this package or of torch reduces in fp16 or bf16."""
     return getattr(hook, "__name__", "") in _LOW_PRECISION
-
-
-class HookError(ShardckptError, AssertionError):
-    """A communication hook cannot be registered for a unit, or not at this time."""
 
 
 def check(

@@ -11,20 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardckpt.core.errors import NestedContextError, WrapError
 from shardckpt.core.modules.fqn_and_params import clean, is_incompatible, walk
 from shardckpt.core.modules.pytree import mapped
 from shardckpt.core.runtime.traversal import ShardedModule
-from shardckpt.errors import ShardckptError
 
 CallablePolicy = Callable[..., bool]
-
-
-class WrapError(ShardckptError, ValueError):
-    """Modules cannot be wrapped in this way."""
-
-
-class NestedContextError(ShardckptError, NotImplementedError):
-    """`enable_wrap` inside `enable_wrap`."""
 
 
 def always_wrap_policy(*_: Any, **__: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Unpack
 
 from shardckpt.boxes import Box, Shape, flat_index
 from shardckpt.dtypes import FLOATS, nbytes
@@ -23,6 +24,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import TensorEntry, dotted
 from shardckpt.offline.consolidate import export, parse_options
+from shardckpt.offline.select.options import MergeParams
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.adapter import LowRank, plan_merge
@@ -39,7 +41,7 @@ def merge_adapter(
     *,
     adapter_weights: Sequence[float] | None = None,
     on_progress: OnProgress | None = None,
-    **options: Any,
+    **options: Unpack[MergeParams],
 ) -> Report:
     """Write a base model with one or more LoRA adapters merged into it.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -183,6 +183,16 @@ def test_what_cannot_be_merged_is_refused_by_name_and_nothing_is_written(
     with pytest.raises(kind, match=message):
         merged(tmp_path, {"m.weight": torch.zeros(3, 4)}, own, **config)
     assert not (tmp_path / "out").exists()
+
+
+def test_options_are_those_of_consolidate_and_a_typo_is_named(tmp_path: Path) -> None:
+    merged, consolidated = (
+        get_args(get_type_hints(verb, include_extras=True)["options"])[0].__annotations__.keys()
+        for verb in (shardckpt.merge_adapter, shardckpt.consolidate)
+    )
+    assert merged | {"base"} == consolidated
+    with pytest.raises(TypeError, match=r"merge_adapter\(\) got an unexpected keyword argument 'dtpye'"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", dtpye="bf16")  # type: ignore[call-arg]
 
 
 def test_a_folder_without_an_adapter_is_the_callers_fault(tmp_path: Path) -> None:

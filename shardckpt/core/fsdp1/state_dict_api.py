@@ -26,15 +26,10 @@ from shardckpt.core.api import (
     StateDictType,
 )
 from shardckpt.core.config import OptimStateKeyType
-from shardckpt.core.errors import SettingsDifferError, StateError
-from shardckpt.errors import ShardckptError
+from shardckpt.core.errors import SettingsDifferError, StateError, StateProviderMissing
 
 STATE_DICT_API = "shardckpt.state.interop.fsdp_api"
 """Name of the module that provides state dicts; imported late, because it is in a higher layer."""
-
-
-class StateProviderMissing(ShardckptError, NotImplementedError):  # noqa: N818  (a name that users catch)
-    """The package that builds state dicts is not installed."""
 
 
 TORCH_DCP_API = "shardckpt.state.interop.torch_dcp_api"

@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.core.comm.allocator import PooledAllGather, PooledReduceScatter, allocator
 from shardckpt.core.config import UnitConfig
-from shardckpt.core.errors import ArgumentError, StateError
+from shardckpt.core.errors import (
+    ArgumentError,
+    BackendError,
+    MisuseError,
+    SettingTypeError,
+    StateError,
+    UnsupportedArgumentError,
+)
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.fsdp2.composable_registry import register_fully_shard
 from shardckpt.core.fsdp2.fsdp_state import (
@@ -39,24 +46,6 @@ from shardckpt.core.policies import AllGather, MixedPrecisionPolicy, OffloadPoli
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, UnshardHandle
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.devices import Stream, get_current_stream, use_stream
-from shardckpt.errors import ShardckptError
-
-
-class MisuseError(ShardckptError, AssertionError):
-    """A call contradicts an earlier call, such as a second `fully_shard`."""
-
-
-class UnsupportedArgumentError(ShardckptError, NotImplementedError):
-    """A combination of arguments is not supported."""
-
-
-class SettingTypeError(ShardckptError, TypeError):
-    """A setting has the wrong type."""
-
-
-class BackendError(ShardckptError, RuntimeError):
-    """The backend of the process group does not support a setting."""
-
 
 _AS_STORED = MixedPrecisionPolicy()
 _ON_DEVICE = OffloadPolicy()

@@ -20,19 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardckpt.core.comm.collectives import ShardGroup
-from shardckpt.core.errors import ArgumentError
+from shardckpt.core.errors import ArgumentError, PlacementError, PlacementMissingError
 from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.params.buffer_layout import isolate_storage
-from shardckpt.errors import ShardckptError
 from shardckpt.torch_features import concatenate_meshes
-
-
-class PlacementError(ShardckptError, AssertionError):
-    """A parameter cannot be placed on the mesh or along the dimension."""
-
-
-class PlacementMissingError(ShardckptError, NotImplementedError):
-    """A combination of meshes is not supported."""
 
 
 @dataclass

@@ -20,6 +20,7 @@ from shardckpt.boxes import chunk_range
 from shardckpt.core.comm.collectives import Pending
 from shardckpt.core.comm.streams import ResizableStorage
 from shardckpt.core.config import Precision
+from shardckpt.core.errors import ExtensionError
 from shardckpt.core.modules.autograd_hooks import profile_range
 from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.modules.pytree import tensors
@@ -30,13 +31,8 @@ from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.devices import get_current_stream, record_stream
-from shardckpt.errors import ShardckptError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-
-
-class ExtensionError(ShardckptError, AssertionError):
-    """The all-gather extensions of a tensor subclass cannot be used."""
 
 
 def is_extended(local: torch.Tensor) -> bool:

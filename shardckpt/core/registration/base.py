@@ -17,17 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.errors import StateError
+from shardckpt.core.errors import ChangedError, NotGatheredError, StateError
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.fqn_and_params import Name, register
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.placeholders import WAYS_OUT, NotGatheredError
-from shardckpt.errors import ShardckptError
-
-
-class ChangedError(ShardckptError, RuntimeError, AssertionError):
-    """A full parameter was changed while its old value was still needed."""
+from shardckpt.core.registration.placeholders import WAYS_OUT
 
 
 class KeptParams:

@@ -9,13 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardckpt.core.errors import NotGatheredError
 from shardckpt.core.modules.fqn_and_params import Name
-from shardckpt.errors import ShardckptError
-
-
-class NotGatheredError(ShardckptError, RuntimeError):
-    """A full parameter was used while its unit is sharded."""
-
 
 WAYS_OUT = "Call the unit itself, or gather it: register_fsdp_forward_method, summon_full_params or unshard."
 

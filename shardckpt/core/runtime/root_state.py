@@ -12,6 +12,7 @@ import torch
 from shardckpt.core.api import BackwardPrefetch
 from shardckpt.core.comm import rank_checks
 from shardckpt.core.comm.streams import RateLimiter
+from shardckpt.core.errors import DoubleBackwardError, TransformError
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward, profile_range
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
@@ -20,15 +21,7 @@ from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, ShardWrites, run_all
-from shardckpt.errors import RankError, ShardckptError
-
-
-class TransformError(ShardckptError, NotImplementedError):
-    """A `torch.func` transform differentiates around a unit, which is not supported."""
-
-
-class DoubleBackwardError(ShardckptError, NotImplementedError):
-    """Gradients of gradients through resharded parameters are not supported."""
+from shardckpt.errors import RankError
 
 
 class Prefetcher:

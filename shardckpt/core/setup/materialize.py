@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.core.comm.collectives import ShardGroup
-from shardckpt.core.errors import ArgumentError, StateError
+from shardckpt.core.errors import ArgumentError, MeshDeviceError, StateError
 from shardckpt.core.modules.fqn_and_params import Stop, clean
 from shardckpt.core.runtime import traversal
 
@@ -26,10 +26,6 @@ BUCKET_BYTES = 250 * 2**20
 """Bytes per broadcast of `sync_module_states`; a larger tensor has a broadcast of its own."""
 
 _EARLY: WeakSet[nn.Module] = WeakSet()
-
-
-class MeshDeviceError(ArgumentError):
-    """The mesh of a DTensor has another device type than the mesh to shard on."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.errors import BusyError, StateError
+from shardckpt.core.errors import BusyError, StateError, SummonShapeError
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.fqn_and_params import ParamInfo, clean, is_held
 from shardckpt.core.params.full_params import FullValues, gather_full, gather_some, scatter_full, write_shard
@@ -19,11 +19,6 @@ from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.placeholders import ShardedPlaceholder
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
 from shardckpt.core.runtime.traversal import ShardedModule
-from shardckpt.errors import ShardckptError
-
-
-class SummonShapeError(ShardckptError, RuntimeError):
-    """A full parameter was replaced by a parameter of another shape."""
 
 
 @dataclass(frozen=True)

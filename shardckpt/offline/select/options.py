@@ -61,8 +61,8 @@ def parse_part(part: str) -> Part:
     raise UsageError("--part must be one of the parts of a checkpoint", found=part, expected=", ".join(PARTS))
 
 
-class RekeyParams(TypedDict, total=False):
-    """Keyword parameters of `rekey` and of all conversions; `Options` describes them."""
+class CommonParams(TypedDict, total=False):
+    """Keyword parameters of all conversions; `Options` describes them."""
 
     part: Part
     weights: Weights
@@ -71,7 +71,6 @@ class RekeyParams(TypedDict, total=False):
     optim_keys: OptimKeys
     param_names: str | os.PathLike[str]
     shapes_from: str | os.PathLike[str]
-    base: NamedBases
     dtype: str
     keep_fp32: str | Iterable[str]
     allow_overflow: bool
@@ -89,8 +88,20 @@ class RekeyParams(TypedDict, total=False):
     parallel: bool
 
 
+class RekeyParams(CommonParams, total=False):
+    """Keyword parameters of `rekey`."""
+
+    base: NamedBases
+
+
 class ConversionParams(RekeyParams, total=False):
     """Keyword parameters of `consolidate` and `convert`."""
+
+    to: str
+
+
+class MergeParams(CommonParams, total=False):
+    """Keyword parameters of `merge_adapter`, whose `base` is the base model."""
 
     to: str
 
