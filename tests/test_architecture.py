@@ -117,6 +117,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "offline": (
         {"write"},
         {"select"},
+        {"fp8"},
         {"targets", "compare", "report_html"},
         {"verify", "stats"},
         {"prune"},
@@ -160,6 +161,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
         "shardckpt.offline.consolidate",
         "shardckpt.offline.write.parallel",
     ): "ranks speak through torch; one process needs none",
+    ("shardckpt.offline.consolidate", "shardckpt.offline.fp8.quantize"): "NumPy; most checkpoints hold no fp8",
     ("shardckpt.offline.select.selection", "numpy"): "0.07 s; most optimizers have no such values",
     ("shardckpt.offline.select.selection", "shardckpt.format.remap"): "most conversions have no rules",
     ("shardckpt.offline.write.numpy_casts", "numpy"): "0.07 s; what casts nothing needs none",

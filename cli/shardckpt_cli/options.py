@@ -39,6 +39,15 @@ Base = Annotated[
 # conversion
 Dtype = Annotated[str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64.")]
 KeepFp32 = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of names that are not cast; repeatable.")]
+Quantize = Annotated[
+    str, typer.Option("--quantize", help="fp8-block: linear weights in fp8 with a scale for each block of 128 x 128.")
+]
+QuantizeInclude = Annotated[
+    list[str] | None, typer.Option("--quantize-include", help="Glob of weights to quantize instead; repeatable.")
+]
+QuantizeExclude = Annotated[
+    list[str] | None, typer.Option("--quantize-exclude", help="Glob of weights not to quantize; repeatable.")
+]
 AllowOverflow = Annotated[
     bool, typer.Option("--allow-overflow", help="Accept finite values that a cast makes infinite.")
 ]

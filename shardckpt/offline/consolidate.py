@@ -6,11 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from typing_extensions import Unpack
 
-from shardckpt.errors import require_torch, unknown_keyword_error
+from shardckpt.errors import UsageError, require_torch, unknown_keyword_error
 from shardckpt.events.progress import OnProgress
 from shardckpt.format.registry import detect, open_source
 from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files
@@ -21,10 +22,12 @@ from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupp
 from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion, write_alone
 from shardckpt.offline.write.report import Report
+from shardckpt.plan.fp8_blocks import DTYPE as FP8
 from shardckpt.plan.optim.output_keys import rekey_state
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import kind
 
+_LISTS = ("keep_fp32", "include", "exclude", "rename", "quantize_include", "quantize_exclude")
 _CONFIGS = frozenset({CONFIG, "adapter_config.json"})
 _NO_CONFIG = (
     "no config.json was found to go with the model: give --config-from FOLDER (config_from=) where transformers is to"
@@ -129,7 +132,7 @@ def parse_options(function: str, given: Mapping[str, Any]) -> Options:
     unknown = given.keys() - ConversionParams.__annotations__.keys()
     if unknown:
         raise unknown_keyword_error(function, unknown)
-    named = {key: given[key] for key in ("keep_fp32", "include", "exclude", "rename") if key in given}
+    named = {key: given[key] for key in _LISTS if key in given}
     lists = {key: (value,) if isinstance(value, str) else tuple(value) for key, value in named.items()}
     paths = {key: os.fspath(value) for key, value in given.items() if isinstance(value, os.PathLike)}
     return Options(**{**given, **lists, **paths}).validated()
@@ -162,6 +165,8 @@ def export(
     target = choose_target(options.to, dst)
     target.check(options)
     is_file = dst.endswith(target.suffixes)
+    if options.quantize and (is_file or target.name != DEFAULT):
+        raise UsageError("--quantize writes a folder of safetensors", found=dst if is_file else f"--to {target.name}")
     if options.parallel:
         require_torch("parallel=True, or WORLD_SIZE above 1")  # ranks communicate through torch
     source = open_source(src, options.base)
@@ -173,8 +178,13 @@ def export(
     if options.overwrite and target.keeps_config and not is_file:
         config = add_kept_files(config, dst, CONFIG_FILES)
     watch.end_phase("open")
-    selection = drop_unsupported(select(reader, options, config.config), target, allow_loss=options.allow_loss)
+    selection = select(reader, options, config.config)
+    if options.dtype and any(tensor.dtype == FP8 for tensor in selection.model):
+        selection, config = _import_fp8().dequantize(reader, options, selection, config)
+    selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
     selection = _rekey(change(selection), options)
+    if options.quantize:
+        selection, config = _import_fp8().quantize(reader, options, selection, config)
     conversion = Conversion(dst, options, reader, config, selection, is_file, keeps_split)
     plan = ConversionPlan(
         reader,
@@ -193,6 +203,12 @@ def export(
         from shardckpt.offline.write.parallel import write_with_ranks as write  # noqa: PLC0415  (one process needs no torch)
 
     return run_conversion(plan, watch, on_progress, write)
+
+
+def _import_fp8() -> ModuleType:
+    from shardckpt.offline.fp8 import quantize  # noqa: PLC0415  (needs NumPy; most checkpoints hold no fp8)
+
+    return quantize
 
 
 def _rekey(selection: Selection, options: Options) -> Selection:

@@ -44,12 +44,12 @@ def by_columns(folder: Path) -> None:
         save_file({"w": half}, folder / name, {"DCP_SHARDING_INFO": info})
 
 
-def whole(folder: Path) -> None:
+def whole(folder: Path, rows: int = ROWS) -> None:
     folder.mkdir()
-    header = encode_header([HeaderTensor("w", "float32", (ROWS, COLUMNS))], {})
+    header = encode_header([HeaderTensor("w", "float32", (rows, COLUMNS))], {})
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)
-        file.truncate(len(header) + 8 * CAP)
+        file.truncate(len(header) + 4 * rows * COLUMNS)
 
 
 def transposed(folder: Path) -> None:
@@ -120,6 +120,17 @@ def test_an_adapter_is_merged_in_little_memory(tmp_path: Path) -> None:
     call = f"shardckpt.merge_adapter({places}, max_memory={CAP}, rename=['w=w.weight'])"
     added = peak_bytes(f"import shardckpt; {call}") - start
     assert added <= 2 * CAP, f"{added / 2**20:.1f} MiB"  # the product has threads and buffers of its own
+
+
+def test_a_weight_is_quantized_under_the_cap(tmp_path: Path) -> None:
+    whole(tmp_path / "src", FEWER_ROWS)
+    (tmp_path / "src" / "config.json").write_text('{"model_type": "llama"}')
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
+    options = f"quantize='fp8-block', rename=['w=w.weight'], max_memory={CAP}, jobs=1"
+    call = f"shardckpt.convert({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= CAP, f"{added / 2**20:.1f} MiB"
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > FEWER_ROWS * COLUMNS
 
 
 def test_rules_are_streamed(tmp_path: Path) -> None:

@@ -44,12 +44,14 @@ class ConfigFiles:
         files: Name to size in bytes.
         config: Parsed `config.json`; empty if it is missing.
         kept: Name to content of config files that stay when a checkpoint is replaced, if no new ones replace them.
+        is_changed: Whether `config` differs from the file.
     """
 
     store: Store | None
     files: dict[str, int]
     config: dict[str, object]
     kept: Mapping[str, bytes] = field(default_factory=dict)
+    is_changed: bool = False
 
 
 def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:

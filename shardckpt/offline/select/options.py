@@ -10,6 +10,7 @@ from typing import Literal, TypedDict
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
 from shardckpt.format.reader import NamedBases
+from shardckpt.plan.fp8_blocks import METHOD
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.naming.weights import Weights
 
@@ -98,6 +99,9 @@ class ConversionParams(RekeyParams, total=False):
     """Keyword parameters of `consolidate` and `convert`."""
 
     to: str
+    quantize: str
+    quantize_include: str | Iterable[str]
+    quantize_exclude: str | Iterable[str]
 
 
 class MergeParams(CommonParams, total=False):
@@ -125,7 +129,11 @@ class Options:
         shapes_from: Any checkpoint of the same model with full tensors, to split flat parameters and to check shapes.
         base: Folder of the base checkpoint if it was moved, as for `load`.
         dtype: Float dtype to cast the model's float tensors to.
-        keep_fp32: Globs of final names that are not cast.
+        keep_fp32: Globs of final names that are not cast, and not quantized.
+        quantize: `fp8-block` to store weights of linear layers as `float8_e4m3fn` with a scale for each block of 128 x
+            128, as DeepSeek-V3 does. Only for a folder of safetensors with the model's config.
+        quantize_include: Globs of final names to quantize instead: matrices named `*.weight`.
+        quantize_exclude: Globs of final names that are not quantized.
         allow_overflow: Accept finite values that become infinite in a cast.
         allow_loss: Omit values that the format cannot store; otherwise they are an error that lists them.
         max_shard_size: Maximum bytes of tensor data in a file.
@@ -152,6 +160,9 @@ class Options:
     base: NamedBases = ""
     dtype: str = ""
     keep_fp32: tuple[str, ...] = ()
+    quantize: str = ""
+    quantize_include: tuple[str, ...] = ()
+    quantize_exclude: tuple[str, ...] = ()
     allow_overflow: bool = False
     allow_loss: bool = False
     max_shard_size: int | str = DEFAULT_SHARD_BYTES
@@ -176,8 +187,19 @@ class Options:
         if self.optim_keys not in OPTIM_KEYS:
             raise UsageError(f"--optim-keys {self.optim_keys!r} is not a kind of keys", expected=", ".join(OPTIM_KEYS))
         parse_dtype(self.dtype)
+        self._check_quantize()
         parse_size(self.max_shard_size)
         parse_memory(self.max_memory)
         if self.jobs is not None and self.jobs < 1:
             raise UsageError("--jobs is not a number of threads", found=str(self.jobs), expected="1 or more")
         return self
+
+    def _check_quantize(self) -> None:
+        if self.quantize not in ("", METHOD):
+            raise UsageError("--quantize must be a kind of quantization", found=self.quantize, expected=METHOD)
+        if not self.quantize and (self.quantize_include or self.quantize_exclude):
+            raise UsageError(
+                "globs choose what --quantize quantizes", found="no --quantize", fix=f"Pass --quantize {METHOD}."
+            )
+        if self.quantize and self.part == "optim":
+            raise UsageError("--quantize needs a model", found="--part optim", expected="--part model or all")

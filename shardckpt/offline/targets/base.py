@@ -89,11 +89,12 @@ class Conversion:
         return split or [()]
 
     def encode_config(self) -> dict[str, bytes]:
-        """Return config files to keep, and a `config.json` whose dtype a cast changes."""
-        kept = dict(self.config.kept)
-        if not (self.options.dtype and self.config.config):
+        """Return config files to keep, and a `config.json` that a cast or a quantization changes."""
+        kept, config = dict(self.config.kept), self.config.config
+        if not config or not (self.options.dtype or self.config.is_changed):
             return kept
-        return {**kept, CONFIG: encode_json(with_dtype(self.config.config, parse_dtype(self.options.dtype)))}
+        cast = with_dtype(config, parse_dtype(self.options.dtype)) if self.options.dtype else config
+        return {**kept, CONFIG: encode_json(cast)}
 
 
 @dataclass(frozen=True, slots=True)

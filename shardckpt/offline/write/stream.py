@@ -369,6 +369,9 @@ class _Assembler:
         tensor, stored = take.tensor, take.tensor.entry.stored
         if tensor.change is not None:
             data, stored = tensor.change(take.box, data, stored)
+        if stored == tensor.dtype:
+            out[:] = data
+            return
         cast_into(data, stored, out, tensor.dtype, name=tensor.name, allow_overflow=self._allow_overflow)
 
 

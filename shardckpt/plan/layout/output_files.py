@@ -144,12 +144,16 @@ def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple
 def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
     """Keep tensors of one source file together.
 
-    Tensors that are split over files get one additional file.
+    Tensors that are split over files get one additional file. A tensor without pieces is computed from the one before
+    it, and follows it.
     """
     files: dict[str, list[OutputTensor]] = {}
+    name = ""
     for tensor in tensors:
         sources = {piece.file for piece in tensor.entry.pieces}
-        files.setdefault(sources.pop() if len(sources) == 1 else "", []).append(tensor)
+        if sources or tensor.change is None:
+            name = sources.pop() if len(sources) == 1 else ""
+        files.setdefault(name, []).append(tensor)
     return [tuple(group) for group in files.values()]
 
 

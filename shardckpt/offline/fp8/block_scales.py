@@ -1,0 +1,198 @@
+"""Scales of blocks, computed from the source, and the changes that use them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.boxes import Box, contiguous_blocks
+from shardckpt.dtypes import bits, nbytes
+from shardckpt.errors import PrecisionError
+from shardckpt.format.chunk_reader import PieceReader, ReadItem
+from shardckpt.format.encodings.element_values import numpy_dtype
+from shardckpt.manifest import TensorEntry
+from shardckpt.plan.fp8_blocks import BLOCK, DTYPE, LARGEST, Blocks
+from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.storage.store import Store
+
+_READ_BYTES = 1 << 19
+_LEAST_SCALE = np.finfo(np.float32).tiny
+"""Smallest scale: the smallest normal number, since devices may flush smaller ones to zero."""
+
+
+class WeightScales:
+    """The scales of one weight, which is read for them by strips of as many rows as a block has.
+
+    Scales are kept until the weight has been written: at most 4 bytes for each block of the files in progress.
+
+    Args:
+        store: Store of the source.
+        weight: Weight before it is quantized, with located pieces.
+    """
+
+    def __init__(self, store: Store, weight: OutputTensor) -> None:
+        self._weight, self._pieces = weight, PieceReader(store)
+        self._lock = threading.Lock()
+        self._kept: dict[int, NDArray[np.float32]] = {}
+        self._unused: dict[int, int] = {}
+
+    def strip(self, index: int) -> NDArray[np.float32]:
+        """Return the scales of the blocks in one strip.
+
+        Raises:
+            PrecisionError: The strip has a value that is not finite.
+            CheckpointError: The source's bytes cannot be read.
+            StorageError: Reading failed.
+        """
+        with self._lock:  # decoders are shared, and a strip is read once
+            scales = self._kept.get(index)
+            if scales is None:
+                scales = self._kept[index] = self._compute(index)
+            return scales
+
+    def count_use(self, index: int, elements: int) -> None:
+        """Forget the scales of a strip once all of its elements have been written."""
+        rows, columns = self._weight.shape
+        with self._lock:
+            left = self._unused.get(index, min(BLOCK[0], rows - index * BLOCK[0]) * columns) - elements
+            self._unused[index] = left
+            if not left:
+                del self._unused[index]
+                self._kept.pop(index, None)
+
+    def _compute(self, index: int) -> NDArray[np.float32]:
+        entry = self._weight.entry
+        rows, columns = entry.shape
+        start = index * BLOCK[0]
+        strip = Box((start, 0), (min(BLOCK[0], rows - start), columns))
+        largest = np.zeros(columns, np.float32)
+        for box in contiguous_blocks(strip, _READ_BYTES * 8 // bits(entry.stored)):
+            data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
+            self._pieces.fill([ReadItem(entry.pieces, box, entry.stored, data)])
+            stored = entry.stored
+            if self._weight.change is not None:
+                data, stored = self._weight.change(box, data, stored)
+            part = largest[box.offset[1] : box.offset[1] + box.size[1]]
+            np.maximum(part, _find_largest(data, stored, box), out=part)
+        if start + BLOCK[0] >= rows:
+            self._pieces.forget()
+        return self._divide(np.maximum.reduceat(largest, np.arange(0, columns, BLOCK[1])), index)
+
+    def _divide(self, largest: NDArray[np.float32], index: int) -> NDArray[np.float32]:
+        if not np.isfinite(largest).all():
+            column = int(np.flatnonzero(~np.isfinite(largest))[0]) * BLOCK[1]
+            raise PrecisionError(
+                f"the block at [{index * BLOCK[0]}, {column}] has values that fp8 cannot hold with any scale",
+                where=self._weight.name,
+                found="NaN, infinity or a value beyond float32",
+                fix="`shardckpt stats` counts them; leave the tensor in its type with --quantize-exclude.",
+            )
+        scales: NDArray[np.float32] = np.maximum(largest / np.float32(LARGEST), _LEAST_SCALE)
+        scales[largest == 0] = 1
+        return scales
+
+
+def _find_largest(data: memoryview, stored: str, box: Box) -> NDArray[np.float32]:
+    """Return the largest magnitude in each column; NaN counts as larger than infinity."""
+    kind = numpy_dtype(stored)
+    unsigned = np.dtype(f"u{kind.itemsize}")
+    magnitudes = np.frombuffer(data, unsigned).reshape(box.size) & unsigned.type(np.iinfo(unsigned).max >> 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest: NDArray[np.float32] = magnitudes.max(axis=0).view(kind).astype(np.float32)
+    return largest
+
+
+class ScaleValues:
+    """Yields scales as the values of a tensor that no file contains.
+
+    Args:
+        scales: Scales of a weight.
+    """
+
+    def __init__(self, scales: WeightScales) -> None:
+        self._scales = scales
+
+    def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:  # noqa: ARG002
+        """Return the scales in a box."""
+        found = np.empty(box.size, np.float32)
+        column, width = box.offset[1], box.size[1]
+        for row in range(box.size[0]):
+            found[row] = self._scales.strip(box.offset[0] + row)[column : column + width]
+        return _as_bytes(found), "float32"
+
+
+class BlockQuantizer:
+    """Divides a weight by the scales of its blocks and rounds to fp8.
+
+    Args:
+        scales: Scales of the weight.
+        weight: Weight before it is quantized.
+    """
+
+    def __init__(self, scales: WeightScales, weight: OutputTensor) -> None:
+        self._scales, self._weight = scales, weight
+
+    def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
+        """Return the quantized elements of a block of the tensor."""
+        if self._weight.change is not None:
+            data, stored = self._weight.change(box, data, stored)
+        values = np.frombuffer(data, numpy_dtype(stored)).reshape(box.size)
+        found = np.empty(box.size, numpy_dtype(DTYPE))
+        for index, rows in iter_strips(box, BLOCK[0]):
+            part = values[rows].astype(np.float32)
+            part /= spread(self._scales.strip(index), box, BLOCK[1])
+            found[rows] = part
+            self._scales.count_use(index, part.size)
+        return _as_bytes(found), DTYPE
+
+
+class BlockDequantizer:
+    """Multiplies a weight by the stored scales of its blocks.
+
+    Args:
+        store: Store of the source.
+        scales: Tensor of the scales, with located pieces.
+        block: Elements of a block in each dimension.
+    """
+
+    def __init__(self, store: Store, scales: TensorEntry, block: Blocks) -> None:
+        self._pieces, self._entry, self._block = PieceReader(store), scales, block
+        self._lock = threading.Lock()
+
+    def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
+        """Return the elements of a block of the tensor in float32."""
+        values = np.frombuffer(data, numpy_dtype(stored)).reshape(box.size).astype(np.float32)
+        for index, rows in iter_strips(box, self._block[0]):
+            values[rows] *= spread(self._read(index), box, self._block[1])
+        return _as_bytes(values), "float32"
+
+    def _read(self, index: int) -> NDArray[np.float32]:
+        entry = self._entry
+        box = Box((index, 0), (1, entry.shape[1]))
+        data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
+        with self._lock:  # threads share the decoders of encoded scales
+            self._pieces.fill([ReadItem(entry.pieces, box, entry.stored, data)])
+        return np.frombuffer(data, numpy_dtype(entry.stored)).astype(np.float32)
+
+
+def iter_strips(box: Box, height: int) -> Iterator[tuple[int, slice]]:
+    """Yield the strips of `height` rows that a box touches: index, and the box's rows in it."""
+    first, stop = box.offset[0], box.offset[0] + box.size[0]
+    for index in range(first // height, -(-stop // height)):
+        yield index, slice(max(index * height, first) - first, min((index + 1) * height, stop) - first)
+
+
+def spread(scales: NDArray[np.float32], box: Box, width: int) -> NDArray[np.float32]:
+    """Return a scale for each column of a box, from those of blocks of `width` columns."""
+    start = box.offset[1]
+    first, stop = start // width, -(-(start + box.size[1]) // width)
+    found: NDArray[np.float32] = np.repeat(scales[first:stop], width)
+    return found[start - first * width :][: box.size[1]]
+
+
+def _as_bytes(values: NDArray[Any]) -> memoryview:
+    return values.view(np.uint8).data.cast("B")

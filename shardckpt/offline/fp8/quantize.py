@@ -1,0 +1,104 @@
+"""Quantize the weights of a selection to fp8, or take fp8 weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from shardckpt.errors import UsageError
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import TensorEntry
+from shardckpt.offline.fp8.block_scales import BlockDequantizer, BlockQuantizer, ScaleValues, WeightScales
+from shardckpt.offline.select.config_files import CONFIG, ConfigFiles
+from shardckpt.offline.select.options import Options, parse_dtype
+from shardckpt.offline.select.selection import Selection
+from shardckpt.plan import fp8_blocks
+from shardckpt.plan.layout.output_files import OutputTensor
+
+
+def quantize(
+    reader: Reader, options: Options, selection: Selection, config: ConfigFiles
+) -> tuple[Selection, ConfigFiles]:
+    """Return a selection whose weights of linear layers are fp8, with their scales, and the config that says so.
+
+    Args:
+        reader: Open checkpoint.
+        options: Options of the conversion.
+        selection: Tensors to write; their changes are applied before.
+        config: Config files of the model.
+
+    Raises:
+        UsageError: The config is missing, or an option does not match the tensors.
+        UnsupportedError: The model is quantized, or of a kind that cannot be.
+    """
+    if not config.config:
+        raise UsageError(
+            f"--quantize needs the model's {CONFIG}, which names the weights in fp8 to readers",
+            where=reader.store.url,
+            fix="Name its folder with --config-from.",
+        )
+    tensors = {tensor.name: tensor for tensor in selection.model}
+    entries = {name: tensor.entry for name, tensor in tensors.items()}
+    exclude = (*options.quantize_exclude, *options.keep_fp32)
+    chosen = fp8_blocks.choose_weights(entries, config.config, include=options.quantize_include, exclude=exclude)
+    model: list[OutputTensor] = []
+    for name, tensor in tensors.items():
+        model += _quantize_weight(reader, tensor) if name in set(chosen) else [tensor]
+    changed = {**config.config, fp8_blocks.QUANTIZATION_CONFIG: fp8_blocks.plan_config(entries, chosen)}
+    warnings = (*selection.warnings, *_warn_of_shapes([tensors[name] for name in chosen]))
+    return replace(selection, model=tuple(model), warnings=warnings), replace(config, config=changed, is_changed=True)
+
+
+def _quantize_weight(reader: Reader, weight: OutputTensor) -> list[OutputTensor]:
+    scales = WeightScales(reader.store, weight)
+    name = fp8_blocks.name_scale(weight.name)
+    entry = TensorEntry((name,), fp8_blocks.count_blocks(weight.shape), "float32", ())
+    return [
+        replace(weight, dtype=fp8_blocks.DTYPE, change=BlockQuantizer(scales, weight)),
+        OutputTensor(name, entry, "float32", change=ScaleValues(scales)),
+    ]
+
+
+def _warn_of_shapes(weights: list[OutputTensor]) -> Iterator[str]:
+    odd = [w for w in weights if any(n > step and n % step for n, step in zip(w.shape, fp8_blocks.BLOCK, strict=True))]
+    if odd:
+        yield (
+            f"{len(odd)} quantized weights end in smaller blocks, such as {odd[0].name} of {list(odd[0].shape)}: vLLM"
+            " refuses some of them, and transformers reads them right on a GPU only"
+        )
+
+
+def dequantize(
+    reader: Reader, options: Options, selection: Selection, config: ConfigFiles
+) -> tuple[Selection, ConfigFiles]:
+    """Return a selection whose fp8 weights with scales are cast to `--dtype`, without the scales.
+
+    Args:
+        reader: Open checkpoint.
+        options: Options of the conversion.
+        selection: Tensors to write.
+        config: Config files of the model.
+
+    Raises:
+        UnsupportedError: Scales do not have the shape that the blocks need.
+    """
+    tensors = {tensor.name: tensor for tensor in selection.model}
+    entries = {name: tensor.entry for name, tensor in tensors.items()}
+    found, block = fp8_blocks.find_scaled(entries, config.config)
+    found = [name for name in found if not any(fnmatchcase(name, glob) for glob in options.keep_fp32)]
+    if not found:
+        return selection, config
+    dtype = parse_dtype(options.dtype)
+    for name in found:
+        scales = tensors.pop(fp8_blocks.name_scale(name)).entry
+        tensors[name] = replace(tensors[name], dtype=dtype, change=BlockDequantizer(reader.store, scales, block))
+    return replace(selection, model=tuple(tensors.values())), _drop_quantization(config, tensors)
+
+
+def _drop_quantization(config: ConfigFiles, tensors: Mapping[str, OutputTensor]) -> ConfigFiles:
+    """Return config files without the quantization, unless a tensor is still quantized."""
+    if any(tensor.dtype == fp8_blocks.DTYPE for tensor in tensors.values()):
+        return config
+    changed = {key: value for key, value in config.config.items() if key != fp8_blocks.QUANTIZATION_CONFIG}
+    return replace(config, config=changed, is_changed=changed != config.config)

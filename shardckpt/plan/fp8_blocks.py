@@ -1,0 +1,180 @@
+"""Plan fp8 weights with a scale for each block: which weights, names and config.
+
+The layout is that of DeepSeek-V3 (`README_WEIGHTS.md`, `inference/kernel.py` of its repository), which transformers
+(`integrations/finegrained_fp8.py`, 5.23) and vLLM (`layers/quantization/fp8.py`, 0.33) read: a weight is stored as
+`float8_e4m3fn`, beside it `<name>_scale_inv` in float32, by which the blocks are multiplied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from shardckpt.boxes import Shape
+from shardckpt.dtypes import FLOATS
+from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.manifest import TensorEntry
+from shardckpt.plan.naming.fqn import require_matches
+
+METHOD = "fp8-block"
+"""Name of the method in `--quantize`."""
+
+DTYPE = "float8_e4m3fn"
+LARGEST = 448.0
+"""Largest finite value of the dtype."""
+
+Blocks = tuple[int, int]
+"""Elements of a block in each dimension; the last blocks may have fewer."""
+
+BLOCK: Blocks = (128, 128)
+"""The blocks that are written."""
+
+QUANTIZATION_CONFIG = "quantization_config"
+"""Key of `config.json`."""
+
+_SCALE_SUFFIX = "_scale_inv"
+_WEIGHT_SUFFIX = ".weight"
+_NOT_LINEAR = re.compile(r".*embed.*|wte|wpe|shared|(.*_)?(head|gate|router)|output|score|classifier")
+"""Last part of a module's name, for modules that stay as they are: embeddings, heads and routers."""
+
+_TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+"""Model types of transformers with `Conv1D` layers; their weights are transposed, and no reader takes them as fp8."""
+
+
+def name_scale(weight: str) -> str:
+    """Return the name of a weight's scales."""
+    return weight + _SCALE_SUFFIX
+
+
+def count_blocks(shape: Shape, block: Blocks = BLOCK) -> Shape:
+    """Return the number of blocks in each dimension."""
+    return tuple(-(-n // step) for n, step in zip(shape, block, strict=True))
+
+
+def choose_weights(
+    tensors: Mapping[str, TensorEntry],
+    config: Mapping[str, object],
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> list[str]:
+    """Return the names of the weights to quantize.
+
+    These are the matrices of floats named `*.weight`, except those of embeddings, heads and routers.
+
+    Args:
+        tensors: Tensors of the model by name.
+        config: Content of `config.json`.
+        include: Globs of weights to take instead.
+        exclude: Globs of weights to leave.
+
+    Raises:
+        UsageError: A glob matches nothing or no matrix of floats, or no weight remains.
+        UnsupportedError: The model is already quantized, or stores the weights of its layers transposed.
+    """
+    if QUANTIZATION_CONFIG in config or (DTYPE in {entry.dtype for entry in tensors.values()}):
+        raise UnsupportedError(
+            "the model is already quantized",
+            found=_describe(config.get(QUANTIZATION_CONFIG)),
+            fix="Convert the model from which it was made; --dtype bf16 takes fp8 in blocks back.",
+        )
+    if config.get("model_type") in _TRANSPOSED:
+        raise UnsupportedError(
+            "the weights of this model are transposed (Conv1D), and no reader takes such weights as fp8",
+            found=f"model_type {config['model_type']}",
+        )
+    require_matches((*include, *exclude), list(tensors))
+    taken = [name for name, entry in tensors.items() if _is_taken(name, entry, include)]
+    found = [name for name in taken if not _matches(name, exclude)]
+    if not found:
+        raise UsageError("found no weights to quantize", found=f"{len(tensors)} tensors", fix="Choose them by globs.")
+    return found
+
+
+def _is_taken(name: str, entry: TensorEntry, include: Sequence[str]) -> bool:
+    """Return True if a tensor is quantized unless it is excluded."""
+    is_matrix = name.endswith(_WEIGHT_SUFFIX) and len(entry.shape) == 2 and entry.dtype in FLOATS and all(entry.shape)
+    if not include:
+        return is_matrix and not _NOT_LINEAR.fullmatch(_module(name).rpartition(".")[2])
+    if not _matches(name, include):
+        return False
+    if not is_matrix:
+        raise UsageError(
+            f"--quantize-include matches {name}, which cannot be quantized",
+            found=f"{entry.dtype} {list(entry.shape)}",
+            expected="a matrix of floats that is named *.weight",
+        )
+    return True
+
+
+def plan_config(names: Mapping[str, TensorEntry], quantized: Iterable[str]) -> dict[str, object]:
+    """Return the `quantization_config` of a model.
+
+    Args:
+        names: Tensors of the model by name.
+        quantized: Names of the quantized weights.
+    """
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": _list_kept_modules(names, frozenset(quantized)),
+        "quant_method": "fp8",
+        "weight_block_size": list(BLOCK),
+    }
+
+
+def _list_kept_modules(tensors: Mapping[str, TensorEntry], quantized: frozenset[str]) -> list[str]:
+    """Return the modules of matrices that are not quantized.
+
+    A module that has a quantized one inside is not named: transformers would skip both.
+    """
+    within = {_module(name)[:at] for name in quantized for at in _dots(_module(name))}
+    kept = (_module(name) for name, entry in tensors.items() if name not in quantized and len(entry.shape) > 1)
+    return [module for module in dict.fromkeys(kept) if module and module not in within]
+
+
+def _dots(name: str) -> list[int]:
+    """Return where a name ends for each module that contains it, and for itself."""
+    return [*(match.start() for match in re.finditer(r"\.", name)), len(name)]
+
+
+def find_scaled(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> tuple[list[str], Blocks]:
+    """Return the fp8 weights that have scales beside them, and the shape of a block.
+
+    Raises:
+        UnsupportedError: Scales do not have the shape that the blocks need.
+    """
+    found = [name for name, entry in tensors.items() if entry.dtype == DTYPE and name_scale(name) in tensors]
+    block = _read_block(config)
+    for name in found:
+        shape, scales = tensors[name].shape, tensors[name_scale(name)].shape
+        if len(shape) != 2 or scales != count_blocks(shape, block):
+            raise UnsupportedError(
+                f"the scales of {name} do not have the shape that its blocks need",
+                found=list(scales),
+                expected=f"a scale for each block of {' x '.join(map(str, block))} of {list(shape)}",
+            )
+    return found, block
+
+
+def _read_block(config: Mapping[str, object]) -> Blocks:
+    """Return the shape of a block; the usual one if the config does not say."""
+    quantization = config.get(QUANTIZATION_CONFIG)
+    block = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return (block[0], block[1])
+    return BLOCK
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _matches(name: str, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _describe(quantization: object) -> str:
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    return f"{QUANTIZATION_CONFIG} with quant_method {method}" if method else f"tensors of {DTYPE}"
