@@ -104,8 +104,6 @@ def train(folder: Path) -> None:
 
 def main() -> None:
     """Train on this rank, in a folder of rank 0."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)  # as torchrun does
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:

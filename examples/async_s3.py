@@ -10,18 +10,16 @@ of the bucket find complete steps only, even if the process is killed.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
-from train_fsdp import Model, make_batch, print_rank0, run_rank
+from train_fsdp import Model, fork_ranks, make_batch, print_rank0
 
 import shardckpt
 from shardckpt.core import fully_shard
@@ -60,19 +58,6 @@ def train(root: str, steps: int) -> None:
         print_rank0(f"  last save: training waited {times.stall:.2f} s, the upload took {upload:.2f} s")
 
 
-def run_job(world: int, work: Callable[[], None]) -> None:
-    """Fork the ranks of a job and wait for them."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=run_rank, args=(work, r, world, f"{folder}/store")) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(1)
-
-
 @contextmanager
 def serve_bucket() -> Iterator[str]:
     """Run moto's S3 server in this process and yield the URL of a folder in a bucket."""
@@ -99,8 +84,8 @@ def serve_bucket() -> Iterator[str]:
 
 def run_jobs(root: str) -> None:
     """Run both jobs, then list the steps and read a part of a tensor."""
-    run_job(2, partial(train, root, STEPS))
-    run_job(1, partial(train, root, 2))
+    fork_ranks(partial(train, root, STEPS), 2)
+    fork_ranks(partial(train, root, 2), 1)
     checkpoints = shardckpt.Checkpointer(root)
     print(f"complete steps in {root}: {', '.join(map(str, checkpoints.steps()))}")
     weight = shardckpt.open(checkpoints.path(checkpoints.steps()[-1]))["model.head.weight"]

@@ -8,7 +8,6 @@ tutorial on DCP: an object with `state_dict` and `load_state_dict`. At the end t
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import warnings
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing import start_processes
 from torch.nn import functional
 from train_fsdp import WORDS, Model, print_rank0
 
@@ -81,18 +81,11 @@ def run_rank(rank: int, world: int, folder: Path, last: int) -> None:
 
 def main() -> None:
     """Run both jobs, then verify and merge the last step."""
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "run")
         folder.mkdir()
         for world, last in ((2, 4), (3, 8)):
-            ranks = [context.Process(target=run_rank, args=(rank, world, folder, last)) for rank in range(world)]
-            for process in ranks:
-                process.start()
-            for process in ranks:
-                process.join()
-            if any(process.exitcode for process in ranks):
-                raise SystemExit(1)
+            start_processes(run_rank, (world, folder, last), nprocs=world, start_method="fork")
         print(f"steps: {[step.number for step in shardckpt.ls(folder).complete]}")
         print(f"intact: {shardckpt.verify(str(folder / 'step-8')).ok}")
         report = shardckpt.consolidate(str(folder / "step-8"), f"{folder}.safetensors", model_key="app.model")

@@ -8,7 +8,6 @@ can be loaded at any world size, and `--weights ema` exports it instead of the m
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.multiprocessing import start_processes
 
 import shardckpt
 from shardckpt.core import fully_shard
@@ -79,24 +79,12 @@ def run_rank(rank: int, world: int, work: str, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def run_job(world: int, work: str, folder: Path) -> None:
-    """Fork the ranks of a job and wait for them."""
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(rank, world, work, folder)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(1)
-
-
 def main() -> None:
     """Train on two ranks, resume on three, export both sets of weights and compare their errors."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_job(2, "train", folder)
-        run_job(3, "resume", folder)
+        start_processes(run_rank, (2, "train", folder), nprocs=2, start_method="fork")
+        start_processes(run_rank, (3, "resume", folder), nprocs=3, start_method="fork")
         print(f"variants in the checkpoint: {', '.join(shardckpt.inspect(folder / 'step-20').parts['variants'])}")
         x = torch.randn(1000, 5, generator=torch.Generator().manual_seed(99))
         for weights in ("live", "ema"):

@@ -13,7 +13,6 @@ On GPUs, `strategy="fsdp"` or a `ModelParallelStrategy` changes nothing else.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import warnings
 from pathlib import Path
@@ -122,8 +121,6 @@ def compare(folder: Path) -> None:
 
 def main() -> None:
     """Train on this rank, in a folder of rank 0."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)  # as torchrun does
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as name:

@@ -8,7 +8,6 @@ write them again: its manifest refers to the base. Loading the checkpoint loads 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.multiprocessing import start_processes
 
 import shardckpt
 from shardckpt.core import fully_shard
@@ -116,14 +116,7 @@ def main() -> None:
         folder = Path(name)
         (folder / "base").mkdir()
         save_file(build_pretrained().state_dict(), folder / "base" / "model.safetensors", metadata={"format": "pt"})
-        context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=run_rank, args=(rank, f"{name}/store", folder)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit(1)
+        start_processes(run_rank, (f"{name}/store", folder), nprocs=RANKS, start_method="fork")
         shardckpt.consolidate(folder / "step-3", folder / "adapter", include=["*.down.*", "*.up.*"])
         shardckpt.consolidate(folder / "step-3", folder / "full")
         for export in ("adapter", "full"):

@@ -8,13 +8,13 @@ checkpoint does not depend on either: it stores named tensors, and every rank re
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing import start_processes
 from torch.nn import functional
 from train_fsdp import WORDS, Model, print_rank0
 
@@ -75,17 +75,8 @@ def run_rank(rank: int, world: int, store: str, style: str, checkpoint: Path, re
 
 def run_job(world: int, style: str, checkpoint: Path, *, resume: bool) -> None:
     """Fork the ranks of a job and wait for them."""
-    context = multiprocessing.get_context("fork")
     store = str(checkpoint.parent / f"store-{world}")
-    ranks = [
-        context.Process(target=run_rank, args=(rank, world, store, style, checkpoint, resume)) for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(1)
+    start_processes(run_rank, (world, store, style, checkpoint, resume), nprocs=world, start_method="fork")
 
 
 def main() -> None:

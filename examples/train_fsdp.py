@@ -8,15 +8,14 @@ Compared with torch's FSDP, only the two import lines differ.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing import start_processes
 from torch.nn import functional
 
 from shardckpt.core import FullyShardedDataParallel as FSDP  # noqa: N817  was: torch.distributed.fsdp
@@ -99,12 +98,19 @@ def print_rank0(line: str) -> None:
         print(line, flush=True)
 
 
-def run_rank(train: Callable[[], None], rank: int, world: int, store: str) -> None:
-    """Run one of the forked ranks."""
+def run_rank(rank: int, train: Callable[[], None], world: int, store: str) -> None:
+    """Run one of the forked ranks, with the variables that torchrun sets."""
     torch.set_num_threads(1)
+    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}", LOCAL_WORLD_SIZE=f"{world}")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     train()
     dist.destroy_process_group()
+
+
+def fork_ranks(train: Callable[[], None], world: int) -> None:
+    """Train on forked ranks; a fork does not import torch again."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(run_rank, (train, world, f"{folder}/store"), nprocs=world, start_method="fork")
 
 
 def launch(train: Callable[[], None], world: int = 2) -> None:
@@ -113,15 +119,8 @@ def launch(train: Callable[[], None], world: int = 2) -> None:
         dist.init_process_group("gloo")
         train()
         dist.destroy_process_group()
-        return
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=run_rank, args=(train, r, world, f"{folder}/store")) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    sys.exit(any(process.exitcode for process in ranks))
+    else:
+        fork_ranks(train, world)
 
 
 if __name__ == "__main__":
