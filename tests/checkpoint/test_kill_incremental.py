@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from bucket import Bucket
+from bucket import Bucket, Dead, broken_at
 from disk import watched
 from faulty import DROP, LOST, Faulty
 from forks import is_killed
@@ -141,10 +141,6 @@ def kill_matrix(folder: Path, act, allowed: set[int], always: int, stride: int =
     return k - stride
 
 
-class Dead(BaseException):
-    """The process is gone: whatever it tries from now on does not happen."""
-
-
 def bucket_matrix(how: str, act, allowed: set[int], always: int) -> int:
     Bucket.reset()
     root = "bucket://b/run"
@@ -153,20 +149,9 @@ def bucket_matrix(how: str, act, allowed: set[int], always: int) -> int:
     for k in range(1, 400):
         Bucket.reset()
         Bucket.objects = dict(before)
-
-        def fault(count: int, verb: str, path: str, k: int = k) -> None:
-            if count >= k + (how == "unheard"):
-                raise Dead
-
-        def answer(count: int, verb: str, path: str, k: int = k) -> None:
-            if how == "unheard" and count >= k:
-                raise Dead
-
-        Bucket.fault, Bucket.answer = fault, answer
-        with suppress(Dead):
+        with broken_at(k, how), suppress(Dead):
             act(root)
         requests = len(Bucket.requests)
-        Bucket.fault = Bucket.answer = None
         check(root, allowed, always, k)
         if requests < k:
             return k - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bucket import Bucket
-from disk import watched
+from bucket import Bucket, Dead, break_at, commit_comes_first, mend
+from disk import failing_at, watched
 from faulty import DROP, LOST, Fault, Faulty
 from forks import is_killed
 from torch import nn
@@ -22,7 +21,6 @@ from shardckpt.format.native.commit import COMMIT
 from shardckpt.offline.verify import verify
 from shardckpt.storage import local, retry
 from shardckpt.storage.local_publication import LocalPublication
-from shardckpt.storage.remote_publication import RemoteFolder
 
 
 def state_of(seed: int) -> dict:
@@ -139,16 +137,8 @@ def fault_matrix(folder: Path, prepare: Prepare, allowed: set[int | None]) -> in
         path = folder / str(k) / "c"
         path.parent.mkdir(parents=True)
         prepare(path)
-        count = 0
-
-        def before(name: str, args: tuple, k: int = k) -> None:
-            nonlocal count
-            count += 1
-            if count == k:
-                raise OSError(errno.EIO, f"broken {name}")
-
         failed = False
-        with watched(before, lambda *_: None):
+        with failing_at(k) as count:
             try:
                 shardckpt.save(state_of(2), path, overwrite=True)
             except StorageError:
@@ -158,7 +148,7 @@ def fault_matrix(folder: Path, prepare: Prepare, allowed: set[int | None]) -> in
         shardckpt.save(state_of(3), path, overwrite=True)
         assert seen(path) == 3
         assert os.listdir(path.parent) == ["c"]
-        if count < k:
+        if count() < k:
             return k - 1
 
 
@@ -204,27 +194,6 @@ def test_a_kill_while_a_step_is_saved_and_the_one_before_removed_leaves_one_of_t
 TARGET = "bucket://b/c"
 
 
-class Dead(BaseException):
-    """The process is gone: whatever it tries from now on does not happen."""
-
-
-def break_at(k: int, how: str) -> None:
-    """Break the bucket at its k-th request: `killed`, `unheard` (killed once it took effect), `error`."""
-
-    def fault(count: int, verb: str, path: str) -> None:
-        if (how == "killed" and count >= k) or (how == "unheard" and count > k):
-            raise Dead
-        if how == "error" and count == k:
-            raise PermissionError("broken")
-
-    def answer(count: int, verb: str, path: str) -> None:
-        if how == "unheard" and count >= k:
-            raise Dead
-
-    Bucket.requests.clear()
-    Bucket.fault, Bucket.answer = fault, answer
-
-
 def bucket_matrix(how: str, allowed: set[int | None], save: Save = shardckpt.save) -> int:
     """Break every request of a save in turn; return how many there were."""
     k = 0
@@ -239,8 +208,7 @@ def bucket_matrix(how: str, allowed: set[int | None], save: Save = shardckpt.sav
             save(state_of(2), TARGET, overwrite=True)
         except (Dead, ShardckptError):
             failed = True
-        made = len(Bucket.requests)
-        Bucket.fault = Bucket.answer = None
+        made = mend()
         found = seen(TARGET)
         assert found in (allowed if failed else {2}), f"request {k} {how}: a reader sees {found}"
         assert how != "error" or found is not None or not Bucket.objects, f"request {k} left {sorted(Bucket.objects)}"
@@ -313,12 +281,7 @@ Look = Callable[[str], int | None]
 @pytest.mark.parametrize("how", ["killed", "unheard", "error"])
 def test_without_rename_steps_are_saved_and_removed_so_too(bucket, how: str) -> None:
     Bucket.reset()
-
-    def heal() -> int:
-        Bucket.fault = Bucket.answer = None
-        return len(Bucket.requests)
-
-    requests = request_matrix(lambda k: break_at(k, how), heal, "bucket://b", as_a_step, newest)
+    requests = request_matrix(lambda k: break_at(k, how), mend, "bucket://b", as_a_step, newest)
     print(f"{how} at each of {requests} requests")
     assert requests >= 15
 
@@ -398,16 +361,7 @@ class TestMutants:
 
     @pytest.mark.parametrize("how", ["killed", "error"])
     def test_a_commit_that_comes_first_turns_the_bucket_matrix_red(self, bucket, monkeypatch, how: str) -> None:
-        whole = RemoteFolder.create
-
-        def create(self, name: str):
-            if name != COMMIT:
-                return whole(self, name)
-            for old in self._old:
-                self._store.delete(old)
-            return self._store.create(name)
-
-        monkeypatch.setattr(RemoteFolder, "create", create)
+        commit_comes_first(monkeypatch)
         with pytest.raises((AssertionError, ShardckptError)):
             bucket_matrix(how, {1, 2})
 

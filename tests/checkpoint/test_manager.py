@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from bucket import Bucket
+from bucket import Bucket, Dead, broken_at
 from command import run_here
 from disk import watched
 from forks import is_killed
@@ -1269,10 +1269,6 @@ def save_and_die_at(root: Path, k: int) -> bool:
     return is_killed(work)
 
 
-class Dead(BaseException):
-    """The process is gone: whatever it tries from now on does not happen."""
-
-
 def bucket_matrix(how: str) -> int:
     """Break every request of a save that removes two steps; return how many there were."""
     Bucket.reset()
@@ -1282,20 +1278,9 @@ def bucket_matrix(how: str) -> int:
     for k in range(1, 200):
         Bucket.reset()
         Bucket.objects = dict(before)
-
-        def fault(count: int, verb: str, path: str, k: int = k) -> None:
-            if count >= k + (how == "unheard"):
-                raise Dead
-
-        def answer(count: int, verb: str, path: str, k: int = k) -> None:
-            if how == "unheard" and count >= k:
-                raise Dead
-
-        Bucket.fault, Bucket.answer = fault, answer
-        with suppress(Dead):
+        with broken_at(k, how), suppress(Dead):
             saved(Checkpointer("bucket://b/run", keep_last=1), 3)
         requests = len(Bucket.requests)
-        Bucket.fault = Bucket.answer = None
         Bucket.requests.clear()
         check_after_a_kill("bucket://b/run", f"request {k} {how}")
         if requests < k:

@@ -10,17 +10,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from bucket import Bucket
+from bucket import Bucket, commit_comes_first
 from disk import Disk, watched
 from harness import RanksError, raised_everywhere
 
 import shardckpt
 from shardckpt.checkpoint import coordinator
 from shardckpt.errors import ShardckptError
-from shardckpt.format.native.commit import COMMIT
 from shardckpt.storage import retry
 from shardckpt.storage.local import LocalWriter
-from shardckpt.storage.remote_publication import RemoteFolder
 
 # What is checked
 
@@ -133,20 +131,6 @@ def sibling(name: str) -> ModuleType:
 def nothing_is_made_safe(patch: pytest.MonkeyPatch) -> None:
     """Files and folders are written and never synced."""
     patch.setattr(Disk, "hears_fsync", False)
-
-
-def commit_comes_first(patch: pytest.MonkeyPatch) -> None:
-    """The mark that makes a step exist is put there before what it names."""
-    whole = RemoteFolder.create
-
-    def create(self, name: str):
-        if name != COMMIT:
-            return whole(self, name)
-        for old in self._old:
-            self._store.delete(old)
-        return self._store.create(name)
-
-    patch.setattr(RemoteFolder, "create", create)
 
 
 def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from bucket import Bucket
+from bucket import Bucket, Dead, broken_at
 from command import run_here
 
 import shardckpt
@@ -221,26 +221,15 @@ class TestStep:
         assert shardckpt.copy(tmp_path / "step", tmp_path / "copy").present == ("copy",)
 
 
-class Dead(BaseException):
-    """The process is gone: whatever it tries from now on does not happen."""
-
-
 def test_a_copy_that_is_killed_at_any_request_leaves_complete_steps_and_can_be_repeated(
     source: Path, bucket: str, tmp_path: Path
 ) -> None:
     requests = 0
     for k in range(1, 200):
         Bucket.reset()
-
-        def fault(count: int, verb: str, path: str, k: int = k) -> None:
-            if count >= k:
-                raise Dead
-
-        Bucket.fault = fault
-        with suppress(Dead):
+        with broken_at(k, "killed"), suppress(Dead):
             shardckpt.copy(source, bucket)
         requests = len(Bucket.requests)
-        Bucket.fault = None
         marks = [name for name in Bucket.objects if name.endswith("COMMIT")]
         assert all(shardckpt.verify(f"bucket://{name[:-7]}").ok for name in marks), f"request {k}"
         shardckpt.copy(source, bucket)

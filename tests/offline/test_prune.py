@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from bucket import Bucket
+from bucket import Bucket, Dead, broken_at
 from disk import watched
 from forks import is_killed
 from native_writer import write_step
@@ -347,10 +347,6 @@ def prune_and_die_at(root: Path, k: int) -> bool:
     return is_killed(work)
 
 
-class Dead(BaseException):
-    """The process is gone: whatever it tries from now on does not happen."""
-
-
 @pytest.mark.parametrize("how", ["killed", "unheard"])
 def test_so_does_one_on_a_store_without_rename(how: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
@@ -359,20 +355,9 @@ def test_so_does_one_on_a_store_without_rename(how: str, run: Path, monkeypatch:
         Bucket.reset()
         Bucket.objects = {f"b/run/{path.relative_to(run)}": path.read_bytes() for path in run.rglob("*.*")}
         Bucket.objects |= {f"b/run/{p.parent.name}/COMMIT": p.read_bytes() for p in run.glob("*/COMMIT")}
-
-        def fault(count: int, verb: str, path: str, k: int = k) -> None:
-            if count >= k + (how == "unheard"):
-                raise Dead
-
-        def answer(count: int, verb: str, path: str, k: int = k) -> None:
-            if how == "unheard" and count >= k:
-                raise Dead
-
-        Bucket.fault, Bucket.answer = fault, answer
-        with suppress(Dead):
+        with broken_at(k, how), suppress(Dead):
             shardckpt.prune("bucket://b/run", keep_last=2)
         requests = len(Bucket.requests)
-        Bucket.fault = Bucket.answer = None
         Bucket.requests.clear()
         check_after_a_kill("bucket://b/run", f"request {k} {how}")
         if requests < k:

@@ -1,10 +1,15 @@
 """An object store in memory for tests: it counts requests, fails on demand, and objects appear when a writer closes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 
 import fsspec
+import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from shardckpt.format.native.commit import COMMIT
+from shardckpt.storage.remote_publication import RemoteFolder
 
 
 class Bucket(AbstractFileSystem):
@@ -115,3 +120,56 @@ class Upload(AbstractBufferedFile):
         if id(self) in self.fs.uploads:
             self.fs.request("abort", self.path)
             del self.fs.uploads[id(self)]
+
+
+class Dead(BaseException):
+    """The process is gone: whatever it tries from now on does not happen."""
+
+
+def break_at(k: int, how: str) -> None:
+    """Break the bucket at request k: `killed`, `unheard` (killed once it took effect), `error` (`and no cleanup`)."""
+
+    def fault(count: int, verb: str, path: str) -> None:
+        if (how == "killed" and count >= k) or (how == "unheard" and count > k):
+            raise Dead
+        if how.startswith("error") and count == k:
+            raise PermissionError("broken")
+        if how == "error and no cleanup" and count > k and verb == "delete":
+            raise PermissionError("broken too")
+
+    def answer(count: int, verb: str, path: str) -> None:
+        if how == "unheard" and count >= k:
+            raise Dead
+
+    Bucket.requests.clear()
+    Bucket.fault, Bucket.answer = fault, answer
+
+
+def mend() -> int:
+    """Mend the bucket; return how many requests it got since it was broken."""
+    Bucket.fault = Bucket.answer = None
+    return len(Bucket.requests)
+
+
+@contextmanager
+def broken_at(k: int, how: str) -> Iterator[None]:
+    """Break the bucket at request k, as `break_at`, for the block."""
+    break_at(k, how)
+    try:
+        yield
+    finally:
+        mend()
+
+
+def commit_comes_first(patch: pytest.MonkeyPatch) -> None:
+    """The mark that makes a step exist is put there before what it names."""
+    whole = RemoteFolder.create
+
+    def create(self, name: str):
+        if name != COMMIT:
+            return whole(self, name)
+        for old in self._old:
+            self._store.delete(old)
+        return self._store.create(name)
+
+    patch.setattr(RemoteFolder, "create", create)

@@ -1,5 +1,6 @@
 """What a power cut would leave: what was fsynced, and of the rest anything, reordered and torn."""
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -65,6 +66,21 @@ def watched(before: Callable[[str, tuple], None], after: Callable[[str, tuple], 
         for name, whole in kept.items():
             setattr(os, name, whole)
         local_publication.exchange = exchange
+
+
+@contextmanager
+def failing_at(k: int) -> Iterator[Callable[[], int]]:
+    """Let the k-th change of the disk fail; yields a function that returns how many there were."""
+    count = 0
+
+    def before(name: str, args: tuple) -> None:
+        nonlocal count
+        count += 1
+        if count == k:
+            raise OSError(errno.EIO, f"broken {name}")
+
+    with watched(before, lambda *_: None):
+        yield lambda: count
 
 
 class Disk:

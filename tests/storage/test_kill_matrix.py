@@ -9,13 +9,13 @@ import os
 import re
 import shutil
 import signal
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
-from bucket import Bucket
-from disk import Disk, watched
+from bucket import Bucket, Dead, broken_at
+from disk import Disk, failing_at, watched
 from forks import is_killed
 from kinds import FILE, FOLDER
 
@@ -193,16 +193,8 @@ def fault_matrix(case: Case, folder: Path) -> int:
     while True:
         k += 1
         target = case.prepare(folder)
-        count = 0
-
-        def before(name: str, args: tuple, k: int = k) -> None:
-            nonlocal count
-            count += 1
-            if count == k:
-                raise OSError(errno.EIO, f"broken {name}")
-
         failed = False
-        with watched(before, lambda *_: None):
+        with failing_at(k) as count:
             try:
                 case.run(target)
             except StorageError:
@@ -213,7 +205,7 @@ def fault_matrix(case: Case, folder: Path) -> int:
         assert found in allowed, f"operation {k} broke, {'with' if failed else 'without'} an error: {found}"
         case.publish(target, NEWEST)
         assert os.listdir(target.parent) == ["out"]
-        if count < k:
+        if count() < k:
             return k - 1
 
 
@@ -327,34 +319,6 @@ def load() -> set[str] | None:
     if not all(name in files for name in names):
         return None
     return {files[name].split(" ")[0] for name in names} | {files.get("config.json", files[names[0]]).split(" ")[0]}
-
-
-class Dead(BaseException):
-    """The process is gone: whatever it tries from now on does not happen."""
-
-
-@contextmanager
-def broken_at(k: int, how: str):
-    """Break the bucket at request k: `killed`, `unheard` (killed once it took effect), `error` (`and no cleanup`)."""
-
-    def fault(count: int, verb: str, path: str) -> None:
-        if (how == "killed" and count >= k) or (how == "unheard" and count > k):
-            raise Dead
-        if how.startswith("error") and count == k:
-            raise PermissionError("broken")
-        if how == "error and no cleanup" and count > k and verb == "delete":
-            raise PermissionError("broken too")
-
-    def answer(count: int, verb: str, path: str) -> None:
-        if how == "unheard" and count >= k:
-            raise Dead
-
-    Bucket.requests.clear()
-    Bucket.fault, Bucket.answer = fault, answer
-    try:
-        yield
-    finally:
-        Bucket.fault = Bucket.answer = None
 
 
 def bucket_matrix(how: str, old: dict[str, str], *, index: bool) -> int:
