@@ -7,7 +7,7 @@ pickle would import, call or construct become values of `pickle_stubs`, or a typ
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from struct import Struct, unpack_from
 from struct import error as StructError  # noqa: N812  # struct spells its exception in lower case
@@ -21,15 +21,28 @@ from shardckpt.format.encodings.pickle_stubs import (
     PLAIN_KEYS,
     Dtype,
     Global,
+    Hole,
     InstanceStub,
     Ordered,
     StorageType,
     TensorStub,
+    TextHole,
     make_size,
     make_stub,
 )
 
-__all__ = ["Dtype", "Global", "InstanceStub", "Limits", "Ordered", "StorageType", "TensorStub", "load", "load_at"]
+__all__ = [
+    "Dtype",
+    "Global",
+    "InstanceStub",
+    "Limits",
+    "Ordered",
+    "StorageType",
+    "TensorStub",
+    "load",
+    "load_at",
+    "load_holes",
+]
 
 Persistent = Callable[[object], object]
 """Resolves a persistent id, such as torch's `("storage", type, key, device, count)`, to the value it stands for."""
@@ -104,6 +117,51 @@ def load_at(
         raise _add_position(error, f"{where}, byte {machine.pos - start}") from None
 
 
+def load_holes(
+    data: bytes, places: Iterable[int], *, persistent: Persistent | None, limits: Limits, budget: ReadBudget
+) -> tuple[object, list[Hole]]:
+    """Return the object of a pickle with a `Hole` in place of each integer and text that has a byte of `places`.
+
+    Returns:
+        The object, and all holes: the object may lack some.
+
+    Raises:
+        ShardckptError: The pickle is refused, a place is not in such a value, or the result depends on the value.
+    """
+    marked, holes = bytearray(data), {}
+    for place in places:
+        start, end, hole = _find_hole(data, place)
+        marked[start] = _HOLE
+        holes[start + 1] = end, hole
+    machine = _Machine(bytes(marked), persistent, limits, budget, dict(holes))
+    value = machine.run(0)
+    if machine.holes:
+        raise _differs()
+    return value, [hole for _, hole in holes.values()]
+
+
+def _find_hole(data: bytes, place: int) -> tuple[int, int, Hole]:
+    """Return start, end and hole of the integer of one byte, or of the short text, that may have the byte at `place`.
+
+    Bytes of a text may look like opcodes: only the interpreter knows whether an instruction begins at `start`.
+    """
+    if data[place - 1] == _ONE_BYTE:
+        return place - 1, place + 1, Hole(lambda raw: raw[place])
+    for start in range(max(0, place - 4 - _SHORT), place - 4):
+        first, length = start + 5, _FOUR_BYTES(data, start + 1)[0]
+        if data[start] == _TEXT and length <= _SHORT and place < first + length:
+            return start, first + length, _text_hole(first, first + length)
+    raise _differs()
+
+
+def _text_hole(start: int, end: int) -> TextHole:
+    return TextHole(lambda raw: _text(raw[start:end]))
+
+
+def _differs() -> FormatError:
+    return FormatError("the pickles differ in more than small integers and short texts")
+
+
 def _add_position(error: ShardckptError, where: str) -> ShardckptError:
     """Return the error with the pickle's name and the byte where reading stopped."""
     return type(error)(
@@ -115,8 +173,8 @@ def _add_position(error: ShardckptError, where: str) -> ShardckptError:
     )
 
 
-_ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global})
-_SIZED = (list, tuple, dict, set, frozenset, str, bytes)
+_ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global, TextHole})
+_SIZED = (list, tuple, dict, set, frozenset, str, bytes, TextHole)
 _TUPLE, _LIST, _DICT, _SET = 64, 80, 80, 232
 _CALL, _ITEM, _SHARED = 96, 64, 64
 """Cost in bytes of containers, calls, items of dicts and sets, and values that are used again."""
@@ -129,6 +187,12 @@ _MOST_LISTED, _LISTED = 1 << 20, 8
 """Bytes of data up to which opcodes are taken from a list, which is three times as fast; and the memory of each."""
 
 _MOST_MARKS = 1 << 16
+_ONE_BYTE, _TEXT, _HOLE = 0x4B, 0x58, 0x01
+"""Opcodes of an integer of one byte, of a text, and the one that stands for them where a hole is; no pickle has it."""
+
+_SHORT = 16
+"""Bytes of a text that may differ: names of devices, such as `cuda:3`."""
+
 _TWO_BYTES = Struct("<H").unpack_from
 _FOUR_BYTES = Struct("<I").unpack_from
 
@@ -160,12 +224,14 @@ class _Machine:
         persistent: Resolves persistent ids.
         limits: Limits of the pickle.
         budget: Budget for reading.
+        holes: Position after an opcode of a hole to the end of its instruction, and the hole.
     """
 
     __slots__ = (
         "budget",
         "data",
         "has_long_text",
+        "holes",
         "keys",
         "left",
         "limits",
@@ -177,7 +243,14 @@ class _Machine:
         "stack",
     )
 
-    def __init__(self, data: bytes, persistent: Persistent | None, limits: Limits, budget: ReadBudget) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        persistent: Persistent | None,
+        limits: Limits,
+        budget: ReadBudget,
+        holes: dict[int, tuple[int, Hole]] | None = None,
+    ) -> None:
         self.data = data
         self.persistent = persistent
         self.limits = limits
@@ -189,6 +262,7 @@ class _Machine:
         self.left = budget.left
         self.keys = KeyGuard(PLAIN_KEYS)
         self.has_long_text = False
+        self.holes = {} if holes is None else holes
         self.pos = 0
 
     def run(self, start: int) -> object:
@@ -296,6 +370,8 @@ class _Machine:
         """
         if value is _UNSET:
             raise FormatError("the pickle uses a memo entry that it never set")
+        if isinstance(value, Hole):
+            raise _differs()  # equal integers are counted once
         self.shared.add(id(value))
 
     def put(self, index: int) -> None:
@@ -428,7 +504,7 @@ class _Shape:
             children = _children(found)
             count += len(children)
             if self.has_long_text:
-                count += sum(len(child) for child in children if child.__class__ is str or child.__class__ is bytes)
+                count += sum(len(child) for child in children if isinstance(child, _TEXTS))
             found = []
             for child in children:
                 if child.__class__ in _CONTAINERS:
@@ -456,6 +532,7 @@ class _Shape:
         return extent
 
 
+_TEXTS = (str, bytes, TextHole)
 _CONTAINERS = frozenset({tuple, list, dict, Ordered, set, frozenset, InstanceStub})
 
 
@@ -482,6 +559,14 @@ _Step = Callable[[_Machine, int], int]
 
 def _unknown(machine: _Machine, pos: int) -> int:
     raise FormatError("the pickle has an unknown opcode", found=f"0x{machine.data[pos - 1]:02x}")
+
+
+def _hole(machine: _Machine, pos: int) -> int:
+    if pos not in machine.holes:
+        return _unknown(machine, pos)
+    end, hole = machine.holes.pop(pos)
+    machine.stack.append(hole)
+    return end
 
 
 def _extension(machine: _Machine, pos: int) -> int:
@@ -878,6 +963,7 @@ def _binary_persistent(machine: _Machine, pos: int) -> int:
 
 # The opcodes that `_loop` handles itself are missing here.
 _STEPS: dict[bytes, _Step] = {
+    b"\x01": _hole,
     b"0": _pop,
     b"1": _pop_mark,
     b"2": _duplicate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardckpt.format.budget import gc_paused
 from shardckpt.format.ranks.fsdp1_model import has_flat_parameters
 from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.merge_local_states import merge_local_states
@@ -69,11 +70,12 @@ def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> T
         CheckpointError: The metadata of the ranks is inconsistent, or does not match their tensors.
         UsageError: The shapes do not match the flat parameters.
     """
-    if reader.notes:
-        return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))
-    if not reader.shards:
-        return reader
-    names = list(reader.manifest.files)
-    if len(names) == 1:
-        return MergedTorchReader(reader, [RankFile(names[0], (), (), 0)], known)
-    return MergedTorchReader(reader, parse_rank_names(names, {str(path[0]) for path in reader.shards}), known)
+    with gc_paused():
+        if reader.notes:
+            return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))
+        if not reader.shards:
+            return reader
+        names = list(reader.manifest.files)
+        if len(names) == 1:
+            return MergedTorchReader(reader, [RankFile(names[0], (), (), 0)], known)
+        return MergedTorchReader(reader, parse_rank_names(names, {str(path[0]) for path in reader.shards}), known)

@@ -13,7 +13,8 @@ from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.budget import ReadBudget, gc_paused
-from shardckpt.format.encodings.pickle_reader import Limits, load, load_at
+from shardckpt.format.encodings.pickle_reader import Limits, load_at
+from shardckpt.format.encodings.pickle_series import PickleSeries
 from shardckpt.format.encodings.zip_archive import (
     LOCAL_SIGNATURE,
     STORED,
@@ -280,6 +281,7 @@ def open_files(
     opened = _OpenedFiles()
     zips = _zips(store, sizes)
     pickles = _zip_pickles(store, {f: sizes[f] for f in zips}, opened)
+    series = PickleSeries(Storages, _LIMITS)
     with gc_paused():
         for file, size in sizes.items():
             where = f"{store.url}/{file}"
@@ -290,7 +292,7 @@ def open_files(
                 entries = {n[len(data) :]: e for n, e in archive.entries.items() if n.startswith(data)}
                 pickled = f"{where}:{root}/data.pkl"
                 raw, budget = pickles.pop(file), opened.budgets[file]
-                value = load(raw, where=pickled, persistent=Storages(), limits=_LIMITS, budget=budget)
+                value = series.load(raw, where=pickled, budget=budget)
                 opened.tree.add(value, file, prefixes[file], _ZipContainer(entries, where), where, budget)
                 del value  # the objects of many ranks' files are much larger than the resulting manifest
             else:

@@ -18,6 +18,7 @@ from share_writers import as_rank, sharded
 
 import shardckpt
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
+from shardckpt.format.encodings.pickle_series import PickleSeries
 from shardckpt.format.ranks.rank_files import parse_rank_names
 from shardckpt.format.registry import open_checkpoint
 
@@ -62,6 +63,17 @@ def test_model_and_optimizer_come_out_bit_for_bit(name: str, written: Path, tmp_
     groups = json.loads((tmp_path / "out" / "param_groups.json").read_text())["param_groups"]
     names = [name for group in groups for name in group["params"]]
     assert sorted(names) == sorted(name for name, _ in built().named_parameters())
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_rank_files_that_are_read_as_a_series_give_what_each_gives_alone(
+    name: str, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = open_checkpoint(str(written / name)).manifest
+    monkeypatch.setattr(PickleSeries, "_make_skeleton", lambda *_: None)
+    alone = open_checkpoint(str(written / name)).manifest
+    assert together.tensors == alone.tensors and together.aliases == alone.aliases and together.files == alone.files
+    assert repr(together.objects) == repr(alone.objects) and together.warnings == alone.warnings
 
 
 @pytest.mark.parametrize("name", ["local-orig", "local-orig-bf16", "local-orig-4"])

@@ -1,0 +1,205 @@
+"""Read pickles that are equal but for small values: interpret one, and fill the values of the others into its result.
+
+The files of ranks differ so: the pickle of each names its rank and its device. A value that differs is replaced by a
+`Hole`, which nothing can look at. If the interpreter returns a result, it only moved the holes, so that the result of
+each other pickle is the same, with its own values there. In every other case the pickle is interpreted by itself.
+
+Results share what does not differ, as one pickle may hold one list in two places. Nobody changes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.format.budget import ReadBudget
+from shardckpt.format.encodings.pickle_reader import Limits, Persistent, load, load_holes
+from shardckpt.format.encodings.pickle_stubs import Hole, InstanceStub, Ordered, TensorStub, TextHole
+
+__all__ = ["PickleSeries"]
+
+_MOST_HOLES = 1 << 16
+_MOST_REFUSED = 3
+"""Skeletons that may be refused; each costs as much as a pickle."""
+
+_HOLES = frozenset({Hole, TextHole})
+_NESTED = frozenset({tuple, list, dict, Ordered, set, frozenset, InstanceStub})
+_NO_STORAGES = _HOLES | _NESTED | {TensorStub}
+
+
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    """The result of a pickle with holes.
+
+    Attributes:
+        masked: The pickle with zeros at the holes.
+        places: Offsets of the bytes that may differ.
+        value: The result.
+        holes: The holes.
+        changed: Ids of the containers with holes in them, at any depth.
+        left: Budget that was left before.
+        cost: Budget that the pickle spent.
+    """
+
+    masked: bytes
+    places: frozenset[int]
+    value: object
+    holes: list[Hole]
+    changed: frozenset[int]
+    left: int
+    cost: int
+
+    def fits(self, raw: bytes, budget: ReadBudget) -> bool:
+        """Return True if a pickle has the bytes of this one outside of the holes, and no smaller budget."""
+        return budget.left >= self.left and len(raw) == len(self.masked) and _mask(raw, self.places) == self.masked
+
+    def fill(self, raw: bytes) -> object:
+        """Return the result of another pickle; containers without holes are shared.
+
+        Raises:
+            UnicodeError: A text of the pickle is malformed.
+        """
+        for hole in self.holes:
+            hole.read(raw)  # the result may lack a malformed text
+        return _Filler(raw, self.changed).fill(self.value)
+
+
+class PickleSeries:
+    """Reads one pickle after another.
+
+    Args:
+        persistent: Returns what resolves the persistent ids of one pickle, by their values alone.
+        limits: Limits of each pickle; its result is searched recursively, so that the depth must be limited.
+    """
+
+    def __init__(self, persistent: Callable[[], Persistent], limits: Limits) -> None:
+        if not limits.depth:
+            raise ValueError("limits.depth must be at least 1, got 0")
+        self._persistent = persistent
+        self._limits = limits
+        self._skeleton: _Skeleton | None = None
+        self._last = b""
+        self._refused = 0
+
+    def load(self, raw: bytes, *, where: str, budget: ReadBudget) -> object:
+        """Return the object of a pickle; arguments and errors as for `pickle_reader.load`."""
+        if self._skeleton is None or not self._skeleton.fits(raw, budget):
+            self._skeleton = self._make_skeleton(raw, budget.left)
+        self._last = raw
+        if self._skeleton is not None:
+            try:
+                value = self._skeleton.fill(raw)
+            except UnicodeError:
+                pass  # interpreted alone, the error has its position
+            else:
+                budget.left -= self._skeleton.cost
+                return value
+        return load(raw, where=where, persistent=self._persistent(), limits=self._limits, budget=budget)
+
+    def _make_skeleton(self, raw: bytes, left: int) -> _Skeleton | None:
+        """Return the skeleton of a pickle and the one before it; None if they differ in more than small values."""
+        if len(raw) != len(self._last) or len(raw) > self._limits.nbytes or self._refused >= _MOST_REFUSED:
+            return None
+        places = frozenset(islice(_differing(raw, self._last), _MOST_HOLES + 1))
+        places |= self._skeleton.places if self._skeleton else frozenset()
+        if len(places) > _MOST_HOLES:
+            return None
+        budget = ReadBudget(0)
+        budget.left = left
+        try:
+            value, holes = load_holes(raw, places, persistent=self._persistent(), limits=self._limits, budget=budget)
+            found: dict[int, bool] = {}
+            _find_changed(value, found)
+        except ShardckptError:
+            self._refused += 1
+            return None
+        changed = frozenset(key for key, differs in found.items() if differs)
+        return _Skeleton(_mask(raw, places), places, value, holes, changed, left, left - budget.left)
+
+
+def _differing(one: bytes, other: bytes) -> Iterator[int]:
+    """Yield the offsets of the bytes that differ between two pickles of one length."""
+    bits = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
+    for found in re.finditer(rb"[^\0]", bits.to_bytes(len(one), "little")):
+        yield found.start()
+
+
+def _mask(raw: bytes, places: Iterable[int]) -> bytes:
+    masked = bytearray(raw)
+    for place in places:
+        masked[place] = 0
+    return bytes(masked)
+
+
+def _find_changed(value: object, known: dict[int, bool]) -> bool:
+    """Return True if a value is a hole or contains one; note it for each container.
+
+    The pickle reader has limited the depth.
+
+    Raises:
+        FormatError: A hole is where it cannot be filled.
+    """
+    kind = value.__class__
+    if kind is TensorStub and value.storage.__class__ in _NO_STORAGES:  # type: ignore[attr-defined]
+        raise FormatError("a tensor of no storage")
+    if kind not in _NESTED:
+        return kind in _HOLES
+    key = id(value)
+    if key not in known:
+        keys, parts = _split(value)
+        if any(_find_changed(part, known) for part in keys):
+            raise FormatError("a key differs")
+        known[key] = sum(_find_changed(part, known) for part in parts) > 0  # not any: each part is noted
+    return known[key]
+
+
+def _split(value: object) -> tuple[Iterable[object], Iterable[object]]:
+    """Return the hashed content of a container, and the other content."""
+    if isinstance(value, InstanceStub):
+        return (), (value.args, value.state)
+    if isinstance(value, Ordered):
+        return value, (*value.values(), value.attributes)
+    if isinstance(value, dict):
+        return value, value.values()
+    assert isinstance(value, tuple | list | set | frozenset)
+    return ((), value) if isinstance(value, tuple | list) else (value, ())
+
+
+class _Filler:
+    """Copies a result, with the values of a pickle in its holes.
+
+    Args:
+        raw: The pickle.
+        changed: Ids of the containers that are copied.
+    """
+
+    def __init__(self, raw: bytes, changed: frozenset[int]) -> None:
+        self._raw = raw
+        self._changed = changed
+        self._done: dict[int, Any] = {}
+
+    def fill(self, value: Any) -> Any:
+        """Return the copy of a value."""
+        key = id(value)
+        if key not in self._changed:
+            return value.read(self._raw) if value.__class__ in _HOLES else value
+        made = self._done.get(key)
+        if made is None:
+            made = self._done[key] = self._copy(value)
+        return made
+
+    def _copy(self, value: Any) -> Any:
+        kind, fill = value.__class__, self.fill
+        if kind is InstanceStub:
+            return InstanceStub(value.name, fill(value.args), fill(value.state))
+        if kind is dict:
+            return {name: fill(part) for name, part in value.items()}
+        if kind is Ordered:
+            made = Ordered([(name, fill(part)) for name, part in value.items()])
+            made.attributes = fill(value.attributes)
+            return made
+        return kind([fill(part) for part in value])
