@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardckpt.checkpoint.load.load import MismatchError, load
     from shardckpt.checkpoint.manager import Checkpointer
+    from shardckpt.checkpoint.resume.witness import Witness
     from shardckpt.checkpoint.save.async_save import async_save
     from shardckpt.checkpoint.save.handle import SaveHandle, SaveTimings
     from shardckpt.checkpoint.save.save import save
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
         WrittenFile,
     )
     from shardckpt.open_checkpoint import open
+    from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
     from shardckpt.state.keys.kinds import StateKind
     from shardckpt.state.model.load_model_state_dict import load_model_state_dict
     from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
@@ -98,6 +100,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "shardckpt.checkpoint.manager": ("Checkpointer",),
+    "shardckpt.checkpoint.resume.witness": ("Witness",),
+    "shardckpt.plan.resume.verdict": ("Divergence", "ResumeDivergence"),
     "shardckpt.checkpoint.save.async_save": ("async_save",),
     "shardckpt.checkpoint.save.handle": ("SaveHandle", "SaveTimings"),
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
@@ -171,6 +175,7 @@ __all__ = [
     "ChecksumError",
     "Comparison",
     "Copied",
+    "Divergence",
     "FallbackEvent",
     "FileInfo",
     "FileRange",
@@ -204,6 +209,7 @@ __all__ = [
     "Repair",
     "Report",
     "RestoreEvent",
+    "ResumeDivergence",
     "SaveEvent",
     "SaveHandle",
     "SaveTimings",
@@ -229,6 +235,7 @@ __all__ = [
     "ValueDifference",
     "Variant",
     "Verification",
+    "Witness",
     "WrittenFile",
     "__version__",
     "async_save",

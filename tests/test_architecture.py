@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"fsdp2"},
     ),
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
-    "plan": ({"naming", "layout"}, {"optim"}, {"rules"}),
+    "plan": ({"naming", "layout"}, {"optim"}, {"rules", "resume"}),
     "storage": ({"linux_syscalls", "orphans", "store"}, {"local"}, {"holder"}),
     "format": (
         {"value_stats"},
@@ -101,7 +101,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
         {"merge_shards"},
-        {"ranks", "dcp", "deepspeed", "huggingface", "opened"},
+        {"witness", "ranks", "dcp", "deepspeed", "huggingface", "opened"},
         {"frameworks"},
     ),
     "checkpoint": (
@@ -113,6 +113,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"incremental"},
         {"save"},
         {"run", "dcp_storage"},
+        {"resume"},
     ),
     "offline": (
         {"write"},

@@ -26,6 +26,7 @@ IN_A_JOB = {
     "SaveTimings",
     "StateKind",
     "Variant",
+    "Witness",
     "async_save",
     "iter_full_state_dict",
     "load",

@@ -16,6 +16,8 @@ from typing_extensions import Unpack
 
 from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
 from shardckpt.checkpoint.load.load import EARLIER_PARAMS, load
+from shardckpt.checkpoint.resume.witness import Witness
+from shardckpt.checkpoint.resume.witness_session import open_session
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import restore_step
@@ -57,6 +59,7 @@ class Checkpointer:
             Removing a step keeps the files that other steps refer to.
         process_group: Ranks that call the methods; None for all ranks.
         on_event: Called with an event at the end of each save, load, restore, removal of old steps and fallback.
+        witness: Record the training steps behind each save, and compare them after a restore; see `witness`.
 
     Raises:
         UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
@@ -82,6 +85,7 @@ class Checkpointer:
         dedup: bool = False,
         process_group: dist.ProcessGroup | None = None,
         on_event: OnEvent | None = None,
+        witness: Witness | None = None,
         **rules: Unpack[RetentionParams],
     ) -> None:
         require_bools(dedup=dedup)
@@ -93,6 +97,7 @@ class Checkpointer:
         self.root, self._dedup, self._group = self._finder.root, dedup, process_group
         self._restored: int | None = None
         self._branch: int | None = None
+        self._witness = open_session(witness, self._finder)
 
     def path(self, step: int) -> str:
         """Return the path or URL of a step; UsageError unless it is an integer from 0."""
@@ -149,7 +154,7 @@ class Checkpointer:
         Args:
             step: Number of the step, equal on every rank.
             state: As for `shardckpt.save`.
-            metrics: Numbers by name that are stored with the step; those of rank 0 are used.
+            metrics: Numbers by name that are stored with the step; those of rank 0 count.
             **options: As for `shardckpt.save`. With `overwrite`, a complete step is replaced; a `process_group` must be
                 that of the Checkpointer.
 
@@ -166,6 +171,7 @@ class Checkpointer:
         save(state, self.path(number), **given)
         self._restored, self._branch = None, branch
         self._schedule.record_save(number, None)
+        self._witness.begin_record(number, state, lambda: True)
         if unranked:
             raise UsageError(unranked)
         if get_channels(self._group).main.rank == 0:
@@ -203,34 +209,28 @@ class Checkpointer:
         handle = async_save(state, self.path(number), on_event=on_event, **given)
         self._restored, self._branch = None, branch
         self._schedule.record_save(number, background)
+        self._witness.begin_record(number, state, handle.done)
         if unranked:
             handle.result()
             raise UsageError(unranked)
         return handle
 
-    def _begin_save(
-        self,
-        verb: Callable[..., Any],
-        step: int,
-        metrics: Mapping[str, SupportsFloat] | None,
-        options: Mapping[str, Any],
-    ) -> _StepSave:
+    def _begin_save(self, verb: Callable[..., Any], step: int, metrics: Any, options: Mapping[str, Any]) -> _StepSave:
         """Check the arguments, and prepare the folder of the step. Collective."""
-        notes, names = RunNotes(), list[str]()
-        message: bytes | Exception
-        try:
-            options = _check_options(verb, options, self._group)
-            numbers = _read_metrics(metrics)
-            notes.update(read_notes(options.get("custom_metadata")))
-            notes.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
-            names.extend(numbers)
-            message = json.dumps([require_step_number(step), self._schedule.has_signal]).encode()
-        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-            message = error
-        what = f"preparing to save into {self.root}"
-        answer = get_channels(self._group).main.coordinate(
-            what, message, lambda messages: self._prepare_on_rank0(messages, names, options.get("overwrite", False))
+        message, options, notes, names = _read_call(
+            verb, step, metrics, options, self._group, self._schedule.has_signal
         )
+
+        def prepare(messages: list[bytes]) -> list[bytes]:
+            """Check that the folder of the step can be written; return the answers. On rank 0."""
+            number, is_asked = _read_messages(messages, self.root)
+            can_replace = self._finder.is_replaceable(number) or options.get("overwrite", False)
+            unranked = self._retention.find_ranking_fault(number, names)
+            is_behind = self._restored is not None and number < self._restored
+            branch = self._finder.newest_branch() if self._branch is None else self._branch + is_behind
+            return [json.dumps([can_replace, is_asked, unranked, branch]).encode()] * len(messages)
+
+        answer = get_channels(self._group).main.coordinate(f"preparing to save into {self.root}", message, prepare)
         replaces, is_asked, unranked, branch = json.loads(answer)
         self._schedule.set_requested(is_asked)
         number = require_step_number(step)
@@ -241,16 +241,6 @@ class Checkpointer:
         options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}
         on_event = _join_on_event(self._on_event, options.get("on_event"))
         return _StepSave(number, branch, unranked, {**options, "on_event": on_event})
-
-    def _prepare_on_rank0(self, messages: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
-        """Check that the folder of the step can be written; return the answers."""
-        numbers, signals = zip(*map(json.loads, messages), strict=True)
-        number = _require_one_step(numbers, self.root)
-        is_replaceable = self._finder.is_replaceable(number)
-        unranked = self._retention.find_ranking_fault(number, names)
-        is_behind = self._restored is not None and number < self._restored
-        branch = self._finder.newest_branch() if self._branch is None else self._branch + is_behind
-        return [json.dumps([overwrite or is_replaceable, any(signals), unranked, branch]).encode()] * len(messages)
 
     @renamed_params(**EARLIER_PARAMS)
     def restore(self, state: Any, *, step: int | Literal["best"] | None = None, **options: Any) -> int | None:
@@ -274,12 +264,8 @@ class Checkpointer:
         Warns:
             UserWarning: Newer steps are damaged; the message lists their faults.
         """
-        wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
-        try:
-            options = _check_options(load, options, self._group)
-            wanted = None if step is None or is_best else require_step_number(step)
-        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-            options, fault = {}, error
+        is_best = isinstance(step, str) and step == "best"
+        options, wanted, fault = _read_restore(None if is_best else step, options, self._group)
         if is_best:
             wanted = _find_best(self._finder, self._retention, None, None, fault)
         on_event = _join_on_event(self._on_event, options.pop("on_event", None))
@@ -288,10 +274,29 @@ class Checkpointer:
             return None
         self._restored, self._branch = restored.number, restored.branch
         self._schedule.record_restore(restored.number)
+        self._witness.begin_comparison(restored, state)
         if restored.faults and get_channels(self._group).main.rank == 0:
             shown = "; ".join(restored.faults[:SHOWN])
             warnings.warn(f"newer steps cannot be loaded, restored step {restored.number}: {shown}", stacklevel=3)
         return restored.number
+
+    def witness(self, step: int, *, loss: Any = None, grad_norm: Any = None, batch: Any = None) -> None:
+        """Record or compare a training step that has ended. Collective for the steps behind a save or a restore.
+
+        Call it after every step, before `save`; without `Checkpointer(witness=...)` it does nothing.
+
+        Args:
+            step: Number of the step.
+            loss: Loss of this rank, a number or a tensor.
+            grad_norm: Norm of the gradients.
+            batch: Batch of this rank: tensors, arrays and lists by sample along dimension 0, in dicts and lists.
+
+        Raises:
+            ResumeDivergence: The resumed run differs from the one that was saved.
+            UsageError: The loss or the norm is not a number.
+            RankError: Another rank failed or is lost.
+        """
+        self._witness.add_step(step, loss, grad_norm, batch)
 
     @property
     def stop_requested(self) -> bool:
@@ -346,6 +351,36 @@ class _StepSave(NamedTuple):
     options: dict[str, Any]
 
 
+def _read_call(
+    verb: Callable[..., Any],
+    step: int,
+    metrics: Mapping[str, SupportsFloat] | None,
+    options: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    has_signal: bool,
+) -> tuple[bytes | Exception, Mapping[str, Any], RunNotes, list[str]]:
+    """Return the message to rank 0 about a save, its options and notes, and the names of its metrics."""
+    notes = RunNotes()
+    try:
+        options = _check_options(verb, options, group)
+        numbers = _read_metrics(metrics)
+        notes.update(read_notes(options.get("custom_metadata")))
+        notes.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
+        return json.dumps([require_step_number(step), has_signal]).encode(), options, notes, list(numbers)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+        return error, options, notes, []
+
+
+def _read_restore(
+    step: Any, options: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> tuple[dict[str, Any], int | None, Exception | None]:
+    """Return the options of a restore, the number of the only step to try, and the error in them."""
+    try:
+        return _check_options(load, options, group), None if step is None else require_step_number(step), None
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+        return {}, None, error
+
+
 def _find_best(
     finder: StepFinder,
     retention: StepRetention,
@@ -363,12 +398,13 @@ def _join_on_event(of_run: OnEvent | None, of_call: OnEvent | None) -> OnEvent |
     return of_run if of_call is None else lambda event: deliver(event, of_run, of_call)
 
 
-def _require_one_step(numbers: Sequence[int], root: str) -> int:
-    """Return the step that all ranks save; UsageError if they save different ones."""
+def _read_messages(messages: Sequence[bytes], root: str) -> tuple[int, bool]:
+    """Return the step that all ranks save, and whether one got a signal; UsageError if they save different ones."""
+    numbers, signals = zip(*map(json.loads, messages), strict=True)
     if len(set(numbers)) > 1:
         named = ", ".join(f"rank {rank} step {step}" for rank, step in list(enumerate(numbers))[:SHOWN])
         raise UsageError("ranks save different steps", where=root, found=named)
-    return numbers[0]
+    return numbers[0], any(signals)
 
 
 def _check_options(

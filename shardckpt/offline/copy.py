@@ -31,11 +31,12 @@ from shardckpt.format.native.stored_folders import StoredFolder, read_stored_run
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.format.registry import checkpoint_in
 from shardckpt.format.run_start import require_start_of_run
+from shardckpt.format.witness.record_file import copy_record
 from shardckpt.offline.prune import StepInfo, describe_steps
 from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import missing_files, publish, require_apart
 from shardckpt.storage.replaceable import is_ignored
-from shardckpt.storage.resolve_url import kind, open_store
+from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Read, Store, read_bytes
 
 _BUFFER_BYTES = 4 * BLOCK_BYTES
@@ -139,7 +140,7 @@ def copy(
     appears at once on a disk; on other stores its `COMMIT` is written last. Steps of a run keep their names, and are
     copied after the steps that they refer to. A step that the target has already, with the same `COMMIT`, is not copied
     again, so that an interrupted copy of a run can be repeated; so are files of an interrupted copy that match their
-    hashes.
+    hashes. Records of training steps (`Checkpointer(witness=...)`) are copied with their steps.
 
     Args:
         src: Path or URL of a step's folder, or of a run's.
@@ -175,6 +176,8 @@ def copy(
         if not dry_run:
             with _noticing_removal(transfer.folder):
                 _copy_folder(transfer, meter, overwrite=overwrite)
+    if not dry_run:
+        warnings += [note for transfer in transfers for note in _copy_witness(transfer)]
     hashed = [f for t in missing for f in t.folder.files.values() if f.hashes is not None]
     manifests = [t.folder.commit.manifest_bytes for t in missing if t.folder.commit is not None]
     return Copied(
@@ -326,6 +329,19 @@ def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
                 with publication.create(name) as writer:
                     writer.write(data)
                 meter.add(len(data))
+
+
+def _copy_witness(transfer: _Transfer) -> list[str]:
+    """Copy the record of training steps beside a step; return what the user has to know."""
+    try:
+        source, target = split(transfer.folder.raw_store.url), split(transfer.target)
+    except UsageError:  # a bucket is a step: it has no place beside it
+        return []
+    try:
+        copy_record(open_store(source[0]), source[1], open_store(target[0]), target[1])
+    except (CheckpointError, StorageError) as error:
+        return [f"the witness of {transfer.shown} was not copied: {error}"]
+    return []
 
 
 def _find_good_files(transfer: _Transfer, meter: Meter) -> frozenset[str]:

@@ -92,6 +92,10 @@ class StepFinder:
             require_start_of_run(self.root)
         return run
 
+    def read_step(self, number: int) -> StepFolder:
+        """Return a step in its usual folder; without a folder, it is incomplete. On rank 0."""
+        return read_step(self.open_store(), number)
+
     def is_good(self, step: StepFolder) -> bool:
         """Return True if a step is complete and no load found it damaged."""
         return step.is_complete and step.save not in self.damaged
@@ -181,7 +185,7 @@ class StepFinder:
         Raises:
             TargetExistsError: A newer version of shardckpt wrote the step.
         """
-        step = read_step(self.open_store(), number)
+        step = self.read_step(number)
         if step.is_newer:
             raise TargetExistsError(
                 "a version of shardckpt that this one cannot read wrote this step, so it is not replaced",

@@ -30,11 +30,15 @@ class RestoredStep(NamedTuple):
 
     Attributes:
         number: Number of the step.
+        name: Name of its folder.
+        save: Id of the save that wrote it.
         branch: Branch of the run for steps that are saved from now on.
         faults: Faults of newer steps.
     """
 
     number: int
+    name: str
+    save: str
     branch: int
     faults: tuple[str, ...]
 
@@ -101,7 +105,8 @@ def _load_newest(
         path = finder.path(latest.name)
         damage = _load_step(finder, path, state, options, is_last=wanted is not None)
         if not damage:
-            return RestoredStep(latest.number, latest.branch, (*latest.faults, *damages.values()))
+            faults = (*latest.faults, *damages.values())
+            return RestoredStep(latest.number, latest.name, latest.save, latest.branch, faults)
         if finder.has_save(latest.save):
             damages[latest.save] = damage
             finder.damaged.add(latest.save)

@@ -7,7 +7,7 @@ from functools import partial
 
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
 from shardckpt.dtypes import bits
-from shardckpt.format.encodings.element_values import measure_parts
+from shardckpt.format.encodings.element_values import measure_values
 from shardckpt.format.native.payload import HashTask, PayloadChunk
 from shardckpt.format.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import Path
@@ -15,9 +15,6 @@ from shardckpt.state.local.local_shards import TensorShards
 
 _PART_BYTES = 16 << 20
 """Bytes that one task measures."""
-
-_Part = tuple[list[ValueStats], str, bytes | memoryview]
-"""Results of the parts of a chunk, in any order; the dtype of the chunk; bytes of one of its parts."""
 
 
 class ChunkMeter:
@@ -44,7 +41,7 @@ class ChunkMeter:
         Args:
             data: The bytes.
         """
-        tasks: list[list[_Part]] = []
+        tasks: list[list[HashTask]] = []
         filled = _PART_BYTES
         for number, values in self._split_elements(data):
             for at in range(0, len(values), _PART_BYTES):
@@ -52,13 +49,24 @@ class ChunkMeter:
                 if filled + len(part) > _PART_BYTES:
                     tasks.append([])
                     filled = 0
-                tasks[-1].append((self._parts[number], self._chunks[number].dtype, part))
+                tasks[-1].append(self._task(number, part))
                 filled += len(part)
-        return [partial(_measure, group) for group in tasks]
+        return [partial(_run_all, group) for group in tasks]
 
     def stats(self) -> tuple[ValueStats, ...]:
         """Return the statistics of all chunks, after the complete file was measured."""
         return tuple(map(merge_stats, self._parts))
+
+    def _task(self, number: int, data: bytes | memoryview) -> HashTask:
+        """Return the task that measures a part of a chunk."""
+        parts, dtype = self._parts[number], self._chunks[number].dtype
+        at = len(parts)
+        parts.append(ValueStats())
+
+        def measure() -> None:
+            parts[at] = measure_values(data, dtype)
+
+        return measure
 
     def _split_chunks(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Yield the next bytes by chunk."""
@@ -90,14 +98,9 @@ class ChunkMeter:
                 yield number, part[:stop]
 
 
-def _measure(parts: Sequence[_Part]) -> None:
-    """Measure parts of chunks, and add the results to the lists of the chunks."""
-    by_dtype: dict[str, list[_Part]] = {}
-    for part in parts:
-        by_dtype.setdefault(part[1], []).append(part)
-    for dtype, some in by_dtype.items():
-        for (results, _, _), found in zip(some, measure_parts([data for _, _, data in some], dtype), strict=True):
-            results.append(found)
+def _run_all(tasks: Sequence[HashTask]) -> None:
+    for task in tasks:
+        task()
 
 
 def measure_chunk(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> ValueStats:
@@ -109,6 +112,5 @@ def measure_chunk(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> V
     """
     meter = ChunkMeter((chunk,), 0)
     for part in tensor_bytes(view_box(arrays[chunk.path], chunk.box)):
-        for task in meter.split(part):
-            task()
+        _run_all(meter.split(part))
     return meter.stats()[0]

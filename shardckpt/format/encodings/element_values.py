@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +24,6 @@ _HALF_BYTES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 
 _CONVERTED_BYTES = 2 << 20
 """Bytes that are converted at a time: conversions need up to 8 times as many."""
-
-_ROW_BYTES = 16 << 10
-"""Maximum bytes of a row of a table that is measured by rows; NumPy sums longer ones in other parts."""
-
-_PAIRED_BYTES = 256 << 10
-"""Minimum bytes to count by pairs: the table of all pairs has 512 KiB."""
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -74,41 +67,6 @@ def measure_values(data: Buffer, dtype: str) -> ValueStats:
         return merge_stats(_measure(convert(part, dtype)) for part in _split(data))
 
 
-def measure_parts(parts: Sequence[Buffer], dtype: str) -> list[ValueStats]:
-    """Return the statistics of each of several parts, those of `measure_values`, with few calls of NumPy.
-
-    Args:
-        parts: Complete elements, row-major.
-        dtype: Dtype in torch's spelling.
-    """
-    by_size: dict[int, list[int]] = {}
-    for at, part in enumerate(parts):
-        by_size.setdefault(len(part), []).append(at)
-    found = [ValueStats()] * len(parts)
-    for nbytes, places in by_size.items():
-        if bits(dtype) <= 8 or not 0 < nbytes <= _ROW_BYTES:
-            rows = [measure_values(parts[at], dtype) for at in places]
-        else:
-            rows = _measure_equal_sizes([parts[at] for at in places], dtype)
-        for at, row in zip(places, rows, strict=True):
-            found[at] = row
-    return found
-
-
-def _measure_equal_sizes(parts: Sequence[Buffer], dtype: str) -> list[ValueStats]:
-    """Return the statistics of parts of one size, as rows of tables."""
-    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
-
-    convert = _CONVERSIONS.get(dtype, _as_array)
-    most = _CONVERTED_BYTES // len(parts[0])
-    found: list[ValueStats] = []
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(parts), most):
-            some = parts[start : start + most]
-            found += _measure_rows(convert(memoryview(b"".join(some)), dtype).reshape(len(some), -1))
-    return found
-
-
 def _split(data: Buffer) -> Iterator[memoryview]:
     view = memoryview(data).cast("B")
     return (view[at : at + _CONVERTED_BYTES] for at in range(0, len(view), _CONVERTED_BYTES))
@@ -138,31 +96,11 @@ def _measure(values: NDArray[Any]) -> ValueStats:
     return ValueStats(0, 0, zeros, values.size, float(values.min()), float(values.max()), total, squares)
 
 
-def _measure_rows(values: NDArray[Any]) -> list[ValueStats]:
-    """Return the statistics of each row of a table of real numbers of 2 bytes or more, those of `_measure`."""
-    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
-
-    size = values.shape[1]
-    columns = (
-        np.count_nonzero(values == 0, axis=1),
-        values.min(axis=1),
-        values.max(axis=1),
-        np.add.reduce(values, axis=1, dtype=np.float64),
-        np.einsum("ij,ij->i", values, values, dtype=np.float64),
-    )
-    return [
-        ValueStats(0, 0, zeros, size, float(least), float(largest), total, squares)
-        if math.isfinite(squares)
-        else _measure(row)
-        for row, zeros, least, largest, total, squares in zip(values, *map(np.ndarray.tolist, columns), strict=True)
-    ]
-
-
 def _count_bytes(data: memoryview, dtype: str) -> ValueStats:
     """Return the statistics of elements of a byte or less, from how often each byte occurs."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
-    counts = _count_each_byte(data)
+    counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
     values = _list_values(dtype)
     counts = np.repeat(counts, len(values) // len(counts))
     is_finite = np.isfinite(values)
@@ -181,19 +119,6 @@ def _count_bytes(data: memoryview, dtype: str) -> ValueStats:
         float(np.dot(counts, values)),
         float(np.dot(counts, values * values)),
     )
-
-
-def _count_each_byte(data: memoryview) -> NDArray[np.intp]:
-    """Return how often each of the 256 bytes occurs; pairs of bytes take half the time of bytes."""
-    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
-
-    if len(data) < _PAIRED_BYTES:
-        return np.bincount(np.frombuffer(data, np.uint8), minlength=256)
-    pairs = np.bincount(np.frombuffer(data, np.uint16, len(data) // 2), minlength=1 << 16).reshape(256, 256)
-    counts: NDArray[np.intp] = pairs.sum(axis=0) + pairs.sum(axis=1)
-    if len(data) % 2:
-        counts[data[-1]] += 1
-    return counts
 
 
 @lru_cache

@@ -46,6 +46,18 @@ def step_name(number: int) -> str:
     return f"step-{number:08d}"
 
 
+_WITNESS = ".witness.json"
+
+
+def witness_name(step: str) -> str:
+    """Return the name of the file beside a step that records the training steps behind it.
+
+    Args:
+        step: Name of the step's folder.
+    """
+    return f"{step}{_WITNESS}"
+
+
 def is_step_name(name: str) -> bool:
     """Return True if a folder name is that of a step."""
     return _STEP.fullmatch(name) is not None
@@ -603,8 +615,10 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
         return []
     for step in gone:
         _delete_mark(store, step.name)
-    now = read_run_to_remove(open_store(store.url))
+    fresh = open_store(store.url)
+    now = read_run_to_remove(fresh)
     now.require_readable()
+    _delete_witnesses(store, fresh.list(), {step.name for step in now.steps if step.name not in names})
     needed = now.referred(but=names)
     left = {step.name: step for step in now.steps}
     rests = [_without(left[step.name], step.own) for step in gone if step.name in left]  # links are removed already
@@ -615,6 +629,14 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
         if folder in others:
             _delete_unneeded(store, others[folder], files - needed.get(folder, frozenset()))
     return other_content(rests)
+
+
+def _delete_witnesses(store: Store, entries: Sequence[Listed], kept: Set[str]) -> None:
+    """Remove the records beside steps that are gone."""
+    for entry in entries:
+        step = entry.name.removesuffix(_WITNESS)
+        if not entry.is_folder and step != entry.name and is_step_name(step) and step not in kept:
+            store.delete(entry.name)
 
 
 def other_content(steps: Iterable[StepFolder]) -> list[str]:

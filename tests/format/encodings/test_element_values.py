@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardckpt.format.encodings import element_values
-from shardckpt.format.encodings.element_values import measure_parts, measure_values
+from shardckpt.format.encodings.element_values import measure_values
 from shardckpt.format.value_stats import ValueStats
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -65,35 +65,6 @@ def test_values_of_several_parts_are_those_of_one(dtype: torch.dtype, monkeypatc
     tensor = (torch.arange(10_000) % 127).to(dtype)
     monkeypatch.setattr(element_values, "_CONVERTED_BYTES", 64)
     assert_close(measure(tensor), expect(tensor))
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.bool], ids=str)
-def test_parts_that_are_measured_together_have_the_same_statistics(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    tensors = [(torch.randn(size) * 100).to(dtype) for size in (0, 1, 7, 7, 129, 7, 129, 8191, 8191, 20_000, 7, 129)]
-    if dtype.is_floating_point:
-        tensors[3][2], tensors[6][::5] = math.nan, -math.inf if dtype != torch.float8_e4m3fn else math.nan
-    data = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
-    assert measure_parts(data, str(dtype).removeprefix("torch.")) == [measure(tensor) for tensor in tensors]
-
-
-def test_small_parts_of_one_size_take_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[tuple[int, ...]] = []
-    rows = element_values._measure_rows
-    monkeypatch.setattr(element_values, "_measure_rows", lambda table: sizes.append(table.shape) or rows(table))
-    monkeypatch.setattr(element_values, "_measure", None)
-    measure_parts([b"abcd" * size for size in (5, 9) * 1000], "float32")
-    assert sizes == [(1000, 5), (1000, 9)]
-
-
-@pytest.mark.parametrize("rest", [0, 1])
-def test_bytes_are_counted_alike_by_pairs(rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    data = torch.randint(0, 256, (10_000 + rest,), dtype=torch.uint8).numpy().tobytes()
-    expected = measure_values(data, "float8_e5m2")
-    monkeypatch.setattr(element_values, "_PAIRED_BYTES", 1000)
-    monkeypatch.setattr(element_values, "_CONVERTED_BYTES", 10_001)
-    assert measure_values(data, "float8_e5m2") == expected
 
 
 @pytest.mark.parametrize("values", [[math.nan], [math.inf, -math.inf], []])

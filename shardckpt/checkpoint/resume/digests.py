@@ -1,0 +1,159 @@
+"""Digests of tensors, batches and random states.
+
+Tensors on a device are reduced there, by sums of integers, which are equal in any order: only sums are copied to the
+host. Other tensors are hashed where they are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_as_bytes
+from shardckpt.torch_features import find_accelerator
+
+_CHUNK_BYTES = 4 << 20
+"""Bytes of a tensor that are reduced at a time; each takes up to eight times its size."""
+
+_GOLDEN, _ODD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+_DIGEST_BITS = 32
+_DIGEST_MASK = (1 << _DIGEST_BITS) - 1
+
+
+def digest_bytes(data: bytes) -> int:
+    """Return a digest of 32 bits."""
+    return xxhash.xxh3_64_intdigest(data) & _DIGEST_MASK
+
+
+def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a digest of 32 bits of each tensor's elements, bit for bit.
+
+    Args:
+        tensors: Plain tensors with any strides, on any devices.
+    """
+    digests = [0] * len(tensors)
+    sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for at, tensor in enumerate(tensors):
+        if tensor.is_cpu:
+            hasher = xxhash.xxh3_64()
+            for part in tensor_bytes(tensor):
+                hasher.update(part)
+            digests[at] = hasher.intdigest() & _DIGEST_MASK
+        elif tensor.numel():
+            sums.setdefault(tensor.device, []).append((at, _sum_rows(tensor.reshape(1, -1))))
+    for group in sums.values():
+        values = torch.cat([total for _, total in group]).tolist()  # the only copy to the host
+        for (at, _), value in zip(group, values, strict=True):
+            digests[at] = _fold(value)
+    return digests
+
+
+def _fold(value: int) -> int:
+    return (value ^ (value >> _DIGEST_BITS)) & _DIGEST_MASK
+
+
+@torch.no_grad()
+def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return a sum of integers for each row, `(row,)`: a digest of its bytes and their places.
+
+    Args:
+        rows: Tensor of any dtype and device, `(row, element)`.
+    """
+    flat = rows.detach().resolve_conj().resolve_neg().contiguous()
+    data = view_as_bytes(flat).view(rows.shape[0], -1)
+    width = next(size for size in (8, 4, 2, 1) if data.shape[1] % size == 0)
+    if data.storage_offset() % width:
+        data = data.clone()
+    words = data.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+    total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    step = max(_CHUNK_BYTES // (width * max(rows.shape[0], 1)), 1)
+    for start in range(0, words.shape[1], step):
+        part = words[:, start : start + step].to(torch.int64)
+        places = torch.arange(start, start + part.shape[1], dtype=torch.int64, device=rows.device)
+        mixed = (part ^ (places * _GOLDEN)) * _ODD
+        mixed ^= mixed >> 31
+        mixed *= _GOLDEN
+        total += (mixed ^ (mixed >> 29)).sum(1)
+    return total
+
+
+class SampleDigests(NamedTuple):
+    """Digests of one rank's batch.
+
+    Attributes:
+        ordered: Digest of the batch in the order of its samples.
+        samples: Digest of each sample.
+    """
+
+    ordered: int
+    samples: tuple[int, ...]
+
+
+def digest_batch(batch: Any) -> SampleDigests:
+    """Return digests of a batch and of each of its samples.
+
+    A sample is a row: the elements of all tensors, arrays and lists at one index of dimension 0. Values of another
+    length than the first belong to the batch alone.
+
+    Args:
+        batch: Tensors, numpy arrays, and lists of plain values, in dicts, lists and tuples.
+    """
+    columns = list(_columns(batch, ""))
+    count = next((len(rows) for _, rows in columns if rows), 0)
+    hashers = [xxhash.xxh3_64() for _ in range(count)]
+    for name, rows in columns:
+        if len(rows) == count:
+            for hasher, row in zip(hashers, rows, strict=True):
+                hasher.update(f"{name}={row};".encode("utf-8", "replace"))
+    samples = tuple(hasher.intdigest() & _DIGEST_MASK for hasher in hashers)
+    return SampleDigests(digest_bytes(repr((columns, samples)).encode("utf-8", "replace")), samples)
+
+
+def _columns(value: Any, name: str) -> Iterator[tuple[str, list[int]]]:
+    """Yield the digests of the rows of each tensor, array and list in a batch, by its place."""
+    if isinstance(value, torch.Tensor):
+        yield name, _digest_rows(value)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        yield name, _digest_rows(torch.from_numpy(np.ascontiguousarray(value)))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _columns(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, _CONTAINERS) for item in value):
+        for at, item in enumerate(value):
+            yield from _columns(item, f"{name}.{at}")
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        yield name, [digest_bytes(repr(item).encode("utf-8", "replace")) for item in value]
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        yield name, [digest_bytes(repr(value).encode("utf-8", "replace"))]
+
+
+_CONTAINERS = (torch.Tensor, np.ndarray, Mapping, list, tuple)
+
+
+def _digest_rows(tensor: torch.Tensor) -> list[int]:
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not own.numel():
+        return [0] * (own.shape[0] if own.dim() else 0)
+    return [_fold(total) for total in _sum_rows(own.reshape(own.shape[0] if own.dim() else 1, -1)).tolist()]
+
+
+def digest_random_states() -> dict[str, int]:
+    """Return digests of the random generators of this process: Python, numpy, torch, and the device in use."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    found = {
+        "python": digest_bytes(repr(random.getstate()).encode("ascii")),
+        "numpy": digest_bytes(f"{kind}{rest}".encode() + np.asarray(keys).tobytes()),
+        "torch": digest_bytes(torch.get_rng_state().numpy().tobytes()),
+    }
+    accelerator = find_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if getattr(module, "is_initialized", lambda: False)():
+            found[accelerator.type] = digest_bytes(module.get_rng_state().cpu().numpy().tobytes())
+    return found

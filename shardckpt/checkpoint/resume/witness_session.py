@@ -1,0 +1,417 @@
+"""Witness of one run: which steps are recorded or compared, and what the ranks agree on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.checkpoint.resume.digests import SampleDigests, digest_batch, digest_random_states
+from shardckpt.checkpoint.resume.environment import describe_environment
+from shardckpt.checkpoint.resume.rank_message import MergedStep, RankStep, encode_rank_step, merge_rank_steps
+from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects, digest_state, find_trained_objects
+from shardckpt.checkpoint.resume.witness import Witness
+from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_restore import RestoredStep
+from shardckpt.errors import CheckpointError, StorageError, UsageError
+from shardckpt.format.witness.record_file import read_record, write_record
+from shardckpt.plan.resume.step_records import (
+    NO_FLOAT,
+    BatchDigests,
+    Observation,
+    StateDigests,
+    WitnessRecord,
+    float_bits,
+)
+from shardckpt.plan.resume.verdict import (
+    Divergence,
+    ResumeDivergence,
+    explain_topology,
+    find_divergence,
+    relative_difference,
+)
+
+_LOG = logging.getLogger("shardckpt")
+
+
+@dataclass(frozen=True)
+class _Start:
+    """State of this rank at a save or a restore: what the next step begins with."""
+
+    number: int
+    objects: TrainedObjects
+    before: StateOnRank
+    last_batch: SampleDigests | None = None
+
+
+class _FirstUse:
+    """Digests of a restored state when its optimizer takes the first step.
+
+    Parameters are then those of the forward pass, and settings those of the step.
+
+    Args:
+        start: The restored state.
+        digest: Digests a state.
+    """
+
+    def __init__(self, start: _Start, digest: Callable[[TrainedObjects], StateOnRank]) -> None:
+        self._start, self._digest = start, digest
+        self._hooks = [optim.register_step_pre_hook(self._look) for optim in start.objects.optimizers]
+        self._has_looked = False
+        self.digests: StateDigests | None = None
+        self.fault: Exception | None = None
+
+    def _look(self, *_args: object) -> None:
+        if self._has_looked:
+            return
+        self._has_looked = True
+        try:
+            self.digests = self._digest(self._start.objects).digests
+        except Exception as error:  # noqa: BLE001  (sent to every rank with the step)
+            self.fault = error
+
+    def end(self) -> None:
+        """Wait no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+class NoWitness:
+    """Session of a run without a witness, which does nothing."""
+
+    def add_step(self, step: int, loss: Any, grad_norm: Any, batch: Any) -> None:
+        """Do nothing."""
+
+    def begin_record(self, number: int, state: Any, is_over: Callable[[], bool]) -> None:
+        """Do nothing."""
+
+    def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
+        """Do nothing."""
+
+
+class WitnessSession(NoWitness):
+    """Recorder and comparer of the steps of one run, on one rank.
+
+    Args:
+        options: Options of the witness.
+        finder: Finder of the run's steps.
+    """
+
+    def __init__(self, options: Witness, finder: StepFinder) -> None:
+        self._options, self._finder = options, finder
+        self._records = _RecordsOnRank0(finder)
+        self._start: _Start | None = None
+        self._fault: Exception | None = None
+        self._due: dict[int, int] = {}  # number of a step to the saved step that it is behind
+        self._random: dict[str, int] = {}
+        self._is_new = True
+        self._first_batch: SampleDigests | None = None
+        self._last: tuple[int, Any] = (-1, None)
+        self._first_use: _FirstUse | None = None
+
+    def add_step(self, step: int, loss: Any, grad_norm: Any, batch: Any) -> None:
+        """Record or compare a step, if it is due; otherwise remember its batch. Collective if it is due.
+
+        Raises:
+            ResumeDivergence: The step differs from its record.
+            RankError: Another rank failed or is lost.
+        """
+        number = require_step_number(step)
+        if self._is_new:
+            self._is_new = False
+            self._first_batch = None if batch is None else digest_batch(batch)
+        self._last = (number, batch)
+        if self._records.is_waiting:
+            self._records.write_finished()
+        if not self._due:
+            return
+        if number in self._due:
+            self._exchange(number, loss, grad_norm, batch)
+        elif number > max(self._due):
+            self._due.clear()
+        if not self._due:
+            self._start = None  # releases the state
+
+    def begin_record(self, number: int, state: Any, is_over: Callable[[], bool]) -> None:
+        """Record the steps behind a save.
+
+        Args:
+            number: Number of the saved step.
+            state: The saved state.
+            is_over: Returns True when the save has ended.
+        """
+        last_step, batch = self._last
+        last = digest_batch(batch) if last_step == number and batch is not None else None
+        self._begin(number, state, last)
+        self._due.update({number + at: number for at in range(1, self._options.steps + 1)})
+        if self._coordinator.rank == 0:
+            self._records.open(number, self._options.steps, is_over)
+
+    def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
+        """Compare the steps behind a restored step with its record, if it has one. Collective.
+
+        Args:
+            restored: The restored step.
+            state: The restored state.
+        """
+        self._is_new, self._first_batch = False, None
+        self._due.clear()
+        steps = self._finder.ask_rank0("reading the witness", lambda: self._records.read(restored))
+        if steps:
+            self._begin(restored.number, state, None)
+            self._due.update(dict.fromkeys(steps, restored.number))
+            if self._start is not None and self._options.deep:
+                self._first_use = _FirstUse(self._start, self._digest)
+
+    @property
+    def _coordinator(self) -> Coordinator:
+        return get_channels(self._finder.group).main
+
+    def _digest(self, objects: TrainedObjects) -> StateOnRank:
+        ranks = self._coordinator
+        return digest_state(objects, ranks.rank, ranks.size, is_deep=self._options.deep > 0)
+
+    def _begin(self, number: int, state: Any, last_batch: SampleDigests | None) -> None:
+        try:
+            self._end_first_use()
+            objects = find_trained_objects(state)
+            before = self._digest(objects)
+            self._start, self._fault = _Start(number, objects, before, last_batch), None
+        except Exception as error:  # noqa: BLE001  (sent to every rank with the next step)
+            self._fault = error
+        self._random = digest_random_states()
+
+    def _end_first_use(self) -> StateDigests | None:
+        """Stop to wait for the first step of a restored optimizer; return the digests at it."""
+        if self._first_use is None:
+            return None
+        ended, self._first_use = self._first_use, None
+        ended.end()
+        if ended.fault is not None:
+            raise ended.fault
+        return ended.digests
+
+    def _exchange(self, number: int, loss: Any, grad_norm: Any, batch: Any) -> None:
+        """Send what this rank saw to rank 0, and act on its verdict."""
+        message: bytes | Exception
+        try:
+            if self._fault is not None:
+                raise self._fault
+            message = encode_rank_step(self._observe(number, loss, grad_norm, batch))
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            message = error
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            found = self._records.add(merge_rank_steps(messages))
+            return [b"" if found is None else json.dumps(asdict(found)).encode()] * len(messages)
+
+        del self._due[number]
+        answer = self._coordinator.coordinate(f"the witness of step {number}", message, decide)
+        if answer:
+            raw = json.loads(answer)
+            self._act_on(Divergence(**{**raw["divergence"], "ranks": tuple(raw["divergence"]["ranks"])}), raw)
+
+    def _act_on(self, divergence: Divergence, raw: dict[str, Any]) -> None:
+        error = ResumeDivergence(divergence, raw["where"])
+        if self._options.on_divergence == "raise" and not raw["is_noise"]:
+            self._due = {step: saved for step, saved in self._due.items() if saved != raw["number"]}
+            raise error
+        if self._coordinator.rank == 0:
+            warnings.warn(str(error), stacklevel=5)
+
+    def _observe(self, number: int, loss: Any, grad_norm: Any, batch: Any) -> RankStep:
+        start = self._start
+        assert start is not None, "a step is due behind a save or a restore"
+        ranks, is_first = self._coordinator, number == start.number + 1
+        is_deep = self._options.is_deep(number - start.number)
+        after = digest_state(start.objects, ranks.rank, ranks.size, is_deep=is_deep)
+        random, self._random = self._random, digest_random_states()
+        return RankStep(
+            number,
+            describe_environment(ranks.size, start.objects, start.before, deterministic=self._options.deterministic),
+            _read_float("loss", loss),
+            _read_float("grad_norm", grad_norm),
+            None if batch is None else digest_batch(batch),
+            self._first_batch if is_first else None,
+            start.last_batch if is_first else None,
+            random,
+            self._random,
+            start.before.digests if is_first else None,
+            after.digests,
+            self._end_first_use(),
+        )
+
+
+def open_session(options: Witness | None, finder: StepFinder) -> NoWitness:
+    """Return the session of a run.
+
+    Args:
+        options: Argument `witness` of the user.
+        finder: Finder of the run's steps.
+
+    Raises:
+        UsageError: The options are none.
+    """
+    if options is None:
+        return NoWitness()
+    if not isinstance(options, Witness):
+        raise UsageError("`witness` must be a Witness", found=repr(options), expected="shardckpt.Witness(steps=2)")
+    return WitnessSession(options, finder)
+
+
+def _read_float(name: str, value: Any) -> int:
+    """Return the bits of a number, which may be a tensor; UsageError for another value."""
+    if value is None:
+        return NO_FLOAT
+    if isinstance(value, torch.distributed.tensor.DTensor):
+        value = value.full_tensor()
+    try:
+        return float_bits(float(value))
+    except Exception as error:  # any type may define __float__
+        raise UsageError(f"`{name}` must be a number", found=repr(value)) from error
+
+
+@dataclass
+class _OpenRecord:
+    """A record that is being written.
+
+    Attributes:
+        record: Steps so far; None before the first.
+        steps: Number of steps to record.
+        is_over: Returns True when its save has ended.
+        is_written: Whether the store has all steps so far.
+    """
+
+    steps: int
+    is_over: Callable[[], bool]
+    record: WitnessRecord | None = None
+    is_written: bool = True
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """A divergence on its way to all ranks.
+
+    Attributes:
+        divergence: The first difference.
+        number: Number of the restored step.
+        where: Path or URL of the restored step.
+        is_noise: Whether the run says that it is not deterministic, and only results differ.
+    """
+
+    divergence: Divergence
+    number: int
+    where: str
+    is_noise: bool
+
+
+class _RecordsOnRank0:
+    """Records of a run on rank 0: those that are written, and the one that is compared."""
+
+    def __init__(self, finder: StepFinder) -> None:
+        self._finder = finder
+        self._open: dict[int, _OpenRecord] = {}
+        self._compared: WitnessRecord | None = None
+        self._name = ""
+        self._first_batch: BatchDigests | None = None
+        self._noise: float | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a record waits for the end of its save."""
+        return any(not each.is_written for each in self._open.values())
+
+    def open(self, number: int, steps: int, is_over: Callable[[], bool]) -> None:
+        """Begin the record of a save."""
+        self.write_finished()
+        self._open = {at: each for at, each in self._open.items() if not each.is_written or at + each.steps > number}
+        self._open[number] = _OpenRecord(steps, is_over)
+
+    def read(self, restored: RestoredStep) -> list[int]:
+        """Return the numbers of the steps that the record of a restored step has."""
+        self._compared, self._name = None, restored.name
+        self._open.clear()
+        try:
+            record = read_record(self._finder.open_store(), restored.name)
+        except (CheckpointError, StorageError) as error:
+            warnings.warn(f"the resume is not compared, since its record cannot be read: {error}", stacklevel=6)
+            return []
+        if record is None or record.save != restored.save:
+            _LOG.info("step %d has no witness record: the resume is not compared", restored.number)
+            return []
+        self._compared, self._first_batch, self._noise = record, record.first_batch, record.noise
+        return [step.step for step in record.steps]
+
+    def add(self, merged: MergedStep) -> _Finding | None:
+        """Compare a step with its record, add it to those that are open, and return the divergence."""
+        found = self._compare(merged)
+        self._append(merged)
+        self.write_finished()
+        return found
+
+    def _compare(self, merged: MergedStep) -> _Finding | None:
+        record = self._compared
+        recorded = None if record is None else record.find(merged.record.step)
+        if record is None or recorded is None:
+            return None
+        divergence = find_divergence(record, Observation(merged.environment, merged.record))
+        is_exact = record.environment.is_deterministic and merged.environment.is_deterministic
+        if divergence is not None:
+            where = self._finder.path(self._name)
+            return _Finding(divergence, record.number, where, is_noise=divergence.cause == "loss" and not is_exact)
+        if not is_exact and record.environment.has_equal_layout(merged.environment):
+            self._learn_noise(record, merged, recorded.loss)
+        if merged.record.step == record.steps[-1].step:
+            self._compared = None
+            topology = explain_topology(record.environment, merged.environment)
+            detail = f", {topology}" if topology else ", bit for bit" if is_exact else ""
+            _LOG.info("the resume of step %d is proven over %d steps%s", record.number, len(record.steps), detail)
+        return None
+
+    def _learn_noise(self, record: WitnessRecord, merged: MergedStep, loss: tuple[int, ...]) -> None:
+        """Keep the difference between two runs of one step, and store it with the record."""
+        seen = relative_difference(loss, merged.record.loss) if loss and merged.record.loss else 0.0
+        if self._noise is None or seen > self._noise:
+            self._noise = seen
+            self._compared = replace(record, noise=seen)
+            self._write(self._name, self._compared)
+
+    def _append(self, merged: MergedStep) -> None:
+        step = merged.record
+        for number, each in self._open.items():
+            if not number < step.step <= number + each.steps:
+                continue
+            record = each.record
+            if record is None:
+                first = merged.first_batch or self._first_batch
+                first = None if first is None else first.spread_over(merged.environment.world)
+                record = WitnessRecord("", number, merged.environment, (), first, merged.last_batch, self._noise)
+            kept = replace(step, before=step.before if step.step == number + 1 else None, used=None)
+            each.record, each.is_written = replace(record, steps=(*record.steps, kept)), False
+
+    def write_finished(self) -> None:
+        """Write the records whose saves have ended."""
+        for number, each in self._open.items():
+            if not each.is_written and each.is_over() and each.record is not None:
+                each.is_written = True
+                try:
+                    saved = self._finder.read_step(number)
+                except (CheckpointError, StorageError) as error:
+                    warnings.warn(f"the witness of step {number} could not be stored: {error}", stacklevel=6)
+                    continue
+                if saved.is_complete:
+                    each.record = replace(each.record, save=saved.save)
+                    self._write(saved.name, each.record)
+
+    def _write(self, name: str, record: WitnessRecord) -> None:
+        try:
+            write_record(self._finder.open_store(), name, record)
+        except StorageError as error:
+            warnings.warn(f"the witness of {name} could not be stored: {error}", stacklevel=6)

@@ -1,0 +1,1 @@
+"""Files of witness records beside the steps of a run."""

@@ -1,0 +1,97 @@
+"""Digests of batches and tensors: what changes them, and what does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardckpt.checkpoint.resume import digests
+from shardckpt.checkpoint.resume.digests import digest_batch, digest_random_states, digest_tensors
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.float16, torch.float64)
+
+
+def rows_of(batch: Any, rows: list[int]) -> Any:
+    return {
+        name: each[rows] if isinstance(each, torch.Tensor) else [each[at] for at in rows]
+        for name, each in batch.items()
+    }
+
+
+BATCH = {"tokens": torch.arange(24).view(6, 4), "weights": torch.rand(6, dtype=torch.float64), "ids": list("abcdef")}
+
+
+def test_samples_have_the_same_digests_in_any_order_and_split() -> None:
+    whole = digest_batch(BATCH)
+    parts = [digest_batch(rows_of(BATCH, rows)) for rows in ([4, 1], [0, 5, 3], [2])]
+    assert len(set(whole.samples)) == 6
+    assert Counter(whole.samples) == sum((Counter(part.samples) for part in parts), Counter())
+
+
+def test_the_order_of_samples_changes_the_digest_of_the_batch() -> None:
+    assert digest_batch(rows_of(BATCH, [1, 0, 2, 3, 4, 5])).ordered != digest_batch(BATCH).ordered
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_each_part_of_a_sample_changes_its_digest_alone(name: str) -> None:
+    changed = dict(BATCH)
+    changed[name] = list("abcxef") if name == "ids" else BATCH[name].clone()
+    if name != "ids":
+        changed[name][3] += 1
+    differing = [a != b for a, b in zip(digest_batch(changed).samples, digest_batch(BATCH).samples, strict=True)]
+    assert differing == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "batch", [None, 3, [], {}, torch.tensor(1.0), [torch.rand(2, 3), torch.rand(2)], np.ones((2, 3)), "text"]
+)
+def test_batches_of_any_kind_have_a_digest(batch: Any) -> None:
+    assert digest_batch(batch) == digest_batch(batch)
+
+
+def test_arrays_and_tensors_of_equal_values_have_equal_samples() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert digest_batch(values).samples == digest_batch(torch.from_numpy(values)).samples
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (4, 8), (0, 3)])
+def test_sums_on_devices_change_with_every_element_and_place(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randint(0, 2, shape, generator=generator).to(dtype)
+    if not tensor.numel():
+        return
+    before = digests._sum_rows(tensor.reshape(1, -1)).item()
+    assert digests._sum_rows(tensor.clone().reshape(1, -1)).item() == before
+    for at in range(tensor.numel()):
+        other = tensor.clone().flatten()
+        other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
+        assert digests._sum_rows(other.reshape(1, -1)).item() != before
+
+
+def test_sums_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.rand(3, 1000)
+    whole = digests._sum_rows(tensor).tolist()
+    monkeypatch.setattr(digests, "_CHUNK_BYTES", 256)
+    assert digests._sum_rows(tensor).tolist() == whole
+
+
+def test_tensors_with_other_strides_have_the_digest_of_their_elements() -> None:
+    tensor = torch.rand(4, 6)
+    assert digest_tensors([tensor.t()]) == digest_tensors([tensor.t().contiguous()])
+    assert digests._sum_rows(tensor.t()).tolist() == digests._sum_rows(tensor.t().contiguous()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(__import__("random").random, "python"), (np.random.rand, "numpy"), (lambda: torch.rand(1), "torch")],
+)
+def test_a_drawn_number_changes_the_digest_of_its_generator_alone(draw: Any, name: str) -> None:
+    before = digest_random_states()
+    draw()
+    after = digest_random_states()
+    assert {each for each in before if before[each] != after[each]} == {name}

@@ -1,0 +1,188 @@
+"""Records are written beside steps, go and move with them, and are compared after a restore."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import SAVED_AT, STEPS, Job
+from harness import run
+
+import shardckpt
+from shardckpt.checkpoint.resume import witness_session
+from shardckpt.errors import UsageError
+from shardckpt.format.native.run_directory import step_name, witness_name
+
+
+def job(root: Path, seed: int = 1, **options: Any) -> Job:
+    return Job("plain", 0, 1, seed, root, **options)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_file())
+
+
+def resumed(root: Path, **options: Any) -> Job:
+    made = job(root, 2, **options)
+    made.restore()
+    return made
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_record_lies_beside_its_step_and_proves_a_clean_resume(
+    in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = job(tmp_path)
+    first.train(SAVED_AT, SAVED_AT, in_background=in_background)
+    shardckpt.checkpoint.save.handle.PENDING_SAVE.wait()
+    assert names(tmp_path) == []
+    first.train(STEPS)
+    assert names(tmp_path) == [witness_name(step_name(SAVED_AT))]
+    with caplog.at_level(logging.INFO, "shardckpt"):
+        resumed(tmp_path).train()
+    assert "the resume of step 3 is proven over 2 steps, bit for bit" in caplog.text
+
+
+def test_a_run_that_dies_after_one_step_leaves_a_record_of_one(tmp_path: Path) -> None:
+    job(tmp_path).train(SAVED_AT + 1, SAVED_AT)
+    other = resumed(tmp_path)
+    torch.manual_seed(9)
+    with pytest.raises(shardckpt.ResumeDivergence, match="random state of torch differs after step 4"):
+        other.train(SAVED_AT + 1)
+
+
+def test_a_divergence_may_be_a_warning(tmp_path: Path) -> None:
+    job(tmp_path).train(saved_at=SAVED_AT)
+    other = resumed(tmp_path, on_divergence="warn")
+    torch.manual_seed(9)
+    with pytest.warns(UserWarning, match="random state of torch differs after step 4"):
+        other.train()
+    assert other.step == STEPS
+
+
+def test_steps_that_are_not_due_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job(tmp_path)
+    made.train(2)
+    for name in ("digest_batch", "digest_state", "digest_random_states"):
+        monkeypatch.setattr(witness_session, name, None)
+    made.train(STEPS)
+
+
+def test_a_checkpointer_without_a_witness_records_nothing(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    made.checkpointer = shardckpt.Checkpointer(tmp_path)
+    made.train(saved_at=SAVED_AT)
+    assert names(tmp_path) == []
+
+
+def test_retention_removes_the_record_with_its_step(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    made.checkpointer = shardckpt.Checkpointer(tmp_path, keep_last=1, witness=shardckpt.Witness(steps=1))
+    for step in (1, 2, 3):
+        made.train(step, step)
+    made.train(4)
+    assert names(tmp_path) == [witness_name(step_name(3))]
+
+
+def test_steps_that_are_saved_each_have_all_of_their_steps_recorded(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    for step in (1, 2, 3):
+        made.train(step, step)
+    made.train(STEPS)
+    for step in (1, 2, 3):
+        record = witness_session.read_record(made.checkpointer._finder.open_store(), step_name(step))
+        assert [each.step for each in record.steps] == [step + 1, step + 2]
+        assert record.steps[0].before is not None
+
+
+def test_copies_of_a_run_and_of_a_step_have_the_record(tmp_path: Path) -> None:
+    job(tmp_path / "run").train(saved_at=SAVED_AT)
+    shardckpt.copy(tmp_path / "run", tmp_path / "all")
+    shardckpt.copy(tmp_path / "run" / step_name(SAVED_AT), tmp_path / "one" / step_name(SAVED_AT))
+    for folder in ("all", "one"):
+        assert names(tmp_path / folder) == [witness_name(step_name(SAVED_AT))]
+        other = resumed(tmp_path / folder)
+        torch.manual_seed(9)
+        with pytest.raises(shardckpt.ResumeDivergence):
+            other.train()
+
+
+def test_the_record_of_a_replaced_step_is_not_compared(tmp_path: Path) -> None:
+    job(tmp_path).train(saved_at=SAVED_AT)
+    other = job(tmp_path, 5)
+    other.checkpointer = shardckpt.Checkpointer(tmp_path)
+    other.train(SAVED_AT)
+    other.checkpointer.save(SAVED_AT, other.state, overwrite=True)
+    resumed(tmp_path).train()
+
+
+def test_a_damaged_record_is_a_warning(tmp_path: Path) -> None:
+    job(tmp_path).train(saved_at=SAVED_AT)
+    path = tmp_path / witness_name(step_name(SAVED_AT))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="cannot be read"):
+        other = resumed(tmp_path)
+    other.train()
+
+
+def test_the_noise_of_a_run_that_is_not_deterministic_is_learned(tmp_path: Path) -> None:
+    def train(made: Job, factor: float) -> None:
+        exact = made.train_step
+        made.train_step = lambda batch: exact(batch).double() * factor
+        made.train()
+
+    job(tmp_path, deterministic=False).train(saved_at=SAVED_AT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(resumed(tmp_path, deterministic=False), 1 + 1e-9)
+        train(resumed(tmp_path, deterministic=False), 1 + 2e-9)
+    with pytest.warns(UserWarning, match="the loss of step 4"):
+        train(resumed(tmp_path, deterministic=False), 1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"steps": 0}, {"steps": True}, {"deep": -1}, {"on_divergence": "stop"}, {"deterministic": 1}]
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        shardckpt.Witness(**options)
+
+
+def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    made.train(SAVED_AT, SAVED_AT)
+    with pytest.raises(UsageError, match="loss"):
+        made.checkpointer.witness(SAVED_AT + 1, loss="low")
+
+
+def without_dropout(rank: int, world: int, style: str, root: Path, *, resumes: bool, fault: bool = False) -> str:
+    made = Job(style, rank, world, 2 if resumes else 1, root)
+    made.model.eval()
+    if resumes:
+        made.restore(*(["data"] if fault else []))
+        made.data.world, made.data.rank = world, rank
+    try:
+        made.train(saved_at=-1 if resumes else SAVED_AT)
+    except shardckpt.ResumeDivergence as error:
+        return f"{error.divergence.cause} {error.divergence.name}"
+    return ""
+
+
+def test_a_resume_on_other_ranks_is_compared_by_samples_and_mean_loss(tmp_path: Path) -> None:
+    assert without_dropout(0, 1, "plain", tmp_path / "one", resumes=False) == ""
+
+    def on_two(rank: int, world: int) -> list[str]:
+        without_dropout(rank, world, "fully_shard", tmp_path / "two", resumes=False)
+        return [
+            without_dropout(rank, world, "ddp", tmp_path / "one", resumes=True),
+            without_dropout(rank, world, "fully_shard", tmp_path / "one", resumes=True),
+            without_dropout(rank, world, "ddp", tmp_path / "one", resumes=True, fault=True),
+        ]
+
+    assert run(2, on_two) == [["", "", "batch repeated"]] * 2
+    assert without_dropout(0, 1, "plain", tmp_path / "two", resumes=True) == ""
+    assert without_dropout(0, 1, "plain", tmp_path / "two", resumes=True, fault=True) == "batch repeated"
