@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def ls(
     root: options.Root,
-    long: Annotated[bool, typer.Option("--long", "-l", help="Show sizes, times and metrics in a table.")] = False,
+    long: Annotated[
+        bool, typer.Option("--long", "-l", help="Show sizes, times, metrics and statistics in a table.")
+    ] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
     """List the complete steps of a run, one number per line; report others on stderr."""
@@ -27,7 +29,10 @@ def ls(
         output.print_json(found)
         return
     if long:
-        output.show_table([*map(_row, found.complete)], header=("step", "size", "saved", "metrics"), right=_NUMBERS)
+        header: tuple[str, ...] = ("step", "size", "saved", "metrics")
+        if any(step.has_stats for step in found.complete):
+            header = (*header, "statistics")
+        output.show_table([_row(step)[: len(header)] for step in found.complete], header=header, right=_NUMBERS)
     else:
         for step in found.complete:
             print(step.number)
@@ -44,4 +49,4 @@ def _row(step: StepInfo) -> tuple[str, ...]:
 
     saved = "" if step.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(step.saved_at))
     metrics = " ".join(f"{escape(name)}={value:.6g}" for name, value in (step.metrics or {}).items())
-    return f"{step.number}", output.size(step.nbytes), saved, metrics
+    return f"{step.number}", output.size(step.nbytes), saved, metrics, "stored" if step.has_stats else ""

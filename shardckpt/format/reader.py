@@ -10,7 +10,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from shardckpt.boxes import Shape
+from shardckpt.boxes import Box, Shape
 from shardckpt.errors import TruncatedError, UsageError
 from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece
@@ -201,6 +201,10 @@ class Reader:
         Data that nothing else guarantees is still checked.
         """
         return self.raw_store
+
+    def piece_stats(self, path: Path) -> Mapping[Box, ValueStats]:  # noqa: ARG002  (as of `value_stats`)
+        """Return the stored statistics of each piece of a tensor; empty without them."""
+        return {}
 
     def value_stats(self, path: Path) -> ValueStats | None:  # noqa: ARG002  (readers of other formats have none)
         """Return the statistics of a tensor that its save stored; None without them."""

@@ -21,6 +21,7 @@ from shardckpt.format.native.run_directory import (
     RunDirectory,
     StepFolder,
     manifest_fault,
+    read_measures,
     read_metrics,
     read_run,
     read_run_to_remove,
@@ -47,6 +48,7 @@ class StepInfo:
         saved_at: Start time of its save, in seconds since the epoch; None if unknown.
         fault: Reason why the step is not complete; empty if it is.
         metrics: Metrics that were saved with it, by name; None if they were not read.
+        has_stats: Whether statistics of its values were saved with it; None if this was not read.
     """
 
     number: int
@@ -55,6 +57,7 @@ class StepInfo:
     saved_at: float | None
     fault: str = ""
     metrics: Mapping[str, float] | None = field(default=None, hash=False)
+    has_stats: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
 
     Args:
         root: Path or URL of the run's folder.
-        metrics: Read the metrics of the complete steps from their manifests.
+        metrics: Read the metrics of the complete steps, and whether they have statistics, from their manifests.
 
     Raises:
         UsageError: The folder does not exist or has no steps; the message describes its content.
@@ -127,8 +130,8 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
     complete = describe_steps(store, run.complete)
     if metrics:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-metrics") as pool:
-            read = pool.map(partial(read_metrics, store), run.complete)
-            complete = tuple(replace(step, metrics=found) for step, found in zip(complete, read, strict=True))
+            read = pool.map(partial(read_measures, store), run.complete)
+            complete = tuple(replace(step, **found._asdict()) for step, found in zip(complete, read, strict=True))
     return StepList(root, complete, describe_steps(store, run.incomplete))
 
 

@@ -45,7 +45,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format import apply_retention
 from shardckpt.format.native import run_directory as steps
-from shardckpt.format.native.run_directory import delete_step, read_about, read_run, step_name
+from shardckpt.format.native.run_directory import delete_step, read_about, read_measures, read_run, step_name
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
@@ -545,7 +545,7 @@ class TestRetention:
 
     def test_manifests_are_read_once_for_it(self, tmp_path, monkeypatch):
         read = []
-        monkeypatch.setattr(steps, "read_about", lambda *a: (read.append(a[1].number), read_about(*a))[1])
+        monkeypatch.setattr(steps, "read_measures", lambda *a: (read.append(a[1].number), read_measures(*a))[1])
         ck = Checkpointer(tmp_path, keep_best=9)
         for number in range(1, 5):
             ck.save(number, state(), metrics={"loss": 1.0})

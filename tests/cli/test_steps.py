@@ -14,7 +14,7 @@ from command import run_here
 from native_writer import write_step
 from shardckpt_cli import exits
 
-from shardckpt import Checkpointer
+from shardckpt import Checkpointer, ls
 from shardckpt.format import apply_retention
 from shardckpt.format.native import run_directory
 from shardckpt.format.native.payload import new_save_id
@@ -51,9 +51,22 @@ def test_ls_shows_sizes_times_and_metrics_of_steps(tmp_path: Path) -> None:
     assert [step["metrics"] for step in listed] == [{"a\nb": "nan", "loss": 0.25}, {}]
 
 
+def test_ls_names_steps_whose_statistics_were_stored(tmp_path: Path) -> None:
+    ck = Checkpointer(tmp_path)
+    ck.save(7, {"w": torch.ones(4)}, stats=True)
+    ck.save(12, {"w": torch.ones(4)})
+    header, first, second = run_here("ls", tmp_path, "-l").out.splitlines()
+    assert header.split()[-1] == "statistics"
+    assert [line.split()[-1] == "stored" for line in (first, second)] == [True, False]
+    listed = json.loads(run_here("ls", tmp_path, "--json").out)["complete"]
+    assert [step["has_stats"] for step in listed] == [True, False]
+    assert [step.has_stats for step in ls(tmp_path).complete] == [None, None], "no manifest was read"
+
+
 def test_a_plain_ls_reads_no_manifest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
-    monkeypatch.setattr(run_directory, "read_about", lambda *step: read.append(step) or {})
+    read_contents = run_directory.read_contents
+    monkeypatch.setattr(run_directory, "read_contents", lambda *step: read.append(step) or read_contents(*step))
     assert run_here("ls", root).code == 0
     assert read == []
     assert run_here("ls", root, "-l").code == 0

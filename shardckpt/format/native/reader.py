@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import cached_property
 from math import prod
 
+from shardckpt.boxes import Box
 from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.encodings import tagged_json
@@ -129,6 +130,13 @@ class NativeReader(Reader):
             return None
         found = merge_stats(unpack_stats(record.stats))
         return found if found.may_describe(prod(record.shape)) else None
+
+    def piece_stats(self, path: Path) -> Mapping[Box, ValueStats]:
+        """Return the statistics of each piece of an array that its save stored; empty without them."""
+        record = self._records_with_stats.get(path)
+        if record is None:
+            return {}
+        return dict(zip(record.boxes(), unpack_stats(record.stats), strict=True))
 
     @cached_property
     def _records_with_stats(self) -> Mapping[Path, ArrayRecord]:

@@ -225,6 +225,12 @@ class ArrayRecord(NamedTuple):
             found.append(Piece(box, places[rows[at]], span))
         return tuple(found)
 
+    def boxes(self) -> list[Box]:
+        """Return the boxes of the pieces."""
+        rows, n, width = self.rows.tolist(), 2 + len(self.shape), self.width
+        starts = range(0, len(rows), width)
+        return [Box(tuple(rows[at + 2 : at + n]), tuple(rows[at + n : at + width])) for at in starts]
+
 
 def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
     """Return the record of a small file without arrays.

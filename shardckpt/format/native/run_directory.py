@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from shardckpt.errors import (
     CheckpointError,
@@ -22,7 +23,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.native.base_refs import is_same_folder, resolve_base
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit, read_commit, read_contents
-from shardckpt.format.native.manifest_json import decode_manifest
+from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.format.native.payload import HF_INDEX
 from shardckpt.format.native.records import group_files_by_base
 from shardckpt.storage.orphans import PARTIAL, is_partial, remove_orphan
@@ -531,13 +532,48 @@ def read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
     Raises:
         CheckpointError: The manifest is damaged.
     """
+    return _read_manifest(store, step).about
+
+
+def _read_manifest(store: Store, step: StepFolder) -> ManifestContents:
     inside = SubfolderStore(store, step.name)
     sizes = _sizes(inside.list())
-    return read_contents(inside, sizes, read_commit(inside, sizes)).about
+    return read_contents(inside, sizes, read_commit(inside, sizes))
 
 
 METRIC = "metric."
 """Prefix of the names of metrics in a manifest's `about`."""
+
+
+class StepMeasures(NamedTuple):
+    """Numbers that were saved with a step.
+
+    Attributes:
+        metrics: Metrics by name.
+        has_stats: Whether it has statistics of the values of a tensor.
+    """
+
+    metrics: Mapping[str, float]
+    has_stats: bool
+
+
+def read_measures(store: Store, step: StepFolder) -> StepMeasures:
+    """Return the numbers that were saved with a complete step; none if its manifest cannot be read.
+
+    Args:
+        store: Store whose root is the run.
+        step: Step to read.
+    """
+    try:
+        contents = _read_manifest(store, step)
+    except (CheckpointError, MissingFileError):
+        return StepMeasures({}, has_stats=False)
+    metrics = {}
+    for name, text in contents.about.items():
+        if name.startswith(METRIC):
+            with suppress(ValueError):
+                metrics[name[len(METRIC) :]] = float(text)
+    return StepMeasures(metrics, any(record.stats for record in contents.arrays))
 
 
 def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
@@ -546,18 +582,8 @@ def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
     Args:
         store: Store whose root is the run.
         step: Step to read.
-
     """
-    try:
-        about = read_about(store, step)
-    except (CheckpointError, MissingFileError):
-        return {}
-    found = {}
-    for name, text in about.items():
-        if name.startswith(METRIC):
-            with suppress(ValueError):
-                found[name[len(METRIC) :]] = float(text)
-    return found
+    return read_measures(store, step).metrics
 
 
 def manifest_fault(store: Store, step: StepFolder) -> str:

@@ -37,11 +37,13 @@ from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import ArrayRecord, make_record, pack_hashes, unpack_hashes
 from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.reader import Reader
+from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import UNREAD, Path, dotted, unflatten
 from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, require_allowed
 from shardckpt.offline.write.conversion import FinalFiles, Hashes, Layout, PlannedFiles
+from shardckpt.offline.write.stored_stats import find_piece_stats, merge_piece_stats
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
@@ -56,6 +58,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
     """
     model = ("model",) if conversion.options.part != "optim" else None
     tree = build_selected_tree(conversion.selection)
+    tree = replace(tree, piece_stats=_find_stats(conversion.reader, tree.arrays))
 
     def plan_layout(_: str, save: str) -> Layout:
         step = plan_step(tree, 1, most_bytes=conversion.max_file_bytes, save=save, model=model)
@@ -72,6 +75,7 @@ def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
         CheckpointError: Elements are missing or duplicate, or a container is damaged.
     """
     tree = build_full_tree(reader, allow_loss=options.allow_loss)
+    tree = replace(tree, piece_stats=_find_stats(reader, tree.arrays))
 
     def plan_layout(_: str, save: str) -> Layout:
         return plan_step(tree, options.world_size, most_bytes=options.max_file_bytes, save=save).layout({})
@@ -92,6 +96,7 @@ class NativeTree:
         topology: JSON value that describes the ranks.
         warnings: Oddities and omitted values, one sentence each.
         variants: Path of further weights of a model to the path of the model; None if it was not saved.
+        piece_stats: Stored statistics of the pieces of the arrays whose values are written as they are.
     """
 
     arrays: Mapping[Path, OutputTensor]
@@ -100,6 +105,11 @@ class NativeTree:
     topology: Mapping[str, object] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     variants: Mapping[Path, Path | None] = field(default_factory=dict)
+    piece_stats: Mapping[Path, Mapping[Box, ValueStats]] = field(default_factory=dict)
+
+
+def _find_stats(reader: Reader, arrays: Mapping[Path, OutputTensor]) -> dict[Path, Mapping[Box, ValueStats]]:
+    return {path: found for path, tensor in arrays.items() if (found := find_piece_stats(reader, tensor))}
 
 
 def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
@@ -209,12 +219,14 @@ class PlannedStep:
         arrays: Sources of the elements.
         payloads: Files of each writer, in order.
         model: Path of the model, for a step of one writer.
+        piece_stats: Statistics that the source stored, by array and piece.
     """
 
     contents: ManifestContents
     arrays: Mapping[Path, OutputTensor]
     payloads: tuple[tuple[PayloadFile, ...], ...]
     model: Path | None
+    piece_stats: Mapping[Path, Mapping[Box, ValueStats]]
 
     def layout(self, small: Mapping[str, bytes]) -> Layout:
         """Return its files, with other files; `COMMIT` is last."""
@@ -229,6 +241,7 @@ class PlannedStep:
             for mine in self.payloads
         ]
         files, arrays = merge_partials(parts, [record.path for record in self.contents.arrays])
+        arrays = tuple(map(self._with_stats, arrays))
         made: dict[str, bytes] = {}
         if self.model is not None:
             made[HF_INDEX] = hf_index(self.payloads[0], self.model)
@@ -240,6 +253,14 @@ class PlannedStep:
             manifest_name(contents.save): manifest,
             COMMIT: encode_commit(contents.save, manifest, files),
         }
+
+    def _with_stats(self, record: ArrayRecord) -> ArrayRecord:
+        """Add the statistics of the source to an array, if its pieces are those of the source or consist of them."""
+        stored = self.piece_stats.get(record.path)
+        if not stored:
+            return record
+        found = merge_piece_stats(record.boxes(), stored)
+        return record._replace(stats=b"".join(stats.pack() for stats in found))
 
 
 def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> PlannedStep:
@@ -272,7 +293,7 @@ def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, mod
         chunks = [PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks]
         carry: dict[str, object] = contents.carried() if writer == 0 else {}
         payloads.append(plan_payloads(save, writer, chunks, most_bytes=most_bytes, model=model, carry=carry))
-    return PlannedStep(contents, arrays, tuple(payloads), model)
+    return PlannedStep(contents, arrays, tuple(payloads), model, tree.piece_stats)
 
 
 def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:

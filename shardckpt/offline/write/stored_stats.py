@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
+from shardckpt.boxes import Box
 from shardckpt.format.reader import Reader
-from shardckpt.format.value_stats import ValueStats
+from shardckpt.format.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.write.report import TensorStats
+from shardckpt.plan.layout.output_files import OutputTensor
 
 
 def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stored: bool) -> TensorStats:
@@ -35,9 +39,52 @@ def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stor
     )
 
 
+def find_piece_stats(reader: Reader, tensor: OutputTensor) -> Mapping[Box, ValueStats]:
+    """Return the statistics that the save stored for each piece of a tensor whose values are written as they are.
+
+    Empty without them, or if the tensor is changed.
+    """
+    entry = tensor.entry
+    if tensor.is_computed or tensor.members or not _is_as_saved(reader, entry):
+        return {}
+    return reader.piece_stats(entry.path)
+
+
+def merge_piece_stats(boxes: Sequence[Box], stored: Mapping[Box, ValueStats]) -> list[ValueStats]:
+    """Return the statistics of boxes that stored pieces make up; empty if there is another box.
+
+    Args:
+        boxes: Disjoint boxes of a tensor.
+        stored: Disjoint pieces with their statistics.
+    """
+    if not boxes:
+        return []
+    order = sorted(boxes)
+    inside: dict[Box, list[Box]] = {box: [] for box in boxes}
+    for piece in stored:
+        box = order[bisect_right(order, (piece.offset, piece.size)) - 1]
+        if piece not in inside and not _contains(box, piece):
+            return []
+        inside[piece if piece in inside else box].append(piece)
+    found = [merge_stats(stored[piece] for piece in pieces) for pieces in inside.values()]
+    sizes = (sum(piece.volume for piece in pieces) for pieces in inside.values())
+    is_made_up = all(
+        size == box.volume and stats.may_describe(size) for box, size, stats in zip(boxes, sizes, found, strict=True)
+    )
+    return found if is_made_up else []
+
+
+def _contains(box: Box, piece: Box) -> bool:
+    return all(start >= first for start, first in zip(piece.offset, box.offset, strict=True)) and all(
+        stop <= last for stop, last in zip(piece.stop, box.stop, strict=True)
+    )
+
+
 def find_stored_stats(reader: Reader, entry: TensorEntry) -> ValueStats | None:
     """Return the statistics that the save stored for a tensor; None without them, or if a reader changed the tensor."""
+    return reader.value_stats(entry.path) if _is_as_saved(reader, entry) else None
+
+
+def _is_as_saved(reader: Reader, entry: TensorEntry) -> bool:
     saved = reader.manifest.tensors.get(entry.path)
-    if saved is None or (saved.pieces, saved.dtype) != (entry.pieces, entry.dtype):
-        return None
-    return reader.value_stats(entry.path)
+    return saved is not None and (saved.pieces, saved.dtype) == (entry.pieces, entry.dtype)

@@ -167,6 +167,42 @@ def test_parts_of_ranks_are_merged_and_replicas_count_once(tmp_path: Path) -> No
         assert (found["same"].shape, found["same"].zeros, found["same"].max) == ((1000,), 1, 999)
 
 
+class TestOtherNumbersOfWriters:
+    """Statistics are kept where the new pieces are those of the source, or consist of them."""
+
+    @pytest.fixture
+    def two(self, tmp_path: Path) -> Path:
+        def body(rank: int, world: int) -> None:
+            torch.manual_seed(0)
+            state = {"model": fully_shard(nn.Linear(7, 12)), "same": torch.arange(1000)}
+            shardckpt.save(state, tmp_path / "two", stats=True)
+
+        run(2, body)
+        return tmp_path / "two"
+
+    @pytest.mark.parametrize(("world_size", "stored"), [(1, 3), (2, 2), (4, 0)])
+    def test_reshard_keeps_those_of_pieces_that_it_does_not_split(
+        self, two: Path, world_size: int, stored: int
+    ) -> None:
+        shardckpt.reshard(two, two.parent / "out", world_size=world_size)
+        found = read(two.parent / "out")
+        assert sum(tensor.is_stored for tensor in found.values()) == stored
+        assert shardckpt.verify(two.parent / "out").ok
+
+    def test_a_step_for_hugging_face_keeps_those_of_tensors_that_are_not_cast(self, two: Path) -> None:
+        shardckpt.consolidate(two, two.parent / "same", to="native")
+        shardckpt.consolidate(two, two.parent / "cast", to="native", dtype="bf16", keep_fp32=["bias"])
+        assert [tensor.is_stored for tensor in read(two.parent / "same").values()] == [True, True]
+        assert {name: tensor.is_stored for name, tensor in read(two.parent / "cast").items()} == {
+            "weight": False,
+            "bias": True,
+        }
+
+    def test_a_copy_keeps_them(self, two: Path) -> None:
+        shardckpt.copy(two, two.parent / "copy")
+        assert all(tensor.is_stored for tensor in read(two.parent / "copy").values())
+
+
 @pytest.mark.parametrize("nbytes", [1, 3, 7, 64])
 def test_elements_that_are_split_between_two_writes_count_once(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_meter, "_PART_BYTES", 16)
