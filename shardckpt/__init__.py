@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint.load.load import MismatchError, load
     from shardckpt.checkpoint.manager import Checkpointer
     from shardckpt.checkpoint.resume.witness import Witness
+    from shardckpt.checkpoint.run.durability import Durability, StepCopy
     from shardckpt.checkpoint.save.async_save import async_save
     from shardckpt.checkpoint.save.handle import SaveHandle, SaveTimings
     from shardckpt.checkpoint.save.save import save
     from shardckpt.checkpoint.stateful.rng_state import RNGState
     from shardckpt.checkpoint.stateful.stateful import PerRank
     from shardckpt.checkpoint.stateful.variant import Variant
+    from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
     from shardckpt.errors import (
         AmbiguousError,
         CheckpointError,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.select.options import Options
     from shardckpt.offline.stats import stats
     from shardckpt.offline.targets.target_registry import list_targets
+    from shardckpt.offline.tiers.tier_list import HolderInfo, TierList, stop_tiers, tiers
     from shardckpt.offline.verify import verify
     from shardckpt.offline.write.problems import FileRange, Problem
     from shardckpt.offline.write.report import (
@@ -102,10 +105,12 @@ _HOMES = {
     "shardckpt.checkpoint.manager": ("Checkpointer",),
     "shardckpt.checkpoint.resume.witness": ("Witness",),
     "shardckpt.plan.resume.verdict": ("Divergence", "ResumeDivergence"),
+    "shardckpt.checkpoint.run.durability": ("Durability", "StepCopy"),
     "shardckpt.checkpoint.save.async_save": ("async_save",),
     "shardckpt.checkpoint.save.handle": ("SaveHandle", "SaveTimings"),
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
     "shardckpt.checkpoint.load.load": ("MismatchError", "load"),
+    "shardckpt.checkpoint.tiers.peer_memory": ("PeerMemory",),
     "shardckpt.open_checkpoint": ("open",),
     "shardckpt.checkpoint.stateful.rng_state": ("RNGState",),
     "shardckpt.checkpoint.save.save": ("save",),
@@ -154,6 +159,7 @@ _HOMES = {
     "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.events.progress": ("Progress",),
+    "shardckpt.offline.tiers.tier_list": ("HolderInfo", "TierList", "stop_tiers", "tiers"),
     "shardckpt.state.keys.kinds": ("StateKind",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
     "shardckpt.state.model.model_state_dict": ("iter_full_state_dict", "model_state_dict"),
@@ -176,6 +182,7 @@ __all__ = [
     "Comparison",
     "Copied",
     "Divergence",
+    "Durability",
     "FallbackEvent",
     "FileInfo",
     "FileRange",
@@ -183,6 +190,7 @@ __all__ = [
     "FormatInfo",
     "FormatList",
     "History",
+    "HolderInfo",
     "IncompleteError",
     "Inspection",
     "LayerDifference",
@@ -198,6 +206,7 @@ __all__ = [
     "OperationEvent",
     "Options",
     "OverlapError",
+    "PeerMemory",
     "PerRank",
     "PrecisionError",
     "Problem",
@@ -218,6 +227,7 @@ __all__ = [
     "StateDictError",
     "StateKind",
     "Statistics",
+    "StepCopy",
     "StepInfo",
     "StepList",
     "StepStats",
@@ -226,6 +236,7 @@ __all__ = [
     "TensorDifference",
     "TensorInfo",
     "TensorStats",
+    "TierList",
     "TruncatedError",
     "UnknownFormatError",
     "UnknownNameError",
@@ -263,6 +274,8 @@ __all__ = [
     "reshard",
     "save",
     "stats",
+    "stop_tiers",
+    "tiers",
     "verify",
 ]
 

@@ -21,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 
 from shardckpt.storage import retry
+from shardckpt.storage.holder.holders import stop_holders
 
 settings.register_profile(
     "seeded",
@@ -53,6 +54,15 @@ def hasty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """
     if request.path.parent.name != "storage":
         monkeypatch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file, too
+
+
+@pytest.fixture(scope="session", autouse=True)
+def holders_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test finds or ends a holder of the user's own runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("sockets")))
+        yield
+        stop_holders()
 
 
 @pytest.fixture(scope="session")

@@ -114,6 +114,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"save"},
         {"run", "dcp_storage"},
         {"resume"},
+        {"tiers"},
     ),
     "offline": (
         {"write"},
@@ -121,7 +122,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"fp8"},
         {"targets", "compare", "report_html"},
         {"verify", "stats"},
-        {"prune"},
+        {"prune", "tiers"},
         {"run_history"},
     ),
 }

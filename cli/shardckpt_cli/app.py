@@ -61,6 +61,7 @@ VERBS = {
     "bisect": Verb(stats.bisect),
     "ls": Verb(ls.ls),
     "prune": Verb(prune.prune),
+    "tiers": Verb(ls.tiers),
 }
 
 

@@ -1,4 +1,4 @@
-"""`shardckpt ls`."""
+"""`shardckpt ls` and `tiers`."""
 
 from __future__ import annotations
 
@@ -50,3 +50,46 @@ def _row(step: StepInfo) -> tuple[str, ...]:
     saved = "" if step.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(step.saved_at))
     metrics = " ".join(f"{escape(name)}={value:.6g}" for name, value in (step.metrics or {}).items())
     return f"{step.number}", output.size(step.nbytes), saved, metrics, "stored" if step.has_stats else ""
+
+
+_Action = Annotated[str, typer.Argument(metavar="[stop]", help="`stop` ends holders; their captures are lost.")]
+_Run = Annotated[str, typer.Argument(metavar="[RUN]", help="Id of the run whose holder to end; all without it.")]
+
+
+def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = False) -> None:
+    """List the holders that keep captures in memory on this machine, or end them.
+
+    Only those of this user.
+    """
+    import shardckpt
+
+    if action not in {"", "stop"}:
+        raise shardckpt.UsageError("`tiers` has one action", found=action, expected="stop")
+    if action == "stop":
+        for stopped in shardckpt.stop_tiers(run or None):
+            print(f"stopped {stopped}")
+        return
+    found = shardckpt.tiers()
+    if as_json:
+        output.print_json(found)
+        return
+    rows = [
+        (
+            holder.run,
+            " ".join(map(str, holder.steps)),
+            output.size(holder.nbytes),
+            output.size(holder.max_bytes),
+            f"{holder.clients}",
+            f"{holder.pid}",
+            f"{max(time.time() - holder.started_at, 0.0):.0f} s",
+        )
+        for holder in found.holders
+    ]
+    if rows:
+        output.show_table(rows, header=("run", "steps", "size", "limit", "clients", "pid", "age"), right=_TIER_NUMBERS)
+    else:
+        print("no holder of this user answers", file=sys.stderr)
+
+
+_TIER_NUMBERS = frozenset({2, 3, 4, 5, 6})
+"""Columns of numbers."""

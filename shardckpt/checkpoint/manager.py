@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
+from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import EARLIER_PARAMS, load
 from shardckpt.checkpoint.resume.witness import Witness
-from shardckpt.checkpoint.resume.witness_session import open_session
-from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
+from shardckpt.checkpoint.run.durability import Durability, decode_durability, encode_copies, require_durable
+from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import restore_step
 from shardckpt.checkpoint.run.step_retention import StepRetention
-from shardckpt.checkpoint.save.async_save import async_save
+from shardckpt.checkpoint.run.step_saver import check_options, join_on_event
 from shardckpt.checkpoint.save.handle import SaveHandle
-from shardckpt.checkpoint.save.save import EARLIER_NAMES, RunNotes, SaveParams, read_notes, save
+from shardckpt.checkpoint.save.save import EARLIER_NAMES, SaveParams
+from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, require_memory_tier
+from shardckpt.checkpoint.tiers.tiered_saver import build_run
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import UsageError, require_bools
-from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
-from shardckpt.format.native.commit import BRANCH
-from shardckpt.format.native.run_directory import METRIC, step_name
+from shardckpt.errors import require_bools
+from shardckpt.events import OnEvent, require_on_event
+from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention, RetentionParams
 
 
@@ -57,6 +56,10 @@ class Checkpointer:
         save_every: `should_save` returns True for multiples of this.
         dedup: Write only tensors that changed since the newest complete step, and refer to older steps for the others.
             Removing a step keeps the files that other steps refer to.
+        tiers: Tiers in front of the root, such as `[PeerMemory(every=10)]`; they need `save_every`. Then `save` and
+            `async_save` return when the state is copied, each tier takes the steps that its `every` names, and the
+            root those of `save_every`, a step that a signal requested, and those that no tier takes. `restore` loads
+            the newest step, wherever it is; `steps`, `latest`, `best` and retention are about the root.
         process_group: Ranks that call the methods; None for all ranks.
         on_event: Called with an event at the end of each save, load, restore, removal of old steps and fallback.
         witness: Record the training steps behind each save, and compare them after a restore; see `witness`.
@@ -83,6 +86,7 @@ class Checkpointer:
         *,
         save_every: int | None = None,
         dedup: bool = False,
+        tiers: Sequence[PeerMemory] = (),
         process_group: dist.ProcessGroup | None = None,
         on_event: OnEvent | None = None,
         witness: Witness | None = None,
@@ -90,14 +94,20 @@ class Checkpointer:
     ) -> None:
         require_bools(dedup=dedup)
         require_on_event(on_event)
-        self._schedule = SaveSchedule(save_every)
-        self._finder = StepFinder(root, process_group)
-        self._retention = StepRetention(Retention.from_params("Checkpointer", **rules), self._finder, on_event)
+        config = require_memory_tier(tiers, save_every)
+        self._schedule = SaveSchedule(save_every, () if config is None else (config.every,))
+        self._finder, self._saver, self._retention, self._witness = build_run(
+            root,
+            process_group,
+            Retention.from_params("Checkpointer", **rules),
+            self._schedule,
+            config,
+            witness,
+            dedup=dedup,
+            on_event=on_event,
+        )
         self._on_event = on_event
-        self.root, self._dedup, self._group = self._finder.root, dedup, process_group
-        self._restored: int | None = None
-        self._branch: int | None = None
-        self._witness = open_session(witness, self._finder)
+        self.root, self._group = self._finder.root, process_group
 
     def path(self, step: int) -> str:
         """Return the path or URL of a step; UsageError unless it is an integer from 0."""
@@ -167,15 +177,7 @@ class Checkpointer:
         Warns:
             UserWarning: The step is saved, but old ones could not be removed.
         """
-        number, branch, unranked, given = self._begin_save(save, step, metrics, options)
-        save(state, self.path(number), **given)
-        self._restored, self._branch = None, branch
-        self._schedule.record_save(number, None)
-        self._witness.begin_record(number, state, lambda: True)
-        if unranked:
-            raise UsageError(unranked)
-        if get_channels(self._group).main.rank == 0:
-            self._retention.apply(number)
+        self._saver.save(step, state, metrics, options)
 
     @renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
     def async_save(
@@ -196,51 +198,7 @@ class Checkpointer:
         Raises:
             ShardckptError: As for `save` and `shardckpt.async_save`; for a missing metric, after the save is complete.
         """
-        number, branch, unranked, given = self._begin_save(async_save, step, metrics, options)
-        user_on_event, is_first = given.pop("on_event"), get_channels(self._group).main.rank == 0
-        background = BackgroundSave()
-
-        def on_event(event: OperationEvent) -> None:
-            background.has_failed = event.error is not None
-            deliver(event, user_on_event)
-            if event.error is None and is_first and not unranked:
-                self._retention.apply(number)
-
-        handle = async_save(state, self.path(number), on_event=on_event, **given)
-        self._restored, self._branch = None, branch
-        self._schedule.record_save(number, background)
-        self._witness.begin_record(number, state, handle.done)
-        if unranked:
-            handle.result()
-            raise UsageError(unranked)
-        return handle
-
-    def _begin_save(self, verb: Callable[..., Any], step: int, metrics: Any, options: Mapping[str, Any]) -> _StepSave:
-        """Check the arguments, and prepare the folder of the step. Collective."""
-        message, options, notes, names = _read_call(
-            verb, step, metrics, options, self._group, self._schedule.has_signal
-        )
-
-        def prepare(messages: list[bytes]) -> list[bytes]:
-            """Check that the folder of the step can be written; return the answers. On rank 0."""
-            number, is_asked = _read_messages(messages, self.root)
-            can_replace = self._finder.is_replaceable(number) or options.get("overwrite", False)
-            unranked = self._retention.find_ranking_fault(number, names)
-            is_behind = self._restored is not None and number < self._restored
-            branch = self._finder.newest_branch() if self._branch is None else self._branch + is_behind
-            return [json.dumps([can_replace, is_asked, unranked, branch]).encode()] * len(messages)
-
-        answer = get_channels(self._group).main.coordinate(f"preparing to save into {self.root}", message, prepare)
-        replaces, is_asked, unranked, branch = json.loads(answer)
-        self._schedule.set_requested(is_asked)
-        number = require_step_number(step)
-        if branch:
-            notes[BRANCH] = str(branch)
-        if self._dedup:
-            options = {"base": lambda: self._finder.find_base(number), "store_digests": True, **options}
-        options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}
-        on_event = _join_on_event(self._on_event, options.get("on_event"))
-        return _StepSave(number, branch, unranked, {**options, "on_event": on_event})
+        return self._saver.async_save(step, state, metrics, options)
 
     @renamed_params(**EARLIER_PARAMS)
     def restore(self, state: Any, *, step: int | Literal["best"] | None = None, **options: Any) -> int | None:
@@ -264,16 +222,19 @@ class Checkpointer:
         Warns:
             UserWarning: Newer steps are damaged; the message lists their faults.
         """
-        is_best = isinstance(step, str) and step == "best"
-        options, wanted, fault = _read_restore(None if is_best else step, options, self._group)
+        wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
+        try:
+            options = check_options(load, options, self._group)
+            wanted = None if step is None or is_best else require_step_number(step)
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            options, fault = {}, error
         if is_best:
             wanted = _find_best(self._finder, self._retention, None, None, fault)
-        on_event = _join_on_event(self._on_event, options.pop("on_event", None))
+        on_event = join_on_event(self._on_event, options.pop("on_event", None))
         restored = restore_step(self._finder, state, wanted, options, on_event=on_event, fault=fault)
         if restored is None:
             return None
-        self._restored, self._branch = restored.number, restored.branch
-        self._schedule.record_restore(restored.number)
+        self._saver.record_restore(restored.number, restored.branch)
         self._witness.begin_comparison(restored, state)
         if restored.faults and get_channels(self._group).main.rank == 0:
             shown = "; ".join(restored.faults[:SHOWN])
@@ -297,6 +258,37 @@ class Checkpointer:
             RankError: Another rank failed or is lost.
         """
         self._witness.add_step(step, loss, grad_norm, batch)
+
+    def durability(self, step: int) -> Durability:
+        """Return what a step survives now: where its complete copies are. Collective.
+
+        A copy on a disk of this machine, or in its memory, survives the training processes; one in a bucket or on a
+        network file system survives the loss of a node too.
+
+        Args:
+            step: Number of the step, equal on every rank.
+
+        Raises:
+            ShardckptError: As for `steps`.
+        """
+        number = require_step_number(step)
+        copies = self._finder.ask_rank0("asking for copies", lambda: encode_copies(self._finder.list_copies(number)))
+        return decode_durability(number, copies)
+
+    def wait(self, step: int | None = None, *, survives: Literal["process", "node"] = "process") -> None:
+        """Wait for the saves in the background that this object started. Collective.
+
+        Args:
+            step: Number of a step that has to survive a failure then; None for any result.
+            survives: Failure that the step has to survive.
+
+        Raises:
+            StorageError: The step does not survive the failure.
+            ShardckptError: A save in the background failed.
+        """
+        self._saver.settle()
+        if step is not None:
+            require_durable(self.durability(step), survives)
 
     @property
     def stop_requested(self) -> bool:
@@ -335,52 +327,6 @@ class Checkpointer:
             yield
 
 
-class _StepSave(NamedTuple):
-    """Arguments of a save on which the ranks have agreed.
-
-    Attributes:
-        number: Number of the step.
-        branch: Branch of the run that the step belongs to.
-        unranked: Reason why steps cannot be ranked by metric; empty if they can.
-        options: Options for `save`.
-    """
-
-    number: int
-    branch: int
-    unranked: str
-    options: dict[str, Any]
-
-
-def _read_call(
-    verb: Callable[..., Any],
-    step: int,
-    metrics: Mapping[str, SupportsFloat] | None,
-    options: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
-    has_signal: bool,
-) -> tuple[bytes | Exception, Mapping[str, Any], RunNotes, list[str]]:
-    """Return the message to rank 0 about a save, its options and notes, and the names of its metrics."""
-    notes = RunNotes()
-    try:
-        options = _check_options(verb, options, group)
-        numbers = _read_metrics(metrics)
-        notes.update(read_notes(options.get("custom_metadata")))
-        notes.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
-        return json.dumps([require_step_number(step), has_signal]).encode(), options, notes, list(numbers)
-    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-        return error, options, notes, []
-
-
-def _read_restore(
-    step: Any, options: Mapping[str, Any], group: dist.ProcessGroup | None
-) -> tuple[dict[str, Any], int | None, Exception | None]:
-    """Return the options of a restore, the number of the only step to try, and the error in them."""
-    try:
-        return _check_options(load, options, group), None if step is None else require_step_number(step), None
-    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-        return {}, None, error
-
-
 def _find_best(
     finder: StepFinder,
     retention: StepRetention,
@@ -391,65 +337,3 @@ def _find_best(
     """Return the best step; if one rank passes a fault, all ranks raise it. Collective."""
     found: int | None = finder.ask_rank0("ranking steps", lambda: retention.find_best(metric, mode), fault)
     return found
-
-
-def _join_on_event(of_run: OnEvent | None, of_call: OnEvent | None) -> OnEvent | None:
-    """Return a function that calls that of the Checkpointer and that of one call."""
-    return of_run if of_call is None else lambda event: deliver(event, of_run, of_call)
-
-
-def _read_messages(messages: Sequence[bytes], root: str) -> tuple[int, bool]:
-    """Return the step that all ranks save, and whether one got a signal; UsageError if they save different ones."""
-    numbers, signals = zip(*map(json.loads, messages), strict=True)
-    if len(set(numbers)) > 1:
-        named = ", ".join(f"rank {rank} step {step}" for rank, step in list(enumerate(numbers))[:SHOWN])
-        raise UsageError("ranks save different steps", where=root, found=named)
-    return numbers[0], any(signals)
-
-
-def _check_options(
-    verb: Callable[..., Any], options: Mapping[str, Any], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    """Return the options of a function, without the process group.
-
-    Raises:
-        UsageError: The function does not have an option, or the process group is not that of the Checkpointer.
-    """
-    known = inspect.signature(verb).parameters.keys() - {"state", "path", "options"}
-    if verb is not load:
-        known |= SaveParams.__annotations__.keys()
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise UsageError(f"`{verb.__name__}` does not take this option", found=", ".join(unknown))
-    require_on_event(options.get("on_event"))
-    given = options.get("process_group")
-    if given is not None and resolve_process_group(given) is not resolve_process_group(group):
-        raise UsageError(
-            "`process_group` must be that of the Checkpointer",
-            found=repr(given),
-            fix="Pass it to Checkpointer(..., process_group=...).",
-        )
-    return {name: value for name, value in options.items() if name != "process_group"}
-
-
-def _read_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as floats; empty for None.
-
-    Raises:
-        UsageError: The metrics are not a mapping of text to numbers.
-    """
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise UsageError(
-            "`metrics` must be numbers by name", found=repr(metrics), expected='a dict such as {"loss": 0.5}'
-        )
-    numbers = {}
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise UsageError("the name of a metric must be text", found=repr(name))
-        try:
-            numbers[name] = float(value)
-        except Exception as error:  # any type may define __float__
-            raise UsageError("a metric must be a number", where=name, found=error) from error
-    return numbers

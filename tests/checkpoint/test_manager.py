@@ -31,8 +31,7 @@ from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt import Checkpointer
-from shardckpt.checkpoint import manager
-from shardckpt.checkpoint.run import step_finder, step_restore
+from shardckpt.checkpoint.run import step_finder, step_restore, step_saver
 from shardckpt.errors import (
     NoCompleteCheckpoint,
     RankError,
@@ -1297,7 +1296,7 @@ def test_so_does_one_on_a_store_without_rename(how, monkeypatch):
 
 
 def test_the_matrix_is_red_where_steps_are_removed_before_the_new_one_is_there(monkeypatch):
-    save = manager.save
+    save = step_saver.save
 
     def early(state: object, path: str, **options: object) -> None:
         if path.endswith(step_name(3)):
@@ -1306,6 +1305,6 @@ def test_the_matrix_is_red_where_steps_are_removed_before_the_new_one_is_there(m
         save(state, path, **options)
 
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(manager, "save", early)
+    monkeypatch.setattr(step_saver, "save", early)
     with pytest.raises(AssertionError, match="nothing is left"):
         bucket_matrix("killed")

@@ -41,6 +41,7 @@ COMMANDS = {
     "bisect": ["RUN --when nan", "RUN --when l2>1e9 --scan"],
     "ls": ["RUN"],
     "prune": ["RUN --dry-run --keep-last 1"],
+    "tiers": [""],
 }
 """Arguments of calls of each command; capital words are paths that `places` makes."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -34,6 +34,7 @@ class SaveSchedule:
 
     Args:
         save_every: Save the steps whose number is a multiple of this; None for no regular saves.
+        tier_every: Save the steps whose number is a multiple of one of these too, in tiers.
 
     Raises:
         UsageError: `save_every` is not a positive integer.
@@ -43,10 +44,10 @@ class SaveSchedule:
         stop_requested: Whether any rank received a signal and all ranks have agreed on it.
     """
 
-    def __init__(self, save_every: int | None) -> None:
+    def __init__(self, save_every: int | None, tier_every: Sequence[int] = ()) -> None:
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` must be a positive integer", found=repr(save_every))
-        self._save_every = save_every
+        self._save_every, self._tier_every = save_every, tier_every
         self._last_step: int | None = None
         self._background: BackgroundSave | None = None
         self._is_due = self._is_watching = False
@@ -87,8 +88,17 @@ class SaveSchedule:
                 self._is_due = self.stop_requested
         elif fault is not None:
             raise fault
-        is_turn = self._save_every is not None and number > 0 and number % self._save_every == 0
+        is_turn = self._is_turn_of_root(number) or (
+            number > 0 and any(not number % every for every in self._tier_every)
+        )
         return number != self._last_step and (is_turn or self._is_due)
+
+    def is_for_root(self, number: int) -> bool:
+        """Return True if a step belongs into the root: it is its turn, a signal came, or no tier takes it."""
+        return self._is_due or self._is_turn_of_root(number) or all(number % every for every in self._tier_every)
+
+    def _is_turn_of_root(self, number: int) -> bool:
+        return self._save_every is not None and number > 0 and number % self._save_every == 0
 
     @contextmanager
     def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:

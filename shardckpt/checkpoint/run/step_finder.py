@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import MIXED
+from shardckpt.checkpoint.run.durability import StepCopy, find_survived, read_mounts
 from shardckpt.errors import NoCompleteCheckpoint, TargetExistsError, UnsupportedError, UsageError
 from shardckpt.format.native.run_directory import (
     RunDirectory,
@@ -28,6 +29,9 @@ from shardckpt.storage.store import Store
 SHOWN = 5
 """Maximum number of steps or faults in a message; others are only counted."""
 
+NO_STEP = (-1, -1)
+"""Order before that of every step."""
+
 _MAX_STEP = 10**18
 
 
@@ -41,6 +45,9 @@ class FoundStep(NamedTuple):
         save: Id of the save that wrote the step; None if no step is complete.
         branch: Branch of the run for steps that are saved after this step is restored.
         unreadable: Reason why this version cannot read a step that is newer than all complete ones; empty without one.
+        order: Branch and number of the step; steps with a greater order are newer.
+        newest: Order of the newest complete step, which may be another one.
+        path: Path or URL of its folder.
     """
 
     faults: list[str]
@@ -49,6 +56,9 @@ class FoundStep(NamedTuple):
     save: str | None = None
     branch: int = 0
     unreadable: str = ""
+    order: tuple[int, int] = NO_STEP
+    newest: tuple[int, int] = NO_STEP
+    path: str = ""
 
 
 class StepFinder:
@@ -65,6 +75,7 @@ class StepFinder:
         root: Path or URL of the run's folder, without a slash at the end.
         group: Process group of the ranks; None for all ranks.
         damaged: Ids of saves whose steps a load found damaged.
+        has_other_places: Whether a step may also be somewhere else than in the root.
     """
 
     def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
@@ -73,6 +84,7 @@ class StepFinder:
             raise UsageError("this URL names no place", where=as_url(root), fix="Name a bucket, or a folder in it.")
         self.group = group
         self.damaged: set[str] = set()
+        self.has_other_places = False
 
     def path(self, name: str) -> str:
         """Return the path or URL of a step folder."""
@@ -144,9 +156,10 @@ class StepFinder:
             passed: Ids of saves that were tried already.
             fault: Error of this rank, which all ranks raise; None without an error.
         """
-        return FoundStep(*self.ask_rank0("looking for a step", lambda: self._find_on_rank0(wanted, passed), fault))
+        return FoundStep(*self.ask_rank0("looking for a step", lambda: self.find_on_rank0(wanted, passed), fault))
 
-    def _find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
+    def find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
+        """Return the newest step that can be loaded. On rank 0; arguments as for `find_step`."""
         run = self.read()
         matching = [s for s in run.steps if wanted in (None, s.number) and s.save not in passed and not s.is_base]
         newest = next((step for step in reversed(run.complete) if step in matching), None)
@@ -154,14 +167,27 @@ class StepFinder:
         newer = [step for step in faulty if newest is None or step.number > newest.number]
         faults = [step.fault for step in newer if newest is None or not step.is_foreign]
         unreadable = next((step.fault for step in newer if step.is_newer), "")
+        last = (run.complete[-1].branch, run.complete[-1].number) if run.complete else NO_STEP
         if newest is None or unreadable:
-            return FoundStep(faults, unreadable=unreadable)
-        branch = newest.branch if newest == run.complete[-1] else run.complete[-1].branch + 1
-        return FoundStep(faults, newest.number, newest.name, newest.save, branch)
+            return FoundStep(faults, unreadable=unreadable, newest=last)
+        order = newest.branch, newest.number
+        branch = find_next_branch(order, last)
+        path = self.path(newest.name)
+        return FoundStep(faults, newest.number, newest.name, newest.save, branch, "", order, last, path)
 
     def has_save(self, save: str) -> bool:
         """Return True if the step that a save wrote is still complete. Collective."""
-        return save in self.ask_rank0("looking again for a step", lambda: [s.save for s in self.read().complete])
+        return save in self.ask_rank0("looking again for a step", self.list_saves)
+
+    def list_saves(self) -> list[str]:
+        """Return the ids of the saves of the complete steps. On rank 0."""
+        return [step.save for step in self.read().complete]
+
+    def list_copies(self, number: int) -> list[StepCopy]:
+        """Return the complete copies of a step, the nearest first. On rank 0."""
+        survives = find_survived(self.root, read_mounts())
+        steps = [step for step in self.read().complete if step.number == number and self.is_good(step)]
+        return [StepCopy("root", self.path(step.name), survives, step.saved_at) for step in steps]
 
     def find_base(self, number: int) -> str | None:
         """Return the newest step that can be the base of a save. On rank 0.
@@ -209,6 +235,16 @@ class StepFinder:
         fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."
         shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])
         return NoCompleteCheckpoint(what, where=self.root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
+
+
+def find_next_branch(restored: tuple[int, int], newest: tuple[int, int]) -> int:
+    """Return the branch of the steps that are saved after a restore, from the orders of two steps.
+
+    Args:
+        restored: Order of the restored step.
+        newest: Order of the newest complete step.
+    """
+    return restored[0] if restored == newest else newest[0] + 1
 
 
 def find_unreadable(run: RunDirectory) -> str:

@@ -102,8 +102,9 @@ def _load_newest(
         finder.require_readable(latest.unreadable)
         if latest.save is None:
             break
-        path = finder.path(latest.name)
-        damage = _load_step(finder, path, state, options, is_last=wanted is not None)
+        path = latest.path
+        is_last = wanted is not None and not finder.has_other_places
+        damage = _load_step(finder, path, state, options, is_last=is_last)
         if not damage:
             faults = (*latest.faults, *damages.values())
             return RestoredStep(latest.number, latest.name, latest.save, latest.branch, faults)

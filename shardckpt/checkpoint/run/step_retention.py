@@ -49,7 +49,7 @@ class StepRetention:
                 emit(recorder.build(None), self._on_event)
         except (StorageError, CheckpointError, UsageError) as error:
             emit(recorder.build(error), self._on_event)
-            warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=4)
+            warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=5)
 
     def _delete(self, saved: int) -> tuple[StepFolder, ...]:
         """Delete steps, and return them."""
@@ -70,7 +70,7 @@ class StepRetention:
         if deleted.other_content:
             stay = deleted.other_content
             shown = ", ".join(map(escape, stay[:SHOWN])) + (", ..." if len(stay) > SHOWN else "")
-            warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=5)
+            warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=6)
         return deleted.steps
 
     def _read_metrics(self, store: Store, step: StepFolder) -> Mapping[str, float]:

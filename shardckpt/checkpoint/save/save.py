@@ -18,7 +18,7 @@ from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError, require_bools, unknown_keyword_error
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.format.native.commit import BRANCH
-from shardckpt.format.native.run_directory import METRIC
+from shardckpt.format.native.run_directory import AFTER, METRIC
 from shardckpt.storage.resolve_url import as_url
 
 EARLIER_NAMES = {
@@ -68,8 +68,8 @@ def save(
         overwrite: Replace an existing checkpoint; False by default, as the options below.
         checksums: Store a hash of every 4 MiB block, and require that replicated data is equal; True by default.
         process_group: Ranks that save; None for all ranks.
-        custom_metadata: Free text by name, stored in the manifest. Reserved for `Checkpointer`: `run.branch` and names
-            that begin with `metric.`.
+        custom_metadata: Free text by name, stored in the manifest. Reserved for `Checkpointer`: `run.branch`,
+            `run.after` and names that begin with `metric.`.
         base: Checkpoint to refer to for unchanged tensors, which are not written again. It must have been saved with
             `store_digests` or with a base, and must stay in its place. Or a function that returns it, called on rank 0
             when the save begins.
@@ -171,7 +171,7 @@ def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
         UsageError: The metadata is not a mapping of text to text, or has a name that is reserved for `Checkpointer`.
     """
     notes = _require_texts("custom_metadata", custom_metadata)
-    reserved = [name for name in notes if name == BRANCH or name.startswith(METRIC)]
+    reserved = [name for name in notes if name in {BRANCH, AFTER} or name.startswith(METRIC)]
     if reserved and not isinstance(custom_metadata, RunNotes):
         raise UsageError(
             "`custom_metadata` must not have names that are reserved for `Checkpointer`",

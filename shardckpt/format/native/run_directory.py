@@ -541,6 +541,9 @@ def _read_manifest(store: Store, step: StepFolder) -> ManifestContents:
     return read_contents(inside, sizes, read_commit(inside, sizes))
 
 
+AFTER = "run.after"
+"""Key in the `about` of a capture in memory: branch and number of the newest step of the root that preceded it."""
+
 METRIC = "metric."
 """Prefix of the names of metrics in a manifest's `about`."""
 

@@ -69,6 +69,13 @@ class HolderConnection:
         with self._lock:
             self._drop()
 
+    def abandon(self) -> None:
+        """Close the connection of a forked process, whose parent may hold the lock."""
+        if self._connection is not None:
+            self._connection.close()
+
+    __del__ = abandon
+
     def _exchange(self, message: dict[str, Any], shown: str) -> tuple[dict[str, Any], int | None]:
         with self._lock:
             try:
@@ -141,6 +148,8 @@ def _forget_connections() -> None:
     """Forget the parent's connections in a forked process, which needs its own."""
     global _LOCK  # noqa: PLW0603
     _LOCK = threading.Lock()
+    for connection in _CONNECTIONS.values():
+        connection.abandon()
     _CONNECTIONS.clear()
 
 

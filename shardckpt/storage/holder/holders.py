@@ -38,7 +38,7 @@ _PROCESS = "shardckpt.storage.holder.holder_process"
 
 
 @dataclass(frozen=True, slots=True)
-class HolderInfo:
+class RunningHolder:
     """A holder of this user.
 
     Attributes:
@@ -77,8 +77,12 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
     """
     require_sockets()
     for attempt in range(_STARTS):
-        with suppress(HolderGoneError):
+        try:
             get_holder_connection(require_run(run)).request("limit", max_bytes=max_bytes)
+        except HolderGoneError as error:
+            if isinstance(error.__cause__, TimeoutError):  # it is there, and stopped or hanging
+                raise
+        else:
             return
         _start_process([run, str(max_bytes), str(idle_s), last])
         if not attempt:
@@ -102,7 +106,7 @@ def _start_process(args: list[str]) -> None:
         raise StorageError("the holder cannot be started", where=args[0], found=last_line)
 
 
-def list_holders() -> list[HolderInfo]:
+def find_holders() -> list[RunningHolder]:
     """Return the holders of this user on this node, in the order of their runs.
 
     A holder that does not answer is left out.
@@ -167,6 +171,6 @@ def _connect_all() -> Iterator[tuple[str, socket.socket]]:
                 yield run, connection
 
 
-def _to_info(run: str, answer: dict[str, object]) -> HolderInfo:
+def _to_info(run: str, answer: dict[str, object]) -> RunningHolder:
     numbers = {name: answer.get(name) for name in ("pid", "started_at", "nbytes", "max_bytes", "clients")}
-    return HolderInfo(run, f"{SCHEME}://{run}", **numbers)  # type: ignore[arg-type]  # shown only
+    return RunningHolder(run, f"{SCHEME}://{run}", **numbers)  # type: ignore[arg-type]  # shown only

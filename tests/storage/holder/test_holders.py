@@ -16,7 +16,7 @@ from shardckpt.storage.holder import holder_connection
 from shardckpt.storage.holder.holder_messages import MAX_MESSAGE_BYTES
 from shardckpt.storage.holder.holder_sockets import connect_socket, open_socket_folder, require_own_peer, socket_folder
 from shardckpt.storage.holder.holder_store import HolderStore
-from shardckpt.storage.holder.holders import list_holders, start_holder, stop_holders
+from shardckpt.storage.holder.holders import find_holders, start_holder, stop_holders
 from shardckpt.storage.store import read_bytes
 
 RUN = "processes"
@@ -38,7 +38,7 @@ def sockets(tmp_path, monkeypatch):
 
 def start(max_bytes=1 << 20, **options):
     start_holder(RUN, max_bytes, last="COMMIT", **options)
-    (info,) = list_holders()
+    (info,) = find_holders()
     return info.pid
 
 
@@ -85,19 +85,19 @@ def test_complete_folders_survive_a_killed_writer_and_torn_ones_do_not():
         assert writer.stdout.readline() == b"written\n"
         store = HolderStore(URL)
         assert [entry.name for entry in store.list()] == ["step-1", "step-2"]
-        os.killpg(os.getpgid(list_holders()[0].pid), 0)  # a session of its own
-        assert os.getsid(list_holders()[0].pid) != os.getsid(writer.pid)
+        os.killpg(os.getpgid(find_holders()[0].pid), 0)  # a session of its own
+        assert os.getsid(find_holders()[0].pid) != os.getsid(writer.pid)
         writer.kill()
     wait_for(lambda: [entry.name for entry in store.list()] == ["step-1"])
     assert read_bytes(store, "step-1/a", 0, 8) == b"step-1/a"
-    assert list_holders()[0].nbytes == len("step-1/a" + "step-1/COMMIT")
+    assert find_holders()[0].nbytes == len("step-1/a" + "step-1/COMMIT")
 
 
 def test_of_processes_that_start_a_holder_at_once_one_wins_and_the_others_find_it():
     code = f'from shardckpt.storage.holder.holders import start_holder; start_holder("{RUN}", 1 << 20, last="COMMIT")'
     racing = [run_python(code) for _ in range(3)]
     assert [process.wait(60) for process in racing] == [0, 0, 0]
-    assert len(list_holders()) == 1
+    assert len(find_holders()) == 1
 
 
 def test_a_holder_is_small_and_keeps_nothing_of_its_starter():
@@ -120,7 +120,7 @@ def test_a_killed_holder_leaves_no_memory_and_its_socket_is_removed_by_the_next_
         writer.write(b"1")
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: is_gone(pid))
-    assert store.list() == [] and list_holders() == []
+    assert store.list() == [] and find_holders() == []
     with pytest.raises(MissingFileError):
         store.size("step-1/COMMIT")
     with pytest.raises(StorageError, match="no holder of this run listens"):
@@ -149,7 +149,7 @@ def test_more_bytes_than_the_maximum_are_refused_and_the_name_of_the_limit_is_in
     with HolderStore(URL).create("a") as writer:
         writer.write(b"1" * 1000)
     start(2000)
-    assert list_holders()[0].max_bytes == 2000
+    assert find_holders()[0].max_bytes == 2000
 
 
 def test_no_process_can_change_a_file_that_has_appeared():
@@ -169,7 +169,7 @@ def test_a_holder_without_clients_ends_after_its_idle_time_and_frees_its_name():
     pid = start(idle_s=0.2)
     holder_connection.get_holder_connection(RUN).close()
     wait_for(lambda: is_gone(pid))
-    assert list_holders() == []
+    assert find_holders() == []
 
 
 def test_stopping_ends_one_run_or_all_and_an_unknown_run_is_an_error():
@@ -180,7 +180,7 @@ def test_stopping_ends_one_run_or_all_and_an_unknown_run_is_an_error():
     wait_for(lambda: is_gone(pid))
     with pytest.raises(UsageError, match="no holder of this run"):
         stop_holders(RUN)
-    assert [info.run for info in list_holders()] == ["other"]
+    assert [info.run for info in find_holders()] == ["other"]
     assert stop_holders() == ["other"]
 
 
@@ -210,7 +210,7 @@ def test_hostile_messages_are_refused_and_the_holder_goes_on():
                 assert answer == b"" or "error" in json.loads(answer), case
     with HolderStore(URL).create("a") as writer:
         writer.write(b"1")
-    assert list_holders()[0].nbytes == 1
+    assert find_holders()[0].nbytes == 1
 
 
 def test_a_folder_that_others_may_use_is_refused(sockets):
@@ -219,14 +219,14 @@ def test_a_folder_that_others_may_use_is_refused(sockets):
     folder = sockets / "shardckpt"
     folder.chmod(0o755)
     with pytest.raises(UnsafeError, match="who alone may use it"):
-        list_holders()
+        find_holders()
     with pytest.raises(StorageError, match="who alone may use it"):
         start()
     folder.chmod(0o700)
     folder.rename(sockets / "moved")
     folder.symlink_to(sockets / "moved")
     with pytest.raises(StorageError):
-        list_holders()
+        find_holders()
     folder.unlink()
 
 
@@ -259,12 +259,12 @@ def test_a_process_of_another_user_is_refused_at_both_ends(tmp_path):
 def test_nodes_of_two_names_have_holders_of_their_own(monkeypatch):
     start()
     monkeypatch.setenv("SHARDCKPT_NODE", "b")
-    assert list_holders() == []
+    assert find_holders() == []
     start_holder(RUN, 1 << 20, last="COMMIT")
-    assert len(list_holders()) == 1
+    assert len(find_holders()) == 1
     stop_holders()
     monkeypatch.setenv("SHARDCKPT_NODE", "../b")
     with pytest.raises(UsageError, match="SHARDCKPT_NODE"):
-        list_holders()
+        find_holders()
     monkeypatch.delenv("SHARDCKPT_NODE")
-    assert len(list_holders()) == 1
+    assert len(find_holders()) == 1

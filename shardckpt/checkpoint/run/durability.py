@@ -1,0 +1,135 @@
+"""Durability of a step: where its copies are, and which failures each of them survives."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardckpt.errors import StorageError, UsageError
+from shardckpt.storage.resolve_url import local_path
+
+PROCESS, NODE = "process", "node"
+FAILURES = (PROCESS, NODE)
+"""Failures that a copy may survive: the end of all training processes, and the loss of a node."""
+
+_REMOTE = re.compile(r"(s3a?|gs|gcs|abfss?|az|adl|hf|oci|oss|obs|tos|r2|sftp|ssh|hdfs|webhdfs|dbfs)://")
+_NETWORK = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
+    "gpfs", "lustre", "nfs", "nfs4", "pvfs2", "smb3", "wekafs",
+}  # fmt: skip
+"""Types of file systems whose files are on other machines."""
+
+_MOUNTS = "/proc/self/mountinfo"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCopy:
+    """A complete copy of a step.
+
+    Attributes:
+        tier: `memory`, or `root`.
+        path: Path or URL of the copy.
+        survives: Failures that it survives, of `process` and `node`.
+        saved_at: Start of the save that wrote it, in seconds since the epoch; None if unknown. The writers hashed all
+            bytes, and rank 0 saw every file before the commit.
+    """
+
+    tier: str
+    path: str
+    survives: tuple[str, ...]
+    saved_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """Durability of a step now.
+
+    Attributes:
+        step: Number of the step.
+        copies: Complete copies, the nearest first.
+    """
+
+    step: int
+    copies: tuple[StepCopy, ...]
+
+    @property
+    def survives(self) -> frozenset[str]:
+        """Failures of which at least one copy is spared; empty if the step is nowhere."""
+        return frozenset(failure for copy in self.copies for failure in copy.survives)
+
+
+def encode_copies(copies: Iterable[StepCopy]) -> list[list[Any]]:
+    """Return copies as JSON has them, for `decode_durability`."""
+    return [[copy.tier, copy.path, copy.survives, copy.saved_at] for copy in copies]
+
+
+def decode_durability(step: int, copies: Sequence[Any]) -> Durability:
+    """Return a durability from its step and its copies as JSON."""
+    return Durability(step, tuple(StepCopy(tier, path, tuple(names), at) for tier, path, names, at in copies))
+
+
+def require_durable(durability: Durability, survives: str) -> None:
+    """Require that a step survives a failure.
+
+    Args:
+        durability: Copies of the step.
+        survives: Name of the failure.
+
+    Raises:
+        UsageError: No failure has this name.
+        StorageError: No copy of the step survives it.
+    """
+    if survives not in FAILURES:
+        raise UsageError("`survives` must be 'process' or 'node'", found=repr(survives))
+    if survives not in durability.survives:
+        raise StorageError(
+            f"step {durability.step} does not survive the loss of the {survives}",
+            found=", ".join(copy.path for copy in durability.copies) or "no complete copy",
+            fix="Save it to the root, or to storage that survives this.",
+        )
+
+
+def find_survived(url: str, mounts: str) -> tuple[str, ...]:
+    """Return the failures that files at a path or URL survive; only those that are certain.
+
+    Files on a disk of this machine survive the process. Buckets, other known remote stores, and network file systems
+    survive the node too. Of an unknown protocol only the process is certain; `memory://` of fsspec ends with it.
+
+    Args:
+        url: Path or URL.
+        mounts: Text of `/proc/self/mountinfo`; empty if unknown.
+    """
+    path = local_path(url)
+    if path is None:
+        return FAILURES if _REMOTE.match(url) else () if url.startswith("memory:") else (PROCESS,)
+    return FAILURES if find_file_system(os.path.realpath(path), mounts) in _NETWORK else (PROCESS,)
+
+
+def find_file_system(path: str, mounts: str) -> str:
+    """Return the type of the file system of a path; empty if unknown.
+
+    Args:
+        path: Absolute path without links.
+        mounts: Text of `/proc/self/mountinfo`.
+    """
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        fields, _, rest = line.partition(" - ")
+        columns = fields.split(" ")
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), columns[4]) if len(columns) > 4 else ""
+        is_above = place in {"/", path} or path.startswith(f"{place}/")
+        if place and is_above and len(place) >= len(best):
+            best, kind = place, rest.partition(" ")[0]
+    return kind
+
+
+def read_mounts() -> str:
+    """Return the mounted file systems of this process; empty if the system does not list them."""
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:
+        return ""

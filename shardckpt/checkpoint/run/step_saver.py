@@ -1,0 +1,256 @@
+"""Save the steps of a run: agree on the step, write it, then apply retention."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsFloat
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
+from shardckpt.checkpoint.load.load import load
+from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
+from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_retention import StepRetention
+from shardckpt.checkpoint.save.async_save import async_save
+from shardckpt.checkpoint.save.handle import SaveHandle
+from shardckpt.checkpoint.save.save import RunNotes, SaveParams, read_notes, save
+from shardckpt.errors import UsageError
+from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
+from shardckpt.format.native.commit import BRANCH
+from shardckpt.format.native.run_directory import METRIC, step_name
+
+OnSaved = Callable[[int, Any, Callable[[], bool]], None]
+
+
+class StepSaver:
+    """Saver of the steps of a run; every method is collective.
+
+    Args:
+        finder: Finder of the run's steps.
+        retention: Rules that select the steps to keep.
+        schedule: Schedule of the saves.
+        dedup: Whether unchanged tensors refer to the newest complete step.
+        on_event: Called with the events of the saves; None without a callback.
+
+    Attributes:
+        restored: Number of the step that was restored since the last save; None without one.
+        branch: Branch of the run that the next step belongs to; None if unknown.
+        on_saved: Called with the number and state of a saved step, and a function that returns True when the save has
+            ended.
+    """
+
+    def __init__(
+        self,
+        finder: StepFinder,
+        retention: StepRetention,
+        schedule: SaveSchedule,
+        *,
+        dedup: bool,
+        on_event: OnEvent | None,
+    ) -> None:
+        self._finder, self._retention, self._schedule = finder, retention, schedule
+        self._dedup, self._on_event = dedup, on_event
+        self.restored: int | None = None
+        self.branch: int | None = None
+        self._handle: SaveHandle | None = None
+        self.on_saved: OnSaved = lambda *_: None
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._finder.group
+
+    def record_restore(self, number: int, branch: int) -> None:
+        """Record that a step was restored, and the branch of the steps that are saved from now on."""
+        self.restored, self.branch = number, branch
+        self._schedule.record_restore(number)
+
+    def save(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
+    ) -> None:
+        """Save a step, then remove the steps that no rule keeps; as `Checkpointer.save`."""
+        number, branch, unranked, given = self._begin_save(save, step, metrics, options)
+        save(state, self._path(number), **given)
+        self.record_save(number, branch, None)
+        self.on_saved(number, state, lambda: True)
+        if unranked:
+            raise UsageError(unranked)
+        if get_channels(self._group).main.rank == 0:
+            self._retention.apply(number)
+
+    def async_save(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
+    ) -> SaveHandle:
+        """Save a step in the background; as `Checkpointer.async_save`."""
+        number, branch, unranked, given = self._begin_save(async_save, step, metrics, options)
+        user_on_event, is_first = given.pop("on_event"), get_channels(self._group).main.rank == 0
+        background = BackgroundSave()
+
+        def on_event(event: OperationEvent) -> None:
+            background.has_failed = event.error is not None
+            deliver(event, user_on_event)
+            if event.error is None and is_first and not unranked:
+                self._retention.apply(number)
+
+        handle = self._handle = async_save(state, self._path(number), on_event=on_event, **given)
+        self.record_save(number, branch, background)
+        self.on_saved(number, state, handle.done)
+        if unranked:
+            handle.result()
+            raise UsageError(unranked)
+        return handle
+
+    def settle(self) -> None:
+        """Wait for the last save in the background. Raises its error."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.result()
+
+    def find_branch(self, number: int) -> int:
+        """Return the branch of a step that is about to be saved. On rank 0."""
+        is_behind = self.restored is not None and number < self.restored
+        return self._finder.newest_branch() if self.branch is None else self.branch + is_behind
+
+    def _path(self, number: int) -> str:
+        return self._finder.path(step_name(number))
+
+    def record_save(self, number: int, branch: int, background: BackgroundSave | None) -> None:
+        """Record that a step was saved, or its save in the background was started."""
+        self.restored, self.branch = None, branch
+        self._schedule.record_save(number, background)
+
+    def _begin_save(
+        self,
+        verb: Callable[..., Any],
+        step: int,
+        metrics: Mapping[str, SupportsFloat] | None,
+        options: Mapping[str, Any],
+    ) -> _StepSave:
+        """Check the arguments, and prepare the folder of the step. Collective."""
+        notes, names = RunNotes(), list[str]()
+        message: bytes | Exception
+        try:
+            options = check_options(verb, options, self._group)
+            notes = build_notes(metrics, options.get("custom_metadata"))
+            names = [name.removeprefix(METRIC) for name in notes if name.startswith(METRIC)]
+            message = json.dumps([require_step_number(step), self._schedule.has_signal]).encode()
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            message = error
+        what = f"preparing to save into {self._finder.root}"
+        answer = get_channels(self._group).main.coordinate(
+            what, message, lambda messages: self._prepare_on_rank0(messages, names, options.get("overwrite", False))
+        )
+        replaces, is_asked, unranked, branch = json.loads(answer)
+        self._schedule.set_requested(is_asked)
+        number = require_step_number(step)
+        if branch:
+            notes[BRANCH] = str(branch)
+        if self._dedup:
+            options = {"base": lambda: self._finder.find_base(number), "store_digests": True, **options}
+        options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}
+        on_event = join_on_event(self._on_event, options.get("on_event"))
+        return _StepSave(number, branch, unranked, {**options, "on_event": on_event})
+
+    def _prepare_on_rank0(self, messages: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
+        """Check that the folder of the step can be written; return the answers."""
+        numbers, signals = zip(*map(json.loads, messages), strict=True)
+        number = require_one_step(numbers, self._finder.root)
+        is_replaceable = self._finder.is_replaceable(number)
+        unranked = self._retention.find_ranking_fault(number, names)
+        branch = self.find_branch(number)
+        return [json.dumps([overwrite or is_replaceable, any(signals), unranked, branch]).encode()] * len(messages)
+
+
+class _StepSave(NamedTuple):
+    """Arguments of a save on which the ranks have agreed.
+
+    Attributes:
+        number: Number of the step.
+        branch: Branch of the run that the step belongs to.
+        unranked: Reason why steps cannot be ranked by metric; empty if they can.
+        options: Options for `save`.
+    """
+
+    number: int
+    branch: int
+    unranked: str
+    options: dict[str, Any]
+
+
+def require_one_step(numbers: Sequence[int], root: str) -> int:
+    """Return the step that all ranks save; UsageError if they save different ones."""
+    if len(set(numbers)) > 1:
+        named = ", ".join(f"rank {rank} step {step}" for rank, step in list(enumerate(numbers))[:SHOWN])
+        raise UsageError("ranks save different steps", where=root, found=named)
+    return numbers[0]
+
+
+def build_notes(metrics: Any, custom_metadata: Any) -> RunNotes:
+    """Return the custom metadata of a step, with its metrics.
+
+    Args:
+        metrics: Numbers by name, or None.
+        custom_metadata: Text by name, or None.
+
+    Raises:
+        UsageError: One of them is not such a mapping.
+    """
+    numbers = _read_metrics(metrics)
+    return RunNotes(
+        {**read_notes(custom_metadata), **{f"{METRIC}{name}": repr(value) for name, value in numbers.items()}}
+    )
+
+
+def _read_metrics(metrics: Any) -> dict[str, float]:
+    """Return metrics as floats; empty for None.
+
+    Raises:
+        UsageError: The metrics are not a mapping of text to numbers.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            "`metrics` must be numbers by name", found=repr(metrics), expected='a dict such as {"loss": 0.5}'
+        )
+    numbers = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UsageError("the name of a metric must be text", found=repr(name))
+        try:
+            numbers[name] = float(value)
+        except Exception as error:  # any type may define __float__
+            raise UsageError("a metric must be a number", where=name, found=error) from error
+    return numbers
+
+
+def check_options(
+    verb: Callable[..., Any], options: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Return the options of a function, without the process group.
+
+    Raises:
+        UsageError: The function does not have an option, or the process group is not that of the Checkpointer.
+    """
+    known = inspect.signature(verb).parameters.keys() - {"state", "path", "options"}
+    if verb is not load:
+        known |= SaveParams.__annotations__.keys()
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise UsageError(f"`{verb.__name__}` does not take this option", found=", ".join(unknown))
+    require_on_event(options.get("on_event"))
+    given = options.get("process_group")
+    if given is not None and resolve_process_group(given) is not resolve_process_group(group):
+        raise UsageError(
+            "`process_group` must be that of the Checkpointer",
+            found=repr(given),
+            fix="Pass it to Checkpointer(..., process_group=...).",
+        )
+    return {name: value for name, value in options.items() if name != "process_group"}
+
+
+def join_on_event(of_run: OnEvent | None, of_call: OnEvent | None) -> OnEvent | None:
+    """Return a function that calls that of the Checkpointer and that of one call."""
+    return of_run if of_call is None else lambda event: deliver(event, of_run, of_call)

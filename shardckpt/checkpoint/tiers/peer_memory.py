@@ -1,0 +1,101 @@
+"""`PeerMemory`: settings of the memory tier, and the run and node that its holder belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.plan.layout.output_files import parse_size
+from shardckpt.storage.holder.holder_sockets import NODE
+from shardckpt.storage.holder.holders import IDLE_S
+from shardckpt.storage.resolve_url import local_path
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Tier of captures in shared memory, which survive the training processes.
+
+    A holder process of each node keeps them. It is started by the first save, survives the training processes, and
+    ends after `idle_s` seconds without one, or by `shardckpt tiers stop`.
+
+    Args:
+        copies: Number of other nodes that keep a copy of each capture. This version keeps none: 0.
+        every: Capture the steps whose number is a multiple of this.
+        max_bytes: Maximum memory of the holder of each node, in bytes or as text such as `"64GB"`. The old capture
+            stays until the new one is complete, so there has to be memory for both. None for half of the machine's
+            memory.
+        keep_last: Number of newest captures to keep.
+        idle_s: Seconds without a training process after which the holder ends.
+
+    Raises:
+        UsageError: An argument has an invalid value.
+        UnsupportedError: `copies` is not 0.
+    """
+
+    copies: int = 0
+    every: int = 1
+    max_bytes: int | str | None = None
+    keep_last: int = 1
+    idle_s: float = IDLE_S
+
+    def __post_init__(self) -> None:
+        for name, least in (("copies", 0), ("every", 1), ("keep_last", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise UsageError(f"`{name}` of PeerMemory must be an integer from {least}", found=repr(value))
+        if type(self.idle_s) not in (int, float) or not 0 < self.idle_s < float("inf"):
+            raise UsageError("`idle_s` of PeerMemory must be a positive number", found=repr(self.idle_s))
+        if self.max_bytes is not None:
+            parse_size(self.max_bytes)
+        if self.copies:
+            raise UnsupportedError(
+                "PeerMemory keeps no copies on other nodes in this version",
+                found=f"copies={self.copies}",
+                fix="Pass 0.",
+            )
+
+    def limit(self, memory_bytes: int) -> int:
+        """Return the maximum bytes of a holder, on a machine with so many bytes of memory."""
+        return memory_bytes // 2 if self.max_bytes is None else parse_size(self.max_bytes)
+
+
+def require_memory_tier(tiers: object, save_every: int | None) -> PeerMemory | None:
+    """Return the memory tier among the tiers of a run; None without one.
+
+    Args:
+        tiers: Argument of the user.
+        save_every: Schedule of the root.
+
+    Raises:
+        UsageError: They are not a list of at most one PeerMemory, or the root has no schedule.
+    """
+    if not isinstance(tiers, Sequence) or not all(isinstance(tier, PeerMemory) for tier in tiers) or len(tiers) > 1:
+        raise UsageError("`tiers` must be a list of at most one PeerMemory", found=repr(tiers)[:200])
+    if tiers and save_every is None:
+        raise UsageError("`tiers` need `save_every`, which names the steps for the root", fix="Pass save_every=1000.")
+    return tiers[0] if tiers else None
+
+
+def find_run_id(root: str) -> str:
+    """Return the id under which the captures of a run are found again: equal for equal roots.
+
+    Args:
+        root: Path or URL of the run.
+    """
+    path = local_path(root)
+    place = root.rstrip("/") if path is None else os.path.realpath(path)
+    return hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def find_node_id() -> str:
+    """Return the id of this node: equal for the processes that find the same holders."""
+    boot = ""
+    with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.environ.get(NODE, '')}"

@@ -1,0 +1,133 @@
+"""Find the steps of a run with a memory tier: the newest one that can be loaded, in memory or in the root."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.run.durability import PROCESS, StepCopy
+from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep, StepFinder, find_next_branch
+from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
+from shardckpt.format.native.run_directory import AFTER, StepFolder, read_about
+from shardckpt.storage.store import Store
+
+_LOG = logging.getLogger("shardckpt")
+
+
+def choose_newest(held: FoundStep, root: FoundStep) -> FoundStep:
+    """Return the newer of two steps; of equal ones that in memory, which is nearer.
+
+    Args:
+        held: Newest step in memory that can be loaded.
+        root: The same of the root.
+    """
+    newest = max(held.newest, root.newest)
+    if held.save is None and root.save is None:
+        return root._replace(newest=newest)
+    is_held = held.save is not None and (root.save is None or held.order >= root.order)
+    chosen = held if is_held else root
+    branch = find_next_branch(chosen.order, newest)
+    return chosen._replace(faults=root.faults, unreadable=root.unreadable, branch=branch, newest=newest)
+
+
+def is_of_this_run(about: Mapping[str, str], newest_in_root: tuple[int, int]) -> bool:
+    """Return True if a capture belongs to the run that the root has now.
+
+    The root may have been emptied, and another run begun there: then the step that preceded the capture is not there,
+    nor a newer one.
+
+    Args:
+        about: Custom metadata of the capture.
+        newest_in_root: Order of the newest complete step of the root.
+    """
+    try:
+        branch, number = json.loads(about.get(AFTER, "[-1, -1]"))
+        return (int(branch), int(number)) <= newest_in_root
+    except (ValueError, TypeError):
+        return False
+
+
+class TieredFinder(StepFinder):
+    """Finder of the steps of a run with a memory tier.
+
+    Args:
+        root: Path or URL of the run's folder.
+        group: Process group of the ranks; None for all ranks.
+        memory: Finder of the captures.
+
+    Attributes:
+        newest_in_root: Order of the newest step of the root that this process knows; on rank 0.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None, memory: StepFinder) -> None:
+        super().__init__(root, group)
+        self._memory = memory
+        self.has_other_places = True
+        self.newest_in_root = NO_STEP
+        memory.damaged = self.damaged
+
+    def find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
+        """Return the newest step that can be loaded, in memory or in the root. On rank 0."""
+        root = super().find_on_rank0(wanted, passed)
+        self.newest_in_root = root.newest
+        return choose_newest(self._find_held(wanted, passed), root)
+
+    def _find_held(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
+        """Return the newest capture that can be loaded; without one if the memory cannot be read."""
+        try:
+            self._drop_captures_of_another_run()
+            return self._memory.find_on_rank0(wanted, passed)._replace(faults=[], unreadable="")
+        except ShardckptError as error:
+            _LOG.warning("captures in memory cannot be read: %s", error)
+            return FoundStep([])
+
+    def _drop_captures_of_another_run(self) -> None:
+        store = self._memory.open_store()
+        for step in self._memory.read().complete:
+            if not is_of_this_run(_read_about(store, step), self.newest_in_root):
+                _LOG.warning(
+                    "step %d in memory followed a step that is not in %s any more: the capture is dropped",
+                    step.number,
+                    self.root,
+                )
+                store.delete_folder(step.name)
+
+    def list_saves(self) -> list[str]:
+        """Return the ids of the saves of the complete steps in memory and in the root. On rank 0."""
+        return [*self._list_held_saves(), *super().list_saves()]
+
+    def _list_held_saves(self) -> list[str]:
+        try:
+            return self._memory.list_saves()
+        except ShardckptError:
+            return []
+
+    def newest_branch(self) -> int:
+        """Return the branch of the newest complete step, in memory or in the root. On rank 0."""
+        try:
+            held = self._memory.newest_branch()
+        except ShardckptError:
+            held = 0
+        return max(held, super().newest_branch())
+
+    def list_copies(self, number: int) -> list[StepCopy]:
+        """Return the complete copies of a step, the nearest first. On rank 0."""
+        copies = []
+        try:
+            held = [step for step in self._memory.read().complete if step.number == number and self.is_good(step)]
+            copies = [StepCopy("memory", self._memory.path(step.name), (PROCESS,), step.saved_at) for step in held]
+        except ShardckptError as error:
+            _LOG.warning("captures in memory cannot be read: %s", error)
+        return [*copies, *super().list_copies(number)]
+
+
+def _read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
+    """Return the custom metadata of a capture; empty if it is damaged, which a load finds."""
+    try:
+        return read_about(store, step)
+    except (CheckpointError, MissingFileError):
+        return {}

@@ -1,0 +1,196 @@
+"""Save the steps of a run with a memory tier in front of its root."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple, SupportsFloat
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.resume.witness import Witness
+from shardckpt.checkpoint.resume.witness_session import NoWitness, open_session
+from shardckpt.checkpoint.run.save_schedule import SaveSchedule
+from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_retention import StepRetention
+from shardckpt.checkpoint.run.step_saver import (
+    StepSaver,
+    build_notes,
+    check_options,
+    join_on_event,
+    require_one_step,
+)
+from shardckpt.checkpoint.save.async_save import async_save
+from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle, raise_unretrieved_error
+from shardckpt.checkpoint.save.save import RunNotes
+from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
+from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node_id
+from shardckpt.checkpoint.tiers.tiered_finder import TieredFinder
+from shardckpt.events import OnEvent, OperationEvent
+from shardckpt.format.native.commit import BRANCH
+from shardckpt.format.native.run_directory import AFTER
+from shardckpt.plan.retention import Retention
+
+_FOR_COPY = ("max_staging_bytes", "on_busy")
+"""Options of a save that apply to a capture too."""
+
+
+class _Places(NamedTuple):
+    """Places of a step on which the ranks have agreed.
+
+    Attributes:
+        number: Number of the step.
+        branch: Branch of the run that the step belongs to.
+        after: Order of the newest step of the root.
+        in_memory: Whether it is captured.
+        in_root: Whether it is saved in the root.
+    """
+
+    number: int
+    branch: int
+    after: tuple[int, int]
+    in_memory: bool
+    in_root: bool
+
+
+class RunParts(NamedTuple):
+    """Parts of a `Checkpointer`.
+
+    Attributes:
+        finder: Finder of the steps.
+        saver: Saver of the steps.
+        retention: Retention of the root.
+        witness: Witness of the steps in the root.
+    """
+
+    finder: StepFinder
+    saver: StepSaver | TieredSaver
+    retention: StepRetention
+    witness: NoWitness
+
+
+def build_run(
+    root: str | os.PathLike[str],
+    group: dist.ProcessGroup | None,
+    rules: Retention,
+    schedule: SaveSchedule,
+    config: PeerMemory | None,
+    witness: Witness | None,
+    *,
+    dedup: bool,
+    on_event: OnEvent | None,
+) -> RunParts:
+    """Return the parts of a run, with or without a memory tier.
+
+    Args:
+        root: Path or URL of the run's folder.
+        group: Process group of the ranks; None for all ranks.
+        rules: Rules that select the steps of the root to keep.
+        schedule: Schedule of the saves.
+        config: Settings of the memory tier; None without one.
+        witness: Options of the witness; None without one.
+        dedup: Whether unchanged tensors refer to the newest complete step of the root.
+        on_event: Called with events; None without a callback.
+
+    Raises:
+        UsageError: The root is not a folder's path or URL, or the witness has no options.
+    """
+    plain = StepFinder(root, group)
+    tier = None if config is None else MemoryTier(config, plain.root, group, on_event)
+    tiered = None if tier is None else TieredFinder(root, group, tier.finder)
+    finder = tiered or plain
+    retention = StepRetention(rules, finder, on_event)
+    saver = StepSaver(finder, retention, schedule, dedup=dedup, on_event=on_event)
+    session = open_session(witness, finder)
+    saver.on_saved = session.begin_record
+    if tier is None or tiered is None:
+        return RunParts(finder, saver, retention, session)
+    return RunParts(finder, TieredSaver(saver, schedule, tier, tiered), retention, session)
+
+
+class TieredSaver:
+    """Saver of the steps of a run with a memory tier; every method is collective.
+
+    Args:
+        saver: Saver of the root.
+        schedule: Schedule of the root and the tier.
+        tier: Memory tier.
+        finder: Finder of the steps in both.
+    """
+
+    def __init__(self, saver: StepSaver, schedule: SaveSchedule, tier: MemoryTier, finder: TieredFinder) -> None:
+        self._saver, self._schedule, self._tier, self._finder = saver, schedule, tier, finder
+
+    def record_restore(self, number: int, branch: int) -> None:
+        """Record that a step was restored, and the branch of the steps that are saved from now on."""
+        self._saver.record_restore(number, branch)
+
+    def save(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
+    ) -> None:
+        """Capture a step, save it in the root, or both, in the background."""
+        self.async_save(step, state, metrics, options)
+
+    def async_save(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
+    ) -> SaveHandle:
+        """Capture a step, save it in the root, or both, in the background.
+
+        Returns:
+            A handle of the save in the root; of a capture, one that is done.
+        """
+        self._tier.settle()
+        raise_unretrieved_error()
+        notes = RunNotes()
+        message: bytes | Exception
+        try:
+            given = check_options(async_save, options, self._finder.group)
+            notes = build_notes(metrics, given.get("custom_metadata"))
+            message = json.dumps([require_step_number(step), find_node_id()]).encode()
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            message = error
+        coordinator = get_channels(self._finder.group).main
+        answer = coordinator.coordinate(f"preparing to save a step of {self._finder.root}", message, self._choose)
+        places = _Places(*json.loads(answer))
+        if places.in_memory:
+            notes.update({BRANCH: str(places.branch)} if places.branch else {})
+            notes[AFTER] = json.dumps(places.after)
+            copy_options = {name: given[name] for name in _FOR_COPY if name in given}
+            self._tier.capture(places.number, state, notes, copy_options)
+        if places.in_root:
+            return self._save_in_root(places, state, metrics, options)
+        self._saver.record_save(places.number, places.branch, None)
+        return SaveHandle(AsyncSaveTask(self._tier.finder.root, None))
+
+    def _save_in_root(
+        self, places: _Places, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
+    ) -> SaveHandle:
+        def note_newest(event: OperationEvent) -> None:
+            if event.error is None:
+                self._finder.newest_in_root = places.branch, places.number
+
+        on_event = join_on_event(note_newest, options.get("on_event"))
+        return self._saver.async_save(places.number, state, metrics, {**options, "on_event": on_event})
+
+    def settle(self) -> None:
+        """Wait for the saves in the background.
+
+        Raises:
+            Exception: The save in the root failed; of captures only an error of the state.
+        """
+        try:
+            self._tier.settle()
+        finally:
+            self._saver.settle()
+
+    def _choose(self, messages: list[bytes]) -> list[bytes]:
+        """Choose the places of a step. On rank 0."""
+        numbers, nodes = zip(*map(json.loads, messages), strict=True)
+        number = require_one_step(numbers, self._finder.root)
+        in_memory = not number % self._tier.every and self._tier.prepare(set(nodes))
+        in_root = self._schedule.is_for_root(number)
+        branch = self._saver.find_branch(number)
+        after = self._finder.newest_in_root
+        return [json.dumps(_Places(number, branch, after, in_memory, in_root)).encode()] * len(messages)

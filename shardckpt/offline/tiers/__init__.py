@@ -1,0 +1,1 @@
+"""Captures in the memory of this machine: list and stop their holders."""

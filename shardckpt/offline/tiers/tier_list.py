@@ -1,0 +1,97 @@
+"""`tiers` and `stop_tiers`: the holders of captures of this user on this node."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardckpt.errors import CheckpointError, StorageError
+from shardckpt.format.native.run_directory import read_run
+from shardckpt.storage.holder.holders import find_holders, stop_holders
+from shardckpt.storage.resolve_url import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class HolderInfo:
+    """A holder: a process that keeps the captures of one run.
+
+    Attributes:
+        run: Id of the run.
+        url: URL of its captures, for every function and command.
+        steps: Numbers of the complete captures, the oldest first.
+        nbytes: Bytes of memory for its files, including those being written.
+        max_bytes: Maximum of these bytes.
+        clients: Number of connected processes.
+        pid: Process id.
+        started_at: Time of its start, in seconds since the epoch.
+    """
+
+    run: str
+    url: str
+    steps: tuple[int, ...]
+    nbytes: int
+    max_bytes: int
+    clients: int
+    pid: int
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierList:
+    """Result of `tiers`.
+
+    Attributes:
+        holders: Holders of this user on this node, in the order of their runs.
+    """
+
+    holders: tuple[HolderInfo, ...]
+
+
+def tiers() -> TierList:
+    """List the holders of captures of this user on this node; one that does not answer is not listed.
+
+    Returns:
+        The holders, with the steps that they have.
+
+    Raises:
+        StorageError: The folder of sockets cannot be opened.
+        UnsafeError: Other users may use that folder.
+    """
+    return TierList(
+        tuple(
+            HolderInfo(
+                each.run,
+                each.url,
+                _list_steps(each.url),
+                each.nbytes,
+                each.max_bytes,
+                each.clients,
+                each.pid,
+                each.started_at,
+            )
+            for each in find_holders()
+        )
+    )
+
+
+def stop_tiers(run: str | None = None) -> tuple[str, ...]:
+    """End holders of captures of this user on this node; their captures are lost.
+
+    Args:
+        run: Id of the run; None for all.
+
+    Returns:
+        The ids of the runs whose holders were ended.
+
+    Raises:
+        UsageError: No holder has this run.
+        StorageError: The folder of sockets cannot be opened.
+        UnsafeError: Other users may use that folder.
+    """
+    return tuple(stop_holders(run))
+
+
+def _list_steps(url: str) -> tuple[int, ...]:
+    with suppress(CheckpointError, StorageError):  # it has ended meanwhile
+        return tuple(step.number for step in read_run(open_store(url)).complete)
+    return ()

@@ -1,0 +1,370 @@
+"""The memory tier with real processes: what a killed trainer or holder leaves, what is restored, what is claimed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from forks import is_killed
+from harness import run
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+import shardckpt
+from shardckpt import Checkpointer, PeerMemory
+from shardckpt.checkpoint.tiers import memory_tier, tiered_saver
+from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
+from shardckpt.storage.holder import holder_connection
+from shardckpt.storage.holder.holder_connection import HolderConnection
+from shardckpt.storage.local import LocalWriter
+from shardckpt.storage.resolve_url import open_store
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of sockets for one test, whose holders are ended after it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield
+    pids = [holder.pid for holder in shardckpt.tiers().holders]
+    shardckpt.stop_tiers()
+    wait_for(lambda: not any(Path(f"/proc/{pid}/maps").exists() and is_alive(pid) for pid in pids))
+    assert list((tmp_path / "shardckpt").glob("*.sock")) == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def make(root: Path, *, every: int = 1, save_every: int = 100, on_event=None, **options: object) -> Checkpointer:
+    return Checkpointer(root, save_every=save_every, tiers=[PeerMemory(every=every, **options)], on_event=on_event)
+
+
+def state(value: float = 0.0) -> dict:
+    return {"w": torch.full((300,), float(value)), "step": int(value)}
+
+
+def save(ck: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        ck.save(step, state(step))
+    ck.wait()
+
+
+def restore(root: Path, **options: object) -> int | None:
+    """Restore as a new process does, and return the step, whose values all have to be its own."""
+    holder_connection._forget_connections()
+    into = state(-1.0)
+    step = make(root).restore(into, **options)
+    assert step is None or (into["step"] == step and torch.equal(into["w"], torch.full((300,), float(step))))
+    return step
+
+
+@contextmanager
+def before_request(number: int, act: Callable[[], object]) -> Iterator[list[str]]:
+    """Act before a request to a holder; yields the requests so far."""
+    requests: list[str] = []
+    exchange = HolderConnection._exchange
+
+    def watched(self, message, shown):
+        requests.append(message["op"])
+        if len(requests) == number:
+            act()
+        return exchange(self, message, shown)
+
+    HolderConnection._exchange = watched
+    try:
+        yield requests
+    finally:
+        HolderConnection._exchange = exchange
+
+
+def kill_holder() -> None:
+    for holder in shardckpt.tiers().holders:
+        os.kill(holder.pid, signal.SIGKILL)
+        wait_for(lambda pid=holder.pid: not is_alive(pid))
+
+
+def test_a_step_that_was_captured_survives_a_killed_trainer_and_the_root_has_its_own_steps(tmp_path):
+    def train() -> None:
+        ck = make(tmp_path / "run", every=2, save_every=4)
+        assert [step for step in range(1, 10) if ck.should_save(step)] == [2, 4, 6, 8]
+        save(ck, 2, 4, 6)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert is_killed(train)
+    assert Checkpointer(tmp_path / "run").steps() == (4,)
+    assert [holder.steps for holder in shardckpt.tiers().holders] == [(6,)]
+    assert restore(tmp_path / "run") == 6
+    assert restore(tmp_path / "run", step=4) == 4
+    assert Checkpointer(tmp_path / "run").restore(state()) == 4, "without tiers only the root counts"
+
+
+strides = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@strides
+def test_a_trainer_that_is_killed_at_any_request_leaves_the_old_capture_or_the_new_one(tmp_path, stride):
+    number, was_killed, found = 1 - stride, True, []
+    while was_killed:
+        number += stride
+        root = tmp_path / str(number)
+
+        def train(root: Path = root, number: int = number) -> None:
+            ck = make(root)
+            save(ck, 1)
+            with before_request(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                save(ck, 2)
+
+        was_killed = is_killed(train)
+        found.append(restore(root))
+        (holder,) = shardckpt.tiers().holders
+        assert len(holder.steps) in {1, 2} and holder.steps[-1] == found[-1], "nothing torn is listed"
+        save(make(root), 3)
+        wait_for(lambda: [each.steps for each in shardckpt.tiers().holders] == [(3,)])
+        files = [name for entry in open_store(holder.url).list() for name in open_store(holder.url).list(entry.name)]
+        assert len(files) == 3, "the memory of a killed save is free"
+        shardckpt.stop_tiers()
+    assert found == sorted(found) and {1, 2} == set(found)
+    assert number > 10
+
+
+@strides
+def test_training_goes_on_if_the_holder_is_killed_at_any_request_and_nothing_false_is_claimed(tmp_path, stride):
+    number, is_over = 1 - stride, False
+    while not is_over:
+        number += stride
+        root, events = tmp_path / str(number), []
+        ck = make(root, save_every=2, on_event=events.append)
+        save(ck, 2)
+        with warnings.catch_warnings(record=True) as warned, before_request(number, kill_holder) as requests:
+            warnings.simplefilter("always")
+            save(ck, 3)
+        is_over = len(requests) < number
+        claims = ck.durability(3).survives
+        assert claims == ({"process"} if shardckpt.tiers().holders else set())
+        texts = [str(each.message) for each in warned if "not captured in memory" in str(each.message)]
+        withdrawn = [event for event in events if event.operation == "fallback" and event.step == 3]
+        assert len(texts) == len(withdrawn) <= 1
+        assert restore(root) == (3 if claims else 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            save(ck, 4, 5, 6)
+        assert "process" in ck.durability(6).survives and len(ck.durability(6).copies) == 2
+        shardckpt.stop_tiers()
+    assert number > 10
+
+
+def test_other_numbers_of_ranks_restore_what_killed_ranks_captured(tmp_path):
+    values = torch.arange(70.0).reshape(10, 7)
+
+    def train(rank: int, world: int, root: str) -> list[tuple[str, ...]]:
+        mesh = init_device_mesh("cpu", (world,))
+        ck = make(Path(root), save_every=2)
+        for step in (1, 2, 3):
+            ck.save(step, {"w": distribute_tensor(values * step, mesh, [Shard(0)]), "step": step})
+        ck.wait(3, survives="process")
+        return [copy.tier for copy in ck.durability(2).copies]
+
+    def resume(rank: int, world: int, root: str) -> tuple:
+        mesh = init_device_mesh("cpu", (world,))
+        into = {"w": distribute_tensor(torch.zeros(10, 7), mesh, [Shard(0)]), "step": 0}
+        step = make(Path(root)).restore(into)
+        return step, into["step"], torch.equal(into["w"].full_tensor(), values * 3)
+
+    root = str(tmp_path / "run")
+    assert run(3, train, root) == [["root"]] * 3
+    for world in (2, 4):
+        assert run(world, resume, root) == [(3, 3, True)] * world
+    assert restored_bytes(root, values * 3)
+
+
+def restored_bytes(root: str, expected: torch.Tensor) -> bool:
+    tree = shardckpt.load(shardckpt.tiers().holders[0].url + "/step-00000003")
+    return torch.equal(tree["w"], expected)
+
+
+def test_of_a_capture_and_a_step_of_the_root_the_newer_one_is_restored(tmp_path):
+    ck = make(tmp_path / "run", every=2, save_every=3)
+    save(ck, 2, 3)
+    assert restore(tmp_path / "run") == 3
+    save(ck, 4)
+    assert restore(tmp_path / "run") == 4
+
+
+def test_after_an_older_step_is_restored_its_successors_are_newer_than_all_captures(tmp_path):
+    ck = make(tmp_path / "run", save_every=5)
+    save(ck, 5, 8)
+    assert ck.restore(state(), step=5) == 5
+    save(ck, 6)
+    assert restore(tmp_path / "run") == 6
+
+
+def test_captures_of_a_run_whose_root_was_emptied_are_dropped(tmp_path):
+    root = tmp_path / "run"
+    save(make(root, save_every=2), 2, 3)
+    root.rename(tmp_path / "moved")
+    assert restore(root) is None
+    assert [holder.steps for holder in shardckpt.tiers().holders] == [()]
+    (tmp_path / "moved").rename(root)
+    assert restore(root) == 2
+
+
+def test_a_damaged_capture_is_never_given(tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    ck = make(root, save_every=2)
+    save(ck, 2)
+    write = os.write
+    with monkeypatch.context() as flipped:
+        # What the holder gets differs in one bit from what was hashed, as after a fault of the memory.
+        flipped.setattr(os, "write", lambda fd, data: write(fd, flip(data)) if len(data) > 1000 else write(fd, data))
+        save(ck, 3)
+    with pytest.warns(UserWarning, match="newer steps cannot be loaded, restored step 2"):
+        assert restore(root) == 2
+
+
+def flip(data: memoryview) -> bytes:
+    changed = bytearray(data)
+    changed[-1] ^= 1
+    return bytes(changed)
+
+
+def test_too_little_memory_is_one_warning_that_names_the_limit_and_no_claim(tmp_path):
+    ck = make(tmp_path / "run", save_every=4, max_bytes=1000)
+    with pytest.warns(UserWarning, match=r"not captured in memory.*expected 1000.*max_bytes") as warned:
+        save(ck, 1, 2, 3)
+    assert len(warned) == 1
+    assert ck.durability(1).survives == set()
+    save(ck, 4)
+    assert ck.durability(4).survives == {"process"}
+    with pytest.raises(StorageError, match="does not survive the loss of the node"):
+        ck.wait(4, survives="node")
+
+
+def test_a_holder_that_hangs_costs_one_time_limit_and_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(holder_connection, "TIMEOUT_S", 0.2)
+    ck = make(tmp_path / "run", save_every=4)
+    save(ck, 1)
+    (holder,) = shardckpt.tiers().holders
+    os.kill(holder.pid, signal.SIGSTOP)
+    try:
+        with pytest.warns(UserWarning, match="does not answer") as warned:
+            save(ck, 2, 3, 4)
+        assert len(warned) == 1
+        assert restore(tmp_path / "run") == 4
+    finally:
+        os.kill(holder.pid, signal.SIGCONT)
+
+
+def test_a_holder_of_another_version_is_named_and_can_be_ended(tmp_path, monkeypatch):
+    save(make(tmp_path / "run"), 1)
+    holder_connection._forget_connections()
+    monkeypatch.setattr(holder_connection, "VERSION", 2)
+    with pytest.warns(UserWarning, match="another version.*tiers stop"):
+        save(make(tmp_path / "run"), 2)
+    assert len(shardckpt.stop_tiers()) == 1
+
+
+def test_ranks_on_two_nodes_are_one_warning(tmp_path, monkeypatch):
+    nodes = iter(["a", "b"])
+    monkeypatch.setattr(tiered_saver, "find_node_id", lambda: next(nodes))
+    tier = memory_tier.MemoryTier(PeerMemory(), str(tmp_path), None, None)
+    with pytest.warns(UserWarning, match="one node.*2 nodes"):
+        assert not tier.prepare({"a", "b"})
+    assert not tier.prepare({"a"}), "the next attempt is left out"
+    assert tier.prepare({"a"})
+
+
+def test_a_fault_of_the_state_is_raised_not_taken_for_one_of_the_memory(tmp_path):
+    ck = make(tmp_path / "run")
+    with pytest.raises(UnsupportedError, match="callback"):
+        ck.save(1, {"callback": print})
+    save(ck, 2)
+    assert restore(tmp_path / "run") == 2
+
+
+def test_a_failed_save_in_the_root_is_raised_by_the_next_save_although_captures_follow(tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    ck = make(root, save_every=2)
+    save(ck, 1)
+    with monkeypatch.context() as full:
+        full.setattr(LocalWriter, "write", refuse)
+        ck.save(2, state(2))
+        with pytest.raises(StorageError, match=r"the save before this one, in the background to .*run/step-00000002"):
+            ck.save(3, state(3))
+    save(ck, 3, 4)
+    assert [ck.durability(step).survives for step in (2, 3)] == [set(), set()]
+    assert {copy.tier for copy in ck.durability(4).copies} == {"memory", "root"}
+
+
+def refuse(*args: object) -> None:
+    raise NoSpaceError("no space")
+
+
+def test_a_step_that_no_schedule_names_is_saved_in_the_root(tmp_path):
+    ck = make(tmp_path / "run", every=10, save_every=100)
+    save(ck, 7)
+    assert ck.steps() == (7,) and shardckpt.tiers().holders == ()
+
+
+def test_a_signal_asks_for_a_step_in_the_root(tmp_path):
+    ck = make(tmp_path / "run")
+    with ck.save_on_signal():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ck.should_save(3)
+        save(ck, 3)
+    assert ck.steps() == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"copies": -1}, "copies"),
+        ({"every": 0}, "every"),
+        ({"every": True}, "every"),
+        ({"keep_last": 0}, "keep_last"),
+        ({"idle_s": 0}, "idle_s"),
+        ({"max_bytes": 0}, "a size must be"),
+        ({"max_bytes": "much"}, "much"),
+    ],
+)
+def test_an_invalid_argument_is_named(options, text):
+    with pytest.raises(UsageError, match=text):
+        PeerMemory(**options)
+
+
+def test_copies_on_other_nodes_are_refused_in_this_version():
+    with pytest.raises(UnsupportedError, match="copies=1"):
+        PeerMemory(copies=1)
+
+
+def test_tiers_need_a_schedule_of_the_root_and_are_at_most_one(tmp_path):
+    for tiers in ([PeerMemory()] * 2, [3], "memory", PeerMemory()):
+        with pytest.raises(UsageError, match="`tiers` must be a list of at most one PeerMemory"):
+            Checkpointer(tmp_path, save_every=1, tiers=tiers)
+    with pytest.raises(UsageError, match="`save_every`"):
+        Checkpointer(tmp_path, tiers=[PeerMemory()])
+
+
+def test_a_held_file_of_an_ended_holder_is_missing(tmp_path):
+    save(make(tmp_path / "run"), 1)
+    store = open_store(shardckpt.tiers().holders[0].url)
+    shardckpt.stop_tiers()
+    with pytest.raises(MissingFileError):
+        store.size("step-00000001/COMMIT")
