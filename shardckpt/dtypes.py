@@ -70,6 +70,9 @@ _BITS = {
     UNKNOWN: 0,
 }
 
+QUANTIZED = {"q8_0": (32, 34)}
+"""Quantized types of GGUF, which only that target writes: elements and bytes of a block along the last dimension."""
+
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes that a cast between float types applies to; fp8 and narrower types have scales and are never cast."""
 
@@ -78,6 +81,8 @@ SHORT_NAMES = {
     "fp32": "float32",
     "fp16": "float16",
     "bf16": "bfloat16",
+    "f32": "float32",
+    "f16": "float16",
     "half": "float16",
     "float": "float32",
     "double": "float64",
@@ -86,12 +91,20 @@ SHORT_NAMES = {
 
 
 def bits(name: str) -> int:
-    """Return the width of one element, in bits.
+    """Return the width of one element, in bits; the average of a quantized type is rounded up.
 
     Raises:
         KeyError: The dtype is unknown.
     """
+    if name in QUANTIZED:
+        elements, size = QUANTIZED[name]
+        return -(-size * 8 // elements)
     return _BITS[name]
+
+
+def block_elements(name: str) -> int:
+    """Return the elements of a block of a quantized type, else 1."""
+    return QUANTIZED[name][0] if name in QUANTIZED else 1
 
 
 def is_known(name: str) -> bool:
@@ -101,6 +114,9 @@ def is_known(name: str) -> bool:
 
 def nbytes(name: str, elements: int) -> int:
     """Return the bytes of `elements` packed elements, rounded up."""
+    if name in QUANTIZED:
+        block, size = QUANTIZED[name]
+        return -(-elements // block) * size
     return (elements * _BITS[name] + 7) // 8
 
 

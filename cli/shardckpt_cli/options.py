@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")]
-Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt or .bin file.")]
+Dst = Annotated[
+    str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt, .bin or .gguf file.")
+]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL.")]
 
 # input
@@ -37,7 +39,9 @@ Base = Annotated[
 ]
 
 # conversion
-Dtype = Annotated[str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64; q8_0 for a .gguf file.")
+]
 KeepFp32 = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of names that are not cast; repeatable.")]
 Quantize = Annotated[
     str, typer.Option("--quantize", help="fp8-block: linear weights in fp8 with a scale for each block of 128 x 128.")

@@ -18,9 +18,9 @@ from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_c
 from shardckpt.offline.select.options import ConversionParams, Options, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
-from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported
+from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported, require_quantization
 from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
-from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion, write_alone
+from shardckpt.offline.write.conversion import ConversionPlan, PlannedFiles, Stopwatch, run_conversion, write_alone
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.fp8_blocks import DTYPE as FP8
 from shardckpt.plan.optim.output_keys import rekey_state
@@ -54,7 +54,7 @@ def consolidate(
 
     Args:
         src: Checkpoint in any readable format: path or URL of a folder or file.
-        dst: Folder to write, or a file if it ends in `.safetensors`, `.pt`, `.pth` or `.bin`.
+        dst: Folder to write, or a file if it ends in `.safetensors`, `.pt`, `.pth`, `.bin` or `.gguf`.
         on_progress: Called while bytes are written, by one thread at a time; an exception that it raises stops the work
             and removes the result.
         **options: Fields of `Options`.
@@ -163,6 +163,7 @@ def export(
     watch = Stopwatch()
     require_apart(src, dst)
     target = choose_target(options.to, dst)
+    require_quantization(target, options.dtype)
     target.check(options)
     is_file = dst.endswith(target.suffixes)
     if options.quantize and (is_file or target.name != DEFAULT):
@@ -186,10 +187,11 @@ def export(
     if options.quantize:
         selection, config = _import_fp8().quantize(reader, options, selection, config)
     conversion = Conversion(dst, options, reader, config, selection, is_file, keeps_split)
+    files = target.plan(conversion)
     plan = ConversionPlan(
         reader,
-        files=target.plan(conversion),
-        report=_build_report(src, conversion),
+        files=files,
+        report=_build_report(src, conversion, files),
         max_memory=parse_memory(options.max_memory),
         overwrite=options.overwrite,
         jobs=options.jobs,
@@ -197,7 +199,6 @@ def export(
         copied={} if is_file else config.files,
         copied_from=config.store,
     )
-    plan = replace(plan, report=replace(plan.report, nbytes=plan.files.nbytes))
     write = write_alone
     if options.parallel and not options.dry_run:
         from shardckpt.offline.write.parallel import write_with_ranks as write  # noqa: PLC0415  (one process needs no torch)
@@ -221,9 +222,9 @@ def _rekey(selection: Selection, options: Options) -> Selection:
     return replace(selection, optim=optim, groups=groups)
 
 
-def _build_report(source: str, conversion: Conversion) -> Report:
+def _build_report(source: str, conversion: Conversion, files: PlannedFiles) -> Report:
     options, selection = conversion.options, conversion.selection
-    tensors = [*selection.model, *selection.optim]
+    tensors = (*selection.model, *selection.optim) if files.written is None else files.written
     kept = ", ".join(conversion.config.kept)
     notes = [f"{kept} of the checkpoint that is replaced: kept for the new one"] if kept else []
     return Report(
@@ -232,9 +233,10 @@ def _build_report(source: str, conversion: Conversion) -> Report:
         format=conversion.reader.manifest.format,
         part=options.part,
         tensors=len(tensors),
+        nbytes=files.nbytes,
         ties=selection.ties,
         cast=dict(Counter(f"{t.entry.stored} -> {t.dtype}" for t in tensors if t.is_cast)),
         left_out=selection.left_out,
-        warnings=(*selection.warnings, *notes),
+        warnings=(*selection.warnings, *files.warnings, *notes),
         dry_run=options.dry_run,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from shardckpt.dtypes import FLOATS, SHORT_NAMES
+from shardckpt.dtypes import FLOATS, QUANTIZED, SHORT_NAMES
 from shardckpt.errors import UsageError
 from shardckpt.format.reader import NamedBases
 from shardckpt.plan.fp8_blocks import METHOD
@@ -25,16 +25,15 @@ LEAST_MEMORY_BYTES = 24 * 2**20
 
 
 def parse_dtype(text: str) -> str:
-    """Return torch's name of a float dtype for casts; empty stays empty.
+    """Return torch's name of a float dtype for casts, or a quantized type; empty stays empty.
 
     Raises:
         UsageError: The dtype is unknown, or values cannot be cast to it.
     """
     name = SHORT_NAMES.get(text, text)
-    if name and name not in FLOATS:
-        raise UsageError(
-            f"--dtype {text!r} is not a float type to cast to", expected=", ".join(sorted({*SHORT_NAMES, *FLOATS}))
-        )
+    if name and name not in FLOATS and name not in QUANTIZED:
+        known = sorted({*SHORT_NAMES, *FLOATS, *QUANTIZED})
+        raise UsageError(f"--dtype {text!r} is not a float type to cast to", expected=", ".join(known))
     return name
 
 
@@ -117,8 +116,9 @@ class Options:
     Field names are the command's options, with underscores.
 
     Attributes:
-        to: Format to write: `safetensors`, `torch` (files of `torch.save`), `dcp` (torch's distributed checkpoints), or
-            `native`, a step of shardckpt. If empty: `torch` for a file with its suffix, else `safetensors`.
+        to: Format to write: `safetensors`, `torch` (files of `torch.save`), `dcp` (torch's distributed checkpoints),
+            `native` (a step of shardckpt), or another name that `list_targets` returns. If empty: the format with the
+            suffix of the target, else `safetensors`.
         part: `model`, `optim` or `all`.
         weights: `live`, the model's own; `master`, `ema` or a variant's name, if the checkpoint contains these.
         model_key: Path of the model, if the rules do not find it.
@@ -128,7 +128,7 @@ class Options:
         param_names: JSON file from optimizer id to name, or an array of names.
         shapes_from: Any checkpoint of the same model with full tensors, to split flat parameters and to check shapes.
         base: Folder of the base checkpoint if it was moved, as for `load`.
-        dtype: Float dtype to cast the model's float tensors to.
+        dtype: Float dtype to cast the model's float tensors to, or `q8_0` for GGUF.
         keep_fp32: Globs of final names that are not cast, and not quantized.
         quantize: `fp8-block` to store weights of linear layers as `float8_e4m3fn` with a scale for each block of 128 x
             128, as DeepSeek-V3 does. Only for a folder of safetensors with the model's config.

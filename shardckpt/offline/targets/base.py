@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardckpt.dtypes import QUANTIZED
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.encodings.pickle_stubs import Global, InstanceStub
 from shardckpt.format.encodings.tagged_json import encode
@@ -176,6 +177,18 @@ class Target:
     keeps_config: bool = False
     writes_text: bool = False
     plan_ranks: Callable[[Reader, RankOptions], PlannedRanks] | None = None
+
+
+def require_quantization(target: Target, dtype: str) -> None:
+    """Require a target to have a quantized type.
+
+    Raises:
+        UsageError: `dtype` is a quantized type that the target cannot store.
+    """
+    if dtype in QUANTIZED and not target.holds_dtype(dtype):
+        raise UsageError(
+            f"--dtype {dtype} is a type of GGUF", found=f"--to {target.name}", expected="--to gguf, or DST.gguf"
+        )
 
 
 def encode_json(content: Mapping[str, object]) -> bytes:

@@ -23,6 +23,7 @@ from shardckpt.offline.write.stream import (
     TensorStream,
 )
 from shardckpt.offline.write.worker_pool import WorkerPool, count_threads, limit_threads, report_missing_threads
+from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import publish
 from shardckpt.storage.replaceable import FolderKind, Kind
@@ -119,6 +120,8 @@ class PlannedFiles:
         nbytes: Bytes of tensor data to write.
         find_kept: Returns files of the target that other checkpoints refer to, given its path or URL.
         save_id: Id of the native step; empty for other formats.
+        written: Tensors as written, if the target chooses their dtypes; None for those of the selection.
+        warnings: Content that the files lack, one sentence each.
     """
 
     kind: Kind
@@ -127,6 +130,8 @@ class PlannedFiles:
     nbytes: int
     find_kept: Callable[[str], Collection[str]] = keep_nothing
     save_id: str = ""
+    written: tuple[OutputTensor, ...] | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

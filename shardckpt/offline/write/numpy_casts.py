@@ -1,15 +1,18 @@
-"""Cast between float dtypes; values outside the new range are an error."""
+"""Cast between float dtypes and quantize; values outside the new range are an error."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.dtypes import FLOATS
+from shardckpt.dtypes import FLOATS, QUANTIZED
 from shardckpt.errors import PrecisionError
 from shardckpt.format.encodings.element_values import numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
+
+_QUANTIZED_ELEMENTS = 1 << 16
+"""Elements that are quantized at a time: the steps need about 5 times their memory, which should stay in a cache."""
 
 _HALF_INFINITIES = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """The bits of infinity; comparing integers is 5 times as fast as `isinf` of the types that ml_dtypes adds."""
@@ -24,7 +27,7 @@ def cast_into(
         data: Stored elements.
         stored: Dtype of the stored elements.
         out: Buffer for as many elements of `dtype`; filled completely.
-        dtype: Dtype to cast to.
+        dtype: Dtype to cast to, or a quantized type, with full blocks.
         name: Name of the tensor, for the message.
         allow_overflow: Accept finite values that become infinite.
 
@@ -34,6 +37,9 @@ def cast_into(
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     source = np.frombuffer(data, numpy_dtype(stored))
+    if dtype in QUANTIZED:
+        _quantize(source, np.frombuffer(out, np.uint8), name)
+        return
     target = np.frombuffer(out, numpy_dtype(dtype))
     if source.dtype.kind == "c" and target.dtype.kind != "c":
         raise PrecisionError(
@@ -74,3 +80,49 @@ def _count_infinite(values: np.ndarray[Any, Any], dtype: str) -> int:
     if infinity is None:
         return int(np.count_nonzero(np.isinf(values)))
     return int(np.count_nonzero((values.view(np.uint16) & 0x7FFF) == infinity))
+
+
+def _quantize(source: np.ndarray[Any, Any], out: np.ndarray[Any, Any], name: str) -> None:
+    """Quantize to `q8_0`: for each 32 elements a scale in float16 and 32 signed bytes.
+
+    The bits are those of `gguf.quants`, which rounds half away from zero.
+
+    Raises:
+        PrecisionError: A value is not finite, or too large for a scale.
+    """
+    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
+
+    block, _ = QUANTIZED["q8_0"]
+    blocks = out.view(np.dtype([("scale", "<f2"), ("elements", np.int8, (block,))]))
+    for start in range(0, len(source), _QUANTIZED_ELEMENTS):
+        part = blocks[start // block : (start + _QUANTIZED_ELEMENTS) // block]
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            values = source[start : start + _QUANTIZED_ELEMENTS].astype(np.float32).reshape(-1, block)
+            scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
+            part["scale"] = scales[:, 0]
+            _require_scales(part["scale"], values, name)
+            values *= np.where(scales == 0, np.float32(0), 1 / scales)
+            part["elements"] = _round_half_away(values)
+
+
+def _require_scales(scales: np.ndarray[Any, Any], values: np.ndarray[Any, Any], name: str) -> None:
+    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
+
+    if np.isfinite(scales).all():
+        return
+    of_block = values[int(np.argmin(np.isfinite(scales)))]
+    raise PrecisionError(
+        f"a value of {name!r} is beyond the range of q8_0",
+        found=f"{of_block[int(np.argmax(np.abs(of_block)))]}",
+        expected="finite values below 8.3 million",
+        fix="Keep the tensor with --keep-fp32, or choose another --dtype.",
+    )
+
+
+def _round_half_away(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
+
+    magnitudes = np.abs(values)
+    floors = np.floor(magnitudes)
+    floors += np.floor(2 * (magnitudes - floors))
+    return np.asarray(np.copysign(floors, values))

@@ -17,7 +17,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.manifest import Encoded
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.worker_pool import PoolTask, WorkerPool
-from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
+from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, most_elements, steps
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.storage.store import PositionedWriter, Read, Store, Writer
 
@@ -340,7 +340,10 @@ class _Assembler:
         pieces = self._pieces(batch) if is_decoded else PieceReader(self._store)
         targets = self._targets(batch, out)
         wants = zip(batch.takes, targets, strict=True)
-        pieces.fill([ReadItem(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in wants])
+        items = [ReadItem(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in wants]
+        if is_decoded:  # decoders run forward, and rows may be written in another order
+            items.sort(key=lambda item: item.box.offset)
+        pieces.fill(items)
         for take, data in zip(batch.takes, targets, strict=True):
             if take.tensor.is_computed:
                 self._compute(take, data, out[take.offset : take.offset + take.nbytes])
@@ -414,10 +417,9 @@ def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[B
     takes: list[Take] = []
     size = 0
     for tensor, part in parts:
-        width = max(bits(tensor.entry.stored), bits(tensor.dtype))
         limit = max(most, wide) if is_scattered(tensor) else most
-        elements = limit * 8 // width if width % 8 == 0 else part.volume
-        for block in contiguous_blocks(part, max(elements, 1)):
+        is_split = max(bits(tensor.entry.stored), bits(tensor.dtype)) % 8 == 0
+        for block in contiguous_blocks(part, most_elements(tensor, limit) if is_split else max(part.volume, 1)):
             written = nbytes(tensor.dtype, block.volume)
             if takes and size + written > most:
                 yield Batch(size, tuple(takes))

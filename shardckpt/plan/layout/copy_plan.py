@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardckpt.boxes import Box, contiguous_blocks, flat_index, full_box, is_contiguous
-from shardckpt.dtypes import bits, nbytes
+from shardckpt.dtypes import bits, block_elements, nbytes
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.output_files import OutputTensor
 
@@ -135,8 +135,7 @@ def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
         tensor = replace(tensor, entry=as_bytes(tensor.entry), dtype=as_bytes(tensor.entry).stored)
     entry = tensor.entry
     pieces = sorted((p for p in entry.pieces if p.box.volume), key=lambda p: flat_index(entry.shape, p.box.offset))
-    widest = max(bits(entry.stored), bits(tensor.dtype))
-    most = max(batch_bytes * 8 // widest, 1)
+    most = most_elements(tensor, batch_bytes)
     is_fine = len(pieces) > _FEW_PIECES and entry.nbytes < len(pieces) * _FINE_BYTES
     if not tensor.is_computed and not is_fine and all(_is_run(tensor, piece) for piece in pieces):
         for box, file, layout in pieces:
@@ -148,6 +147,12 @@ def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
     elif prod(entry.shape):
         for block in contiguous_blocks(full_box(entry.shape), most):
             yield _Run(tensor, block, None)
+
+
+def most_elements(tensor: OutputTensor, most_bytes: int) -> int:
+    """Return how many elements fit into some bytes, as stored and as written: full blocks of a quantized type."""
+    widest, block = max(bits(tensor.entry.stored), bits(tensor.dtype)), block_elements(tensor.dtype)
+    return max(most_bytes * 8 // widest // block, 1) * block
 
 
 def is_scattered(tensor: OutputTensor) -> bool:

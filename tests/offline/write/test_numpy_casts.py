@@ -113,3 +113,39 @@ def test_the_range_of_a_type_is_the_same_for_a_conversion_and_a_load(dtype: str)
     with pytest.raises(PrecisionError, match="does not fit the type"):
         put(values, torch.empty(2, dtype=getattr(torch, dtype)), entry)
     assert not cast(values, dtype, allow_overflow=True)[1].float().isfinite()
+
+
+def quantize(values: np.ndarray) -> bytes:
+    out = bytearray(values.size // 32 * 34)
+    cast_into(memoryview(values).cast("B"), "float32", memoryview(out), "q8_0", name="w")
+    return bytes(out)
+
+
+@given(st.lists(st.floats(-8e6, 8e6, width=32), min_size=1, max_size=8), st.integers(0, 1 << 30))
+def test_quantized_blocks_have_the_bits_of_gguf(values: list[float], seed: int) -> None:
+    quants = pytest.importorskip("gguf.quants")
+    blocks = np.random.default_rng(seed).choice(np.array([*values, 0.0], np.float32), (3, 32))
+    with np.errstate(all="ignore"):
+        expected = quants.Q8_0.quantize_blocks(blocks).tobytes()
+    assert quantize(blocks) == expected
+
+
+def test_a_quantized_block_is_a_scale_and_32_bytes_that_round_half_away_from_zero() -> None:
+    """Of a maximum of 127 the scale is 1; the second block is zero, and the blocks after it are another slice."""
+    values = np.zeros(32 * 2050, np.float32)
+    values[:6] = [127, 0.5, -0.5, 1.5, -2.5, 0.49999997]
+    values[-32:] = 254
+    blocks = np.frombuffer(quantize(values), np.uint8).reshape(-1, 34)
+    assert blocks[0, :2].view(np.float16) == 1
+    assert blocks[0, 2:8].view(np.int8).tolist() == [127, 1, -1, 2, -3, 0]
+    assert not blocks[1:-1].any()
+    assert blocks[-1, :2].view(np.float16) == 2
+    assert set(blocks[-1, 2:].tolist()) == {127}
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 8.4e6])
+def test_a_block_without_a_scale_is_an_error_that_says_which(value: float) -> None:
+    values = np.ones(96, np.float32)
+    values[70] = value
+    with pytest.raises(PrecisionError, match=rf"a value of 'w' is beyond the range of q8_0; found {value}"):
+        quantize(values)

@@ -172,6 +172,15 @@ def test_a_cast_is_cut_by_the_wider_of_both_types() -> None:
     assert execute([cast], files, batch_bytes=40, copy_bytes=1) == np.arange(100, dtype=np.float16).tobytes()
 
 
+@pytest.mark.parametrize("batch_bytes", [1, 200, 1000, 5000])
+def test_a_quantized_tensor_is_split_at_full_blocks(batch_bytes: int) -> None:
+    entry = TensorEntry(("w",), (3, 96), "float32", (Piece(full_box((3, 96)), "f", Span(0, 3 * 96 * 4)),))
+    found = list(steps([OutputTensor("w", entry, "q8_0")], batch_bytes=batch_bytes, copy_bytes=1))
+    takes = [take for batch in found if isinstance(batch, Batch) for take in batch.takes]
+    assert sum(take.box.volume for take in takes) == 3 * 96
+    assert all(take.box.volume % 32 == 0 and take.nbytes == take.box.volume // 32 * 34 for take in takes)
+
+
 @pytest.mark.parametrize("shape", [(101, 2), (7, 4, 2), (202,)])
 def test_elements_narrower_than_a_byte_are_copied_as_bytes(shape: tuple[int, ...]) -> None:
     """Cuts between rows of an odd length would fall inside a byte."""
