@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,18 +44,40 @@ class TargetSuite:
         target: The target under test.
         options: Options of the conversion, such as `{"part": "all"}`.
         is_deterministic: Whether two conversions write the same bytes.
+        suffix: End of the names of written checkpoints, for a target that writes one file only.
+        config: Content of `config.json` beside the source; empty for none.
+        shapes: Shapes of the model's tensors, for a target that writes known models only.
+        dtype_shapes: Shapes of a smaller model; its first tensor gets each dtype, the others stay float32.
     """
 
     target: Target
     options: Mapping[str, Any] = {}
     is_deterministic = True
+    suffix = ""
+    config: Mapping[str, Any] = {}
+    shapes = SHAPES
+    dtype_shapes: Mapping[str, tuple[int, ...]] = {"x": (4,), "y": (2,)}
 
     @pytest.fixture
     def source(self, tmp_path: Path) -> Path:
         """Return a checkpoint of a model and its optimizer."""
         rng = np.random.default_rng(7)
-        model = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-        return write_source(tmp_path / "source", model)
+        model = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in self.shapes.items()}
+        return self.write_source(tmp_path / "source", model)
+
+    @pytest.fixture
+    def out(self, tmp_path: Path) -> Path:
+        """Return the path of a checkpoint to write."""
+        return tmp_path / f"out{self.suffix}"
+
+    def write_source(
+        self, folder: Path, model: Mapping[str, np.ndarray[Any, Any]], dtypes: Mapping[str, str] | None = None
+    ) -> Path:
+        """Write a checkpoint to convert, with the `config.json` of the suite."""
+        write_source(folder, model, dtypes)
+        if self.config:
+            (folder / "config.json").write_text(json.dumps(self.config))
+        return folder
 
     def convert(self, source: Path, place: str | Path, **options: Any) -> shardckpt.Report:
         """Convert a checkpoint to the target under test."""
@@ -84,16 +107,16 @@ class TargetSuite:
 
     def test_it_is_installed_and_describes_itself(self) -> None:
         assert self.target.name in shardckpt.list_targets()
-        assert choose_target(self.target.name, "out").title == self.target.title
+        assert choose_target(self.target.name, f"out{self.suffix}").title == self.target.title
         assert self.target.title and self.target.files and self.target.read_by
 
-    def test_the_files_are_those_that_were_planned(self, source: Path, tmp_path: Path) -> None:
-        planned = self.convert(source, tmp_path / "out", dry_run=True)
-        assert not (tmp_path / "out").exists()
-        report = self.convert(source, tmp_path / "out")
+    def test_the_files_are_those_that_were_planned(self, source: Path, out: Path) -> None:
+        planned = self.convert(source, out, dry_run=True)
+        assert not out.exists()
+        report = self.convert(source, out)
         if self.is_deterministic:
             assert report.files == planned.files
-        written = read_files(tmp_path / "out")
+        written = read_files(out)
         assert {file.name: file.nbytes for file in report.files} | {
             name: len(written[name]) for name in report.carried
         } == {name: len(content) for name, content in written.items()}
@@ -101,58 +124,61 @@ class TargetSuite:
 
     @pytest.mark.parametrize("max_shard_size", [64, "5GB"])
     @pytest.mark.parametrize("verb", ["consolidate", "convert"])
-    def test_every_value_is_read_back(self, verb: str, max_shard_size: int | str, source: Path, tmp_path: Path) -> None:
+    def test_every_value_is_read_back(self, verb: str, max_shard_size: int | str, source: Path, out: Path) -> None:
         convert = getattr(shardckpt, verb)
-        out = tmp_path / "out"
         convert(source, out, to=self.target.name, **{**self.options, "max_shard_size": max_shard_size})
         assert self.compare_model(source, out) == {}
         if self.read_model(out) is None:
-            assert shardckpt.diff(source, out, part="model").compared == len(SHAPES)
+            assert shardckpt.diff(source, out, part="model").compared == len(self.shapes)
             assert shardckpt.verify(out).ok
 
-    def test_a_cast_is_written_in_the_new_dtype(self, source: Path, tmp_path: Path) -> None:
+    def test_a_cast_is_written_in_the_new_dtype(self, source: Path, out: Path) -> None:
         if not self.target.holds_dtype("float64"):
             pytest.skip("the target holds no float64")
-        self.convert(source, tmp_path / "out", dtype="float64")
-        assert set(self.compare_model(source, tmp_path / "out").values()) <= {"dtype"}
+        self.convert(source, out, dtype="float64")
+        assert set(self.compare_model(source, out).values()) <= {"dtype"}
 
     def test_files_side_by_side_are_the_same_as_one_after_the_other(self, source: Path, tmp_path: Path) -> None:
-        for name, jobs in (("one", 1), ("many", 3)):
-            self.convert(source, tmp_path / name, jobs=jobs, max_shard_size=64)
+        places = [tmp_path / name / f"out{self.suffix}" for name in ("one", "many")]
+        for place, jobs in zip(places, (1, 3), strict=True):
+            place.parent.mkdir()
+            self.convert(source, place, jobs=jobs, max_shard_size=64)
+        one, many = places
         if self.is_deterministic:
-            assert read_files(tmp_path / "one") == read_files(tmp_path / "many")
-        assert self.compare_model(source, tmp_path / "many") == {}
-        if self.read_model(tmp_path / "one") is None:
-            assert shardckpt.diff(tmp_path / "one", tmp_path / "many").same
+            assert read_files(one) == read_files(many)
+        assert self.compare_model(source, many) == {}
+        if self.read_model(one) is None:
+            assert shardckpt.diff(one, many).same
 
     @pytest.mark.parametrize("dtype", sorted(SAFETENSORS_NAMES))
-    def test_a_dtype_is_kept_or_refused(self, dtype: str, tmp_path: Path) -> None:
+    def test_a_dtype_is_kept_or_refused(self, dtype: str, out: Path, tmp_path: Path) -> None:
+        model = {name: np.ones(shape, np.float32) for name, shape in self.dtype_shapes.items()}
+        first = next(iter(model))
         try:
-            values = np.ones(4).astype(numpy_dtype(dtype))
+            model[first] = model[first].astype(numpy_dtype(dtype))
         except TypeError:
             pytest.skip("numpy has no such type")
-        source = write_source(tmp_path / "source", {"x": values, "y": np.ones(2, np.float32)}, {"x": dtype})
+        source = self.write_source(tmp_path / "source", model, {first: dtype})
         if self.target.holds_dtype(dtype):
-            self.convert(source, tmp_path / "out")
-            assert self.compare_model(source, tmp_path / "out") == {}
+            self.convert(source, out)
+            assert self.compare_model(source, out) == {}
             return
-        with pytest.raises(UsageError, match=r"x, of type"):
-            self.convert(source, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
+        with pytest.raises(UsageError, match=f"{re.escape(first)}, of type"):
+            self.convert(source, out)
+        assert not out.exists()
 
-    def test_only_its_own_checkpoint_is_replaced(self, source: Path, tmp_path: Path) -> None:
-        out = tmp_path / "out"
+    def test_only_its_own_checkpoint_is_replaced(self, source: Path, out: Path) -> None:
         self.convert(source, out)
         with pytest.raises(TargetExistsError):
             self.convert(source, out)
         self.convert(source, out, overwrite=True)
-        (out / "notes.txt").write_text("mine")
+        (out if out.is_file() else out / "notes.txt").write_text("mine")
         before = read_files(out)
-        with pytest.raises(TargetExistsError, match="notes"):
+        with pytest.raises(TargetExistsError, match="another file" if out.is_file() else "notes"):
             self.convert(source, out, overwrite=True)
         assert read_files(out) == before
 
-    def test_a_conversion_that_is_stopped_leaves_nothing(self, source: Path, tmp_path: Path) -> None:
+    def test_a_conversion_that_is_stopped_leaves_nothing(self, source: Path, out: Path) -> None:
         class Stop(Exception):  # noqa: N818
             """Raised to stop the conversion."""
 
@@ -161,39 +187,40 @@ class TargetSuite:
                 raise Stop
 
         with pytest.raises(Stop):
-            self.convert(source, tmp_path / "out", on_progress=stop)
-        assert [file.name for file in tmp_path.iterdir()] == [source.name]
+            self.convert(source, out, on_progress=stop)
+        assert [file.name for file in out.parent.iterdir()] == [source.name]
 
-    def test_progress_ends_at_the_total(self, source: Path, tmp_path: Path) -> None:
+    def test_progress_ends_at_the_total(self, source: Path, out: Path) -> None:
         steps: list[shardckpt.Progress] = []
-        self.convert(source, tmp_path / "out", on_progress=steps.append)
+        self.convert(source, out, on_progress=steps.append)
         assert steps[-1].done_bytes == steps[-1].total_bytes
 
     def test_a_store_without_rename_gets_the_same_checkpoint(self, source: Path) -> None:
-        place = f"memory://shardckpt-{self.target.name}"
+        folder = f"memory://shardckpt-{self.target.name}"
+        place = f"{folder}/out{self.suffix}"
         try:
             for _ in range(2):
                 self.convert(source, place, overwrite=True)
                 assert self.compare_model(source, place) == {}
         finally:
-            fsspec.filesystem("memory").rm(place, recursive=True)
+            fsspec.filesystem("memory").rm(folder, recursive=True)
 
-    def test_any_number_of_ranks_holds_the_same(self, source: Path, tmp_path: Path) -> None:
+    def test_any_number_of_ranks_holds_the_same(self, source: Path, out: Path, tmp_path: Path) -> None:
         if self.target.plan_ranks is None:
             with pytest.raises(UsageError, match="reshard"):
-                shardckpt.reshard(source, tmp_path / "out", world_size=2, to=self.target.name)
+                shardckpt.reshard(source, out, world_size=2, to=self.target.name)
             return
         for world_size in (1, 3):
-            out = tmp_path / str(world_size)
+            place = tmp_path / str(world_size)
             steps: list[shardckpt.Progress] = []
             report = shardckpt.reshard(
-                source, out, world_size=world_size, to=self.target.name, allow_loss=True, on_progress=steps.append
+                source, place, world_size=world_size, to=self.target.name, allow_loss=True, on_progress=steps.append
             )
             assert len(report.files) >= world_size
             assert steps[-1].done_bytes == steps[-1].total_bytes
-            assert self.compare_model(source, out) == {}
-            if self.read_model(out) is None:
-                assert shardckpt.diff(source, out).same
+            assert self.compare_model(source, place) == {}
+            if self.read_model(place) is None:
+                assert shardckpt.diff(source, place).same
 
 
 def read_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
@@ -249,5 +276,7 @@ def write_source(
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files of a folder, by path."""
+    """Return the content of all files of a folder, by path; or that of a file."""
+    if folder.is_file():
+        return {folder.name: folder.read_bytes()}
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

@@ -123,7 +123,7 @@ class TestInstalledPlugins:
         assert not {"npy_reader", "npy_target"} & set(sys.modules)
 
     def test_an_unknown_target_lists_it(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="deepspeed-universal, npy"):
+        with pytest.raises(UsageError, match="gguf, npy"):
             shardckpt.consolidate(tmp_path / "absent", tmp_path / "out", to="onnx")
 
     def test_an_unknown_folder_names_what_it_looks_for(self, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_the_suite_finds_a_broken_target(
     source = write_source(tmp_path / "source", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
     given = {"verb": "convert", "max_shard_size": "5GB"} if name == "every_value_is_read_back" else {}
     with pytest.raises((AssertionError, pytest.fail.Exception, UsageError)):
-        getattr(suite, f"test_{name}")(source=source, tmp_path=tmp_path, **given)
+        getattr(suite, f"test_{name}")(source=source, out=tmp_path / "out", **given)
 
 
 @pytest.mark.parametrize(
@@ -583,7 +583,7 @@ def test_the_help_lists_a_plugin_without_importing_it(verb: str, site: Path) -> 
         text=True,
         check=False,
     )
-    assert re.search(r"native,\s+(deepspeed-universal,\s+)?npy", re.sub(r"[│\s]+", " ", done.stdout))
+    assert re.search(r"native,\s+(deepspeed-universal,\s+gguf,\s+)?npy", re.sub(r"[│\s]+", " ", done.stdout))
     assert done.stderr.strip() == "set()"
 
 
@@ -667,4 +667,4 @@ def test_the_suite_finds_a_broken_target_without_a_reader(
     suite.target = load("npy_target", "TARGET")
     source = write_source(tmp_path / "source", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
     with pytest.raises((AssertionError, UsageError)):
-        suite.test_every_value_is_read_back("convert", "5GB", source, tmp_path)
+        suite.test_every_value_is_read_back("convert", "5GB", source, tmp_path / "out")
