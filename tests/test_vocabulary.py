@@ -81,6 +81,7 @@ ALLOWED: dict[str, str] = {
     "Hugging Face": "the company",
     "HuggingFaceStorageWriter": "a class of torch",
     "chat_template": "a file of Hugging Face's tokenizers",
+    "TemplateProcessing": "a class of Hugging Face's tokenizers",
     '"nest"': "a key of stored manifests, and a value of `shardckpt.rekey(to=)`",
     "`nest`": "the same key and value",
     "--nest": "an option of the command",

@@ -24,7 +24,9 @@ from shardckpt.offline.targets import target_registry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
 FORMATS = load_formats()
-TARGETS = [*target_registry.BUILT_IN]
+TARGETS = [name for name in target_registry.BUILT_IN if name != "gguf"]
+"""Targets of any model; gguf knows architectures by their config."""
+
 RESHARD_TARGETS = [target.name for target in target_registry.load_targets() if target.plan_ranks]
 START, END = "<!-- tables: tests/format/test_format_table.py -->\n", "<!-- end of tables -->\n"
 CHECKSUMS = {"crc32": "CRC-32", "xxh3-64": "XXH3-64"}

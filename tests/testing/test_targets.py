@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+import gguf_models
+import pytest
+from numpy.typing import NDArray
 
 from shardckpt.offline.targets import dcp, deepspeed_universal, native, safetensors_files, torchsave
+from shardckpt.offline.targets.gguf import target as gguf
 from shardckpt.offline.targets.target_registry import load_targets
 from shardckpt.testing import TargetSuite
 
@@ -31,7 +38,21 @@ class TestUniversal(TargetSuite):
     options = MappingProxyType({"part": "all"})
 
 
+class TestGguf(TargetSuite):
+    target = gguf.TARGET
+    suffix = ".gguf"
+    config = gguf_models.CONFIG
+    shapes = MappingProxyType(gguf_models.list_shapes({}))
+    dtype_shapes = MappingProxyType(gguf_models.list_shapes({}))
+
+    @pytest.fixture(autouse=True)
+    def folder_for_copies(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.folder = tmp_path_factory.mktemp("copies")
+
+    def read_model(self, place: str | Path) -> dict[str, NDArray[Any]]:
+        return gguf_models.read_model(place, self.folder)
+
+
 def test_every_target_is_tested() -> None:
-    assert {suite.target for suite in (TestSafetensors, TestTorch, TestDcp, TestNative, TestUniversal)} == set(
-        load_targets()
-    )
+    suites = (TestSafetensors, TestTorch, TestDcp, TestNative, TestUniversal, TestGguf)
+    assert {suite.target for suite in suites} == set(load_targets())

@@ -1,0 +1,116 @@
+"""Write headers of GGUF files, and recognize such files.
+
+Format: magic, version, counts, metadata as typed key-value pairs, names, dimensions and offsets of tensors, data at
+multiples of 32 bytes; all numbers are little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardckpt.boxes import Shape
+from shardckpt.dtypes import array_nbytes
+from shardckpt.errors import UnsupportedError
+
+ALIGNMENT = 32
+"""Multiple of bytes at which the data of each tensor starts; the default, which the metadata need not name."""
+
+TENSOR_TYPES = {"float32": 0, "float16": 1, "q8_0": 8, "bfloat16": 30}
+"""Dtype to its number in GGUF; GGUF has more types."""
+
+MetadataValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+"""A value of the metadata: numbers are stored with 32 bits, those of lists are signed."""
+
+_MAGIC = b"GGUF"
+_VERSION = 3
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor in the header of a file.
+
+    Attributes:
+        name: Name in the file.
+        dtype: Key of `TENSOR_TYPES`.
+        shape: Shape in elements, the slowest dimension first; it is stored in reverse.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data, without padding."""
+        return array_nbytes(self.dtype, self.shape)
+
+
+def looks_like_gguf(head: bytes) -> bool:
+    """Return True if the first bytes of a file are those of GGUF."""
+    return head.startswith(_MAGIC)
+
+
+def padding(nbytes: int) -> bytes:
+    """Return the zeros after data of `nbytes`, up to the next multiple of the alignment."""
+    return bytes(-nbytes % ALIGNMENT)
+
+
+def encode_header(metadata: Mapping[str, MetadataValue], tensors: Sequence[GgufTensor]) -> bytes:
+    """Return a header with its padding; the data of the tensors follows in their order, each with its padding.
+
+    Args:
+        metadata: Values by key, in the order of writing.
+        tensors: Tensors in the order of their data.
+
+    Raises:
+        UnsupportedError: A number needs more than 32 bits, or a text cannot be stored as UTF-8.
+    """
+    parts = [_MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        try:
+            parts += [_encode_string(key), _encode_value(value)]
+        except (struct.error, OverflowError, UnicodeEncodeError) as error:
+            raise UnsupportedError(f"GGUF cannot hold the value of {key}", found=str(error)) from error
+    offset = 0
+    for tensor in tensors:
+        dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
+        parts += [_encode_string(tensor.name), dims, struct.pack("<IQ", TENSOR_TYPES[tensor.dtype], offset)]
+        offset += tensor.nbytes + len(padding(tensor.nbytes))
+    header = b"".join(parts)
+    return header + padding(len(header))
+
+
+def _encode_string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _encode_value(value: MetadataValue) -> bytes:
+    """Return the type and the bytes of a value."""
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _encode_string(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", _BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", _UINT32, value)
+    if isinstance(value, float):
+        return struct.pack("<If", _FLOAT32, value)
+    kind, data = _encode_items(value)
+    return struct.pack("<IIQ", _ARRAY, kind, len(value)) + data
+
+
+def _encode_items(items: Sequence[str] | Sequence[int] | Sequence[float]) -> tuple[int, bytes]:
+    """Return the type and the bytes of the values of a list."""
+    texts = [item for item in items if isinstance(item, str)]
+    if texts:
+        return _STRING, _join_strings(texts)
+    if all(isinstance(item, int) for item in items):
+        return _INT32, struct.pack(f"<{len(items)}i", *items)
+    return _FLOAT32, struct.pack(f"<{len(items)}f", *items)
+
+
+def _join_strings(texts: Iterable[str]) -> bytes:
+    return b"".join(map(_encode_string, texts))

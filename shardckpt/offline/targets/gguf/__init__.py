@@ -1,0 +1,1 @@
+"""Target `gguf`: names, hyperparameters and tokenizer of a model for llama.cpp."""

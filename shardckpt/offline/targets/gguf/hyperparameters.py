@@ -1,0 +1,213 @@
+"""Hyperparameters of a model, from its `config.json`, as metadata of GGUF."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, pi
+from typing import Any
+
+from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.format.encodings.gguf import MetadataValue
+from shardckpt.offline.targets.gguf.architectures import Architecture
+
+_USUAL_THETA = 10000.0
+"""Base of the rotary embedding of configs that name none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """Hyperparameters of a model.
+
+    Attributes:
+        layers: Number of layers.
+        sizes: Numbers of rows, columns and heads by the names that `NamedTensor` uses.
+        metadata: Keys and values for GGUF, without the type of the file.
+        rope_factors: Divisors of the frequencies of the rotary embedding; empty if there are none.
+        warnings: Differences of the computation in llama.cpp, one sentence each.
+    """
+
+    layers: int
+    sizes: Mapping[str, int]
+    metadata: Mapping[str, MetadataValue]
+    rope_factors: tuple[float, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, where: str) -> Hyperparameters:
+    """Return the hyperparameters of a model.
+
+    Args:
+        config: Content of `config.json`.
+        architecture: Architecture of the model.
+        where: Path or URL of the file, for messages.
+
+    Raises:
+        FormatError: A value is missing or not of its type.
+        UnsupportedError: The architecture in llama.cpp has no place for a value.
+    """
+    values = _ConfigValues(config, where)
+    values.require("hidden_act", "silu")
+    heads = values.integer("num_attention_heads")
+    key_heads = values.integer("num_key_value_heads", heads)
+    embedding = values.integer("hidden_size")
+    head = values.integer("head_dim", embedding // heads)
+    layers, context = values.integer("num_hidden_layers"), values.integer("max_position_embeddings")
+    if head % 2:
+        raise UnsupportedError("a head must have an even number of dimensions", where=where, found=head)
+    sizes = {
+        "vocabulary": values.integer("vocab_size"),
+        "embedding": embedding,
+        "feed_forward": values.integer("intermediate_size"),
+        "query": heads * head,
+        "key": key_heads * head,
+        "head": head,
+        "query_heads": heads,
+        "key_heads": key_heads,
+    }
+    rope = _read_rope(config, where)
+    metadata: dict[str, MetadataValue] = {
+        "block_count": layers,
+        "context_length": context,
+        "embedding_length": embedding,
+        "feed_forward_length": sizes["feed_forward"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": key_heads,
+        "attention.layer_norm_rms_epsilon": values.number("rms_norm_eps"),
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "rope.freq_base": rope.number("rope_theta", _USUAL_THETA),
+        **({"rope.dimension_count": head} if architecture.has_rope_dimensions else {}),
+        **_scaling_metadata(rope, context),
+        "vocab_size": sizes["vocabulary"],
+    }
+    return Hyperparameters(
+        layers,
+        sizes,
+        {f"{architecture.name}.{key}": value for key, value in metadata.items()},
+        _rope_factors(rope, head) if rope.kind == "llama3" else (),
+        _warn_of_window(config, context),
+    )
+
+
+class _ConfigValues:
+    """Checked values of a JSON object.
+
+    Args:
+        content: The object.
+        where: Path or URL of its file.
+    """
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        self._content, self._where = content, where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a positive number of elements; a missing or null one has the default."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._fault(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number; a missing or null one has the default."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
+            raise self._fault(key, value, "a positive number")
+        return float(value)
+
+    def has(self, key: str) -> bool:
+        """Return True if a value is there and not null."""
+        return self._content.get(key) is not None
+
+    def require(self, key: str, only: object) -> None:
+        """Require a value to be missing or the only one that llama.cpp supports."""
+        value = self._get(key, only)
+        if value != only:
+            raise UnsupportedError(
+                f"{key} of this model has no place in GGUF", where=self._where, found=value, expected=only
+            )
+
+    def _get(self, key: str, default: object) -> object:
+        value = self._content.get(key)
+        return default if value is None else value
+
+    def _fault(self, key: str, value: object, expected: str) -> FormatError:
+        found = "nothing" if value is None else value
+        return FormatError(f"{key} must be {expected}", where=self._where, found=found)
+
+
+class _Rope(_ConfigValues):
+    """Checked values of the rotary embedding.
+
+    Args:
+        content: Values of `rope_parameters`, or those of older configs.
+        where: Path or URL of `config.json`.
+    """
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        super().__init__(content, where)
+        self.kind = content.get("rope_type") or content.get("type") or "default"
+        if self.kind not in _ROPES:
+            raise UnsupportedError(
+                "this kind of rotary embedding is not written as GGUF",
+                where=where,
+                found=self.kind,
+                expected=", ".join(_ROPES),
+            )
+        self.require("partial_rotary_factor", 1)
+
+
+_ROPES = ("default", "linear", "yarn", "llama3")
+_YARN_KEYS = {
+    "extrapolation_factor": "yarn_ext_factor",
+    "attention_factor": "yarn_attn_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+
+
+def _read_rope(config: Mapping[str, Any], where: str) -> _Rope:
+    """Return the values of the rotary embedding, also of configs before transformers 5."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise FormatError("rope_parameters must be an object", where=where, found=type(found).__name__)
+    if any(isinstance(value, dict) for value in found.values()):
+        raise UnsupportedError("layers with different rotary embeddings are not written as GGUF", where=where)
+    older = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    return _Rope({**older, **found}, where)
+
+
+def _scaling_metadata(rope: _Rope, context: int) -> dict[str, MetadataValue]:
+    """Return the keys of a scaled rotary embedding."""
+    if rope.kind not in ("linear", "yarn"):
+        return {}
+    found: dict[str, MetadataValue] = {"type": str(rope.kind), "factor": rope.number("factor")}
+    if rope.kind == "yarn":
+        found["original_context_length"] = rope.integer("original_max_position_embeddings", context)
+        found |= {key: rope.number(name) for name, key in _YARN_KEYS.items() if rope.has(name)}
+    return {f"rope.scaling.{key}": value for key, value in found.items()}
+
+
+def _rope_factors(rope: _Rope, head: int) -> tuple[float, ...]:
+    """Return the divisors of frequencies for Llama 3: 1 for high ones, `factor` for low ones, between them a ramp."""
+    base, factor = rope.number("rope_theta", _USUAL_THETA), rope.number("factor")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    context = rope.integer("original_max_position_embeddings")
+    return tuple(_rope_factor(2 * pi * base ** (dim / head), factor, low, high, context) for dim in range(0, head, 2))
+
+
+def _rope_factor(wavelength: float, factor: float, low: float, high: float, context: int) -> float:
+    if wavelength <= context / high:
+        return 1.0
+    if wavelength >= context / low:
+        return factor
+    share = (context / wavelength - low) / (high - low)
+    return 1 / ((1 - share) / factor + share)
+
+
+def _warn_of_window(config: Mapping[str, Any], context: int) -> tuple[str, ...]:
+    """Return a warning if attention is limited to a window, which these architectures of llama.cpp ignore."""
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or window >= context or config.get("use_sliding_window") is False:
+        return ()
+    return (f"llama.cpp attends to all {context} tokens: the sliding_window of {window} is not written",)

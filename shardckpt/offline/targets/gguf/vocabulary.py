@@ -1,0 +1,101 @@
+"""Vocabulary of a tokenizer for GGUF, whatever the files that it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.encodings.gguf import MetadataValue
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Kinds of tokens, as llama.cpp and sentencepiece number them."""
+
+_ADDED_SCORE = -1000.0
+_SPACE = "▁"
+"""The character that stands for a space in pieces of sentencepiece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Tokens of a model, and how text becomes tokens.
+
+    Attributes:
+        model: Algorithm in llama.cpp: `gpt2` for byte-level BPE, `llama` for sentencepiece.
+        pre: Name of the split of text into words before merges.
+        tokens: Text of each token by id.
+        types: Kind of each token.
+        scores: Score of each token, for sentencepiece; else empty.
+        merges: Pairs to merge, the first one first, for BPE; else empty.
+        adds: Whether something is added to a text: `bos_token`, `eos_token`, `space_prefix`; without what is unknown.
+        warnings: Ways in which llama.cpp makes other tokens, one sentence each.
+    """
+
+    model: str
+    pre: str
+    tokens: Sequence[str]
+    types: Sequence[int]
+    scores: Sequence[float] = ()
+    merges: Sequence[str] = ()
+    adds: Mapping[str, bool] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def metadata(self) -> dict[str, MetadataValue]:
+        """Keys and values for GGUF."""
+        lists: dict[str, MetadataValue] = {"scores": self.scores, "token_type": self.types, "merges": self.merges}
+        return {
+            "tokenizer.ggml.model": self.model,
+            "tokenizer.ggml.pre": self.pre,
+            "tokenizer.ggml.tokens": self.tokens,
+            **{f"tokenizer.ggml.{key}": values for key, values in lists.items() if values},
+            **{f"tokenizer.ggml.add_{name}": is_added for name, is_added in self.adds.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that was added to a vocabulary.
+
+    Attributes:
+        number: Id of the token.
+        text: Text of the token.
+        is_special: Whether it is a control token, which is not a part of any text.
+    """
+
+    number: int
+    text: str
+    is_special: bool
+
+    @classmethod
+    def read(cls, number: int, content: Mapping[str, Any]) -> AddedToken:
+        """Return a token of `tokenizer.json` or of `tokenizer_config.json`."""
+        text = content["content"]
+        looks_special = text.startswith("<|") and text.endswith("|>")
+        is_special = bool(content.get("special")) or looks_special or text == "<pad>"
+        return cls(number, text if is_special else text.replace(_SPACE, " "), is_special)
+
+
+class TokenTable:
+    """Tokens by id, with one unused token for each row of the embedding that has none.
+
+    Args:
+        size: Number of rows of the embedding.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.tokens = [f"[PAD{number}]" for number in range(size)]
+        self.types = [UNUSED] * size
+        self.scores = [-10000.0] * size
+
+    def put(self, number: int, text: str, kind: int, score: float = 0.0) -> None:
+        """Set a token. Raises UnsupportedError if the embedding has no row for it."""
+        if not 0 <= number < len(self.tokens):
+            raise UnsupportedError(f"the token {text!r} has the id {number}, and the embedding {len(self.tokens)} rows")
+        self.tokens[number], self.types[number], self.scores[number] = text, kind, score
+
+    def put_added(self, added: Iterable[AddedToken]) -> None:
+        """Set added tokens, which replace others. Raises UnsupportedError as `put`."""
+        for token in added:
+            self.put(token.number, token.text, CONTROL if token.is_special else USER_DEFINED, _ADDED_SCORE)
