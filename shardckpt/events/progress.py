@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardckpt.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -39,9 +41,14 @@ class Meter:
     Args:
         total_bytes: Bytes in all.
         on_progress: Called after every step, under a lock; may raise an exception to stop the work.
+
+    Raises:
+        UsageError: `on_progress` cannot be called.
     """
 
     def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
+        if not (on_progress is None or callable(on_progress)):
+            raise UsageError("`on_progress` must be a function", found=repr(on_progress), expected="one of a Progress")
         self._total, self._on_progress = total_bytes, on_progress
         self._done, self._start, self._lock = 0, time.perf_counter(), threading.Lock()
         self._stopped = False

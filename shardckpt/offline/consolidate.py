@@ -25,7 +25,7 @@ from shardckpt.offline.write.report import Report
 from shardckpt.plan.fp8_blocks import DTYPE as FP8
 from shardckpt.plan.optim.output_keys import rekey_state
 from shardckpt.storage.publish import require_apart
-from shardckpt.storage.resolve_url import kind
+from shardckpt.storage.resolve_url import as_url, kind
 
 _LISTS = ("keep_fp32", "include", "exclude", "rename", "quantize_include", "quantize_exclude")
 _CONFIGS = frozenset({CONFIG, "adapter_config.json"})
@@ -70,7 +70,7 @@ def consolidate(
     Examples:
         >>> shardckpt.consolidate("run/step-100", "model", dtype="bf16")  # doctest: +SKIP
     """
-    src, dst = os.fspath(src), os.fspath(dst)
+    src, dst = as_url(src), as_url(dst)
     chosen = parse_options("consolidate", options)
     return _with_config_warning(export(src, dst, chosen, on_progress), chosen)
 
@@ -114,7 +114,7 @@ def convert(
         CheckpointError: As for `consolidate`.
         StorageError: As for `consolidate`.
     """
-    src, dst = os.fspath(src), os.fspath(dst)
+    src, dst = as_url(src), as_url(dst)
     return export(src, dst, parse_options("convert", options), on_progress, keeps_split=True)
 
 

@@ -33,10 +33,11 @@ from shardckpt.format.registry import checkpoint_in
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.format.witness.record_file import copy_record
 from shardckpt.offline.prune import StepInfo, describe_steps
+from shardckpt.storage.local_publication import require_space
 from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import missing_files, publish, require_apart
-from shardckpt.storage.replaceable import is_ignored
-from shardckpt.storage.resolve_url import kind, open_store, split
+from shardckpt.storage.replaceable import find_replaceable_files, is_ignored
+from shardckpt.storage.resolve_url import as_url, kind, local_path, open_store, split
 from shardckpt.storage.store import Read, Store, read_bytes
 
 _BUFFER_BYTES = 4 * BLOCK_BYTES
@@ -156,13 +157,14 @@ def copy(
         UsageError: The source is not a step or a run of shardckpt, or a base of the step is not beside the target.
         TargetExistsError: The target has another step or other files; nothing was written.
         CheckpointError: The source is damaged; the message names the file and the block.
-        StorageError: Reading or writing failed; a step that was not copied completely does not exist.
+        StorageError: Reading or writing failed; a step that was not copied completely does not exist. Nothing was
+            written if the disk of the target has no space for all of them.
 
     Examples:
         >>> shardckpt.copy("/scratch/run", "s3://bucket/run")  # doctest: +SKIP
     """
     start = time.perf_counter()
-    src, dst = os.fspath(src), os.fspath(dst)
+    src, dst = as_url(src), as_url(dst)
     require_bools(overwrite=overwrite, dry_run=dry_run)
     require_apart(src, dst)
     source = _read_source(src)
@@ -170,6 +172,9 @@ def copy(
     _require_vacant(transfers, dst, overwrite=overwrite)
     warnings = [note for transfer in transfers for note in _check_bases(transfer, transfers)]
     missing = [transfer for transfer in transfers if not transfer.is_present]
+    path = local_path(dst)
+    if path is not None and missing:
+        require_space(os.path.abspath(path), _count_needed_bytes(missing))
     meter = Meter(sum(transfer.folder.nbytes for transfer in missing), on_progress)
     checked = time.perf_counter()
     for transfer in missing:
@@ -261,8 +266,20 @@ def _require_vacant(transfers: list[_Transfer], dst: str, *, overwrite: bool) ->
             raise TargetExistsError("the target is a file", where=transfer.target, fix="Choose another name.")
         if transfer.is_refused and not overwrite:
             raise target_exists_error(transfer.target)
+        if transfer.is_refused:
+            store = open_store(transfer.target)
+            find_replaceable_files(STEP, store, store.list, transfer.target)
     if any(transfer.folder.name for transfer in transfers) and not any(transfer.held for transfer in transfers):
         require_start_of_run(dst)
+
+
+def _count_needed_bytes(transfers: Collection[_Transfer]) -> int:
+    """Return the space that copies need, in their order; each folder that one replaces is removed after it."""
+    used = needed = 0
+    for transfer in transfers:
+        needed = max(needed, used + transfer.folder.nbytes)
+        used += transfer.folder.nbytes - sum(transfer.held.values())
+    return needed
 
 
 def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[str]:

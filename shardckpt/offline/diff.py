@@ -34,12 +34,13 @@ from shardckpt.offline.compare.tensor_distance import compare_tensors
 from shardckpt.offline.report_html.difference_list import describe_comparison
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.select.config_files import find_config_files
-from shardckpt.offline.select.options import Part, parse_part
+from shardckpt.offline.select.options import Part, parse_globs, parse_part
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference, describe_entry
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
+from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import read_bytes
 
 _BLOCK_BYTES = 1 << 21
@@ -99,10 +100,12 @@ def diff(
         CheckpointError: A checkpoint is damaged or incomplete.
         StorageError: Reading failed.
     """
-    a, b, html = os.fspath(a), os.fspath(b), os.fspath(html)
+    a, b, html = as_url(a), as_url(b), as_url(html)
     if html:
         require_report_target(html)
-    chosen = _DiffOptions(parse_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol))
+    chosen = _DiffOptions(
+        parse_part(part), parse_globs("include", include), parse_globs("exclude", exclude), _tolerance(atol, rtol)
+    )
     result = _diff(a, b, chosen, rules, rename, base, on_progress)
     if html:
         write_page(render_page(f"{escape(a)} and {escape(b)}", describe_comparison(result)), html)
@@ -164,7 +167,7 @@ class _DiffOptions:
 
 def _tolerance(atol: float, rtol: float) -> Tolerance:
     for name, value in (("atol", atol), ("rtol", rtol)):
-        if not (math.isfinite(value) and value >= 0):
+        if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
             raise UsageError(f"{name} must be a finite number of 0 or more", found=value)
     return Tolerance(float(atol), float(rtol))
 

@@ -18,6 +18,7 @@ from shardckpt.offline.write.report import FileInfo, Inspection, TensorStats, de
 from shardckpt.offline.write.stored_stats import describe_values
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.naming.sections import find_sections, model_paths, split_flat_names
+from shardckpt.storage.resolve_url import as_url
 
 _SHOWN = 60
 _MOST_FAULTS = 1_000
@@ -53,7 +54,7 @@ def inspect(
         >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
     """
     with gc_paused():
-        return _inspect(os.fspath(src), os.fspath(shapes_from), base, os.fspath(html))
+        return _inspect(as_url(src), as_url(shapes_from), base, as_url(html))
 
 
 def _inspect(src: str, shapes_from: str, base: NamedBases, html: str) -> Inspection:

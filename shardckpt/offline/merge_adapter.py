@@ -30,6 +30,7 @@ from shardckpt.offline.write.report import Report
 from shardckpt.plan.adapter import LowRank, plan_merge
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change
+from shardckpt.storage.resolve_url import as_url
 
 _CONFIG = "adapter_config.json"
 
@@ -75,14 +76,15 @@ def merge_adapter(
     chosen = parse_options("merge_adapter", {**options, "part": options.get("part", "model")})
     if chosen.part != "model":
         raise UsageError("an adapter changes a model alone", found=f"part {chosen.part}", expected="model")
-    paths = [adapter] if isinstance(adapter, (str, os.PathLike)) else list(adapter)
+    base, dst = as_url(base), as_url(dst)
+    paths = [adapter] if not isinstance(adapter, Sequence) or isinstance(adapter, str) else list(adapter)
     weights = _check_weights(adapter_weights, len(paths))
-    opened = [_open_adapter(os.fspath(path), weight) for path, weight in zip(paths, weights, strict=True)]
+    opened = [_open_adapter(as_url(path), weight) for path, weight in zip(paths, weights, strict=True)]
 
     def change(selection: Selection) -> Selection:
         return _merge(selection, opened)
 
-    return export(os.fspath(base), os.fspath(dst), chosen, on_progress, change=change)
+    return export(base, dst, chosen, on_progress, change=change)
 
 
 def _check_weights(weights: Sequence[float] | None, adapters: int) -> Sequence[float]:

@@ -30,7 +30,7 @@ from shardckpt.format.native.run_directory import (
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.offline.verify import verify as verification
 from shardckpt.plan.retention import Retention, RetentionParams
-from shardckpt.storage.resolve_url import kind, open_store
+from shardckpt.storage.resolve_url import as_url, kind, open_store
 from shardckpt.storage.store import Store
 
 _SHOWN = 8
@@ -121,7 +121,7 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
     Examples:
         >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
     """
-    root = os.fspath(root)
+    root = as_url(root)
     require_bools(metrics=metrics)
     store = _open(root)
     run = read_run(store)
@@ -171,7 +171,7 @@ def prune(
         UnsupportedError: A newer version of shardckpt wrote a step; nothing was removed.
         StorageError: Reading or removing failed.
     """
-    root = os.fspath(root)
+    root = as_url(root)
     require_bools(verify=verify, dry_run=dry_run)
     retention = Retention.from_params("prune", **rules)
     if steps is not None:

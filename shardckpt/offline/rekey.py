@@ -16,6 +16,7 @@ from shardckpt.offline.select.options import RekeyParams
 from shardckpt.offline.select.selection import Selection, read_param_names
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.optim.output_keys import Keys, rekey_state
+from shardckpt.storage.resolve_url import as_url
 
 _KEYS: Mapping[str, Keys] = {
     "names": "names",
@@ -60,7 +61,7 @@ def rekey(
     Examples:
         >>> shardckpt.rekey("run/step-100", "by-number", to="ids")  # doctest: +SKIP
     """
-    src, dst = os.fspath(src), os.fspath(dst)
+    src, dst = as_url(src), as_url(dst)
     if to not in _KEYS:
         raise UsageError("`to` names an unknown kind of keys", found=to, expected=", ".join(_KEYS))
     if "optim_keys" in options:

@@ -34,6 +34,7 @@ from shardckpt.format.registry import open_source
 from shardckpt.manifest import Span
 from shardckpt.offline.write.problems import Problem
 from shardckpt.plan.layout.coverage import require_complete
+from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, Store, read_bytes
 
 _UNCHECKED = "checksums were computed again: changes of bytes since the save cannot be detected"
@@ -98,7 +99,7 @@ def repair(
     Examples:
         >>> shardckpt.repair("run/step-100")  # doctest: +SKIP
     """
-    src = os.fspath(src)
+    src = as_url(src)
     source = open_source(src)
     if source.file is not None:
         raise UsageError("this is a file", where=src, fix="Name the step's folder.")

@@ -18,6 +18,7 @@ from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_co
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.publish import require_apart
+from shardckpt.storage.resolve_url import as_url
 
 MOST_RANKS = 100_000
 
@@ -68,14 +69,14 @@ def reshard(
     Examples:
         >>> shardckpt.reshard("run/step-100", "for-8", world_size=8)  # doctest: +SKIP
     """
-    src, dst = os.fspath(src), os.fspath(dst)
+    src, dst = as_url(src), as_url(dst)
     watch = Stopwatch()
     target = find_rank_target(to, dst)
     if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
         raise UsageError("--world-size is not a number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
     memory = parse_memory(max_memory)
     require_apart(src, dst)
-    reader = load_param_shapes(open_checkpoint(src, base), os.fspath(shapes_from))
+    reader = load_param_shapes(open_checkpoint(src, base), as_url(shapes_from))
     watch.end_phase("open")
     options = RankOptions(world_size, parse_size(max_shard_size), tuple(keep_whole), allow_loss)
     assert target.plan_ranks is not None, "the registry returns no other target"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from shardckpt.dtypes import bits
+from shardckpt.errors import require_bools
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.encodings.element_values import measure_values
 from shardckpt.format.reader import NamedBases, Reader
@@ -15,7 +16,7 @@ from shardckpt.format.value_stats import merge_stats
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.compare.stored_values import BLOCK_BYTES, read_values
-from shardckpt.offline.select.options import parse_part
+from shardckpt.offline.select.options import parse_globs, parse_part
 from shardckpt.offline.write.report import (
     LayerStats,
     Statistics,
@@ -26,6 +27,7 @@ from shardckpt.offline.write.report import (
 from shardckpt.offline.write.stored_stats import describe_values, find_stored_stats
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
+from shardckpt.storage.resolve_url import as_url
 
 
 def stats(
@@ -64,7 +66,8 @@ def stats(
         >>> shardckpt.stats("run/step-100").nans  # doctest: +SKIP
         0
     """
-    source = os.fspath(src)
+    source, include, exclude = as_url(src), parse_globs("include", include), parse_globs("exclude", exclude)
+    require_bools(recompute=recompute)
     with gc_paused():
         reader = open_checkpoint(source, base)
         entries = read_canonical(reader, parse_part(part)).tensors

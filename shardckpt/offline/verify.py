@@ -20,6 +20,7 @@ from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.write.problems import FileRange, Problem, from_error, from_fault, missing_file
 from shardckpt.offline.write.report import NO_SHAPES, Verification
 from shardckpt.plan.layout.coverage import faults, locate
+from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, check_name
 
 _BLOCK_BYTES = 1 << 22
@@ -56,11 +57,11 @@ def verify(
         UsageError: The source does not exist or is not recognized, or the shapes do not match.
         StorageError: Reading failed.
     """
-    src = os.fspath(src)
+    src = as_url(src)
     try:
         reader = open_checkpoint(src, base)
         if shapes_from:
-            reader = load_param_shapes(reader, os.fspath(shapes_from))
+            reader = load_param_shapes(reader, as_url(shapes_from))
     except CheckpointError as error:
         return Verification(src, "", 0, 0, (from_error(error, src),), ())
     manifest = reader.manifest

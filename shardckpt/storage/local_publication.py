@@ -69,7 +69,7 @@ class LocalPublication(Publication):
             self._require_replaceable()
             sweep(self._target, PARTIAL)
             sweep(self._target, OLD)
-            _require_space(self._target, needed_bytes)
+            require_space(self._target, needed_bytes)
             try:
                 self._make_parents()
                 self._partial, self._lock = make_partial(self._target)
@@ -307,7 +307,16 @@ def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None
         raise target_exists_error(target)
 
 
-def _require_space(target: str, needed_bytes: int) -> None:
+def require_space(target: str, needed_bytes: int) -> None:
+    """Require that the disk of a path to write has space.
+
+    Args:
+        target: Absolute path; it and its folders may be missing.
+        needed_bytes: Bytes to write.
+
+    Raises:
+        NoSpaceError: The disk has less free space.
+    """
     folder = os.path.dirname(target)
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)

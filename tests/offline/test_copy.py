@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -21,6 +22,7 @@ from shardckpt import Checkpointer
 from shardckpt.errors import (
     ChecksumError,
     MissingFileError,
+    NoSpaceError,
     TargetExistsError,
     UnknownFormatError,
     UnsupportedError,
@@ -127,6 +129,30 @@ class TestRun:
         assert files(tmp_path / "there") == before, "step 8 is not copied either"
         assert shardckpt.copy(run, tmp_path / "there", overwrite=True).copied == (step_name(4), step_name(8))
         assert files(tmp_path / "there") == files(run)
+
+    def test_a_dry_run_refuses_what_the_copy_refuses(self, source: Path, tmp_path: Path) -> None:
+        there = tmp_path / "there" / step_name(2)
+        there.mkdir(parents=True)
+        (there / "notes.txt").write_text("mine")
+        for dry_run in (True, False):
+            with pytest.raises(TargetExistsError, match=r"notes\.txt"):
+                shardckpt.copy(source, tmp_path / "there", overwrite=True, dry_run=dry_run)
+        assert [path.name for path in there.parent.iterdir()] == [step_name(2)]
+
+    @pytest.mark.parametrize("dry_run", [True, False])
+    def test_a_disk_without_space_for_all_steps_gets_none(
+        self, source: Path, tmp_path: Path, dry_run: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shardckpt.copy(source, tmp_path / "same")
+        needed = shardckpt.copy(source, tmp_path / "there", dry_run=True).nbytes
+        disk = SimpleNamespace(f_bavail=needed - 1, f_frsize=1, f_blocks=1)
+        monkeypatch.setattr(os, "statvfs", lambda _: disk)
+        with pytest.raises(NoSpaceError, match=f"expected at least {needed}"):
+            shardckpt.copy(source, tmp_path / "there", dry_run=dry_run)
+        assert not (tmp_path / "there").exists()
+        assert shardckpt.copy(source, tmp_path / "same").copied == (), "what is there needs no space"
+        disk.f_bavail = needed
+        assert len(shardckpt.copy(source, tmp_path / "there", dry_run=dry_run).copied) == 3
 
     def test_a_dry_run_checks_and_writes_nothing(self, source: Path, tmp_path: Path) -> None:
         dry = shardckpt.copy(source, tmp_path / "there", dry_run=True)

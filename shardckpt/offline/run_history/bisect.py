@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from shardckpt.errors import require_bools
 from shardckpt.offline.prune import ls
 from shardckpt.offline.run_history.condition import parse_condition
 from shardckpt.offline.run_history.history import ChosenTensors
 from shardckpt.offline.write.report import Bisection, StepStats
+from shardckpt.storage.resolve_url import as_url
 
 
 def bisect(
@@ -44,7 +46,8 @@ def bisect(
         >>> shardckpt.bisect("run", when="nan").first  # doctest: +SKIP
     """
     condition = parse_condition(when)
-    root, chosen = os.fspath(root), ChosenTensors(part, tuple(include), tuple(exclude))
+    require_bools(scan=scan)
+    root, chosen = as_url(root), ChosenTensors.parse(part, include, exclude)
     steps = ls(root).complete
     found: dict[int, StepStats | None] = {}
 

@@ -49,9 +49,9 @@ def parse_condition(text: str) -> Condition:
     Raises:
         UsageError: The text is not a condition.
     """
-    if text in _NAMED:
+    if isinstance(text, str) and text in _NAMED:
         return _NAMED[text]
-    match = _CONDITION.fullmatch(text)
+    match = _CONDITION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise UsageError(
             "a condition must be nan, inf, or a statistic, a comparison and a number",

@@ -10,8 +10,10 @@ from shardckpt.errors import escape
 from shardckpt.offline.prune import StepInfo, ls
 from shardckpt.offline.report_html.history_lines import describe_history
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.offline.select.options import parse_globs, parse_part
 from shardckpt.offline.stats import stats
 from shardckpt.offline.write.report import History, StepStats
+from shardckpt.storage.resolve_url import as_url
 
 
 def history(
@@ -42,10 +44,10 @@ def history(
     Examples:
         >>> [step.tensors[0].l2 for step in shardckpt.history("run", include=["*.weight"]).steps]  # doctest: +SKIP
     """
-    root, html = os.fspath(root), os.fspath(html)
+    root, html = as_url(root), as_url(html)
     if html:
         require_report_target(html)
-    chosen = ChosenTensors(part, tuple(include), tuple(exclude))
+    chosen = ChosenTensors.parse(part, include, exclude)
     found = History(root, tuple(map(chosen.measure, ls(root).complete)))
     if html:
         write_page(render_page(escape(root), describe_history(found)), html)
@@ -59,6 +61,11 @@ class ChosenTensors:
     part: str
     include: tuple[str, ...]
     exclude: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, part: str, include: object, exclude: object) -> ChosenTensors:
+        """Return the tensors that a caller chooses. Raises UsageError."""
+        return cls(parse_part(part), parse_globs("include", include), parse_globs("exclude", exclude))
 
     def measure(self, step: StepInfo) -> StepStats:
         """Return their statistics in one step."""

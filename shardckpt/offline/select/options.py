@@ -61,6 +61,22 @@ def parse_part(part: str) -> Part:
     raise UsageError("--part must be one of the parts of a checkpoint", found=part, expected=", ".join(PARTS))
 
 
+def parse_globs(name: str, globs: object) -> tuple[str, ...]:
+    """Return globs as a caller gives them: several texts, or one.
+
+    Args:
+        name: Name of the argument, for messages.
+        globs: The argument.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    texts = (globs,) if isinstance(globs, str) else tuple(globs) if isinstance(globs, Iterable) else (None,)
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"`{name}` must be globs of names", found=repr(globs), expected="a list of texts")
+    return texts
+
+
 class CommonParams(TypedDict, total=False):
     """Keyword parameters of all conversions; `Options` describes them."""
 
