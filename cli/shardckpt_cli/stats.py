@@ -86,6 +86,7 @@ def history(
     if as_json:
         output.print_json(found)
         return
+    output.warn(found.warnings)
     if html:
         print(f"{escape(found.root)}: {output.count(len(found.steps), 'step')}\nwrote {escape(html)}")
         return
@@ -117,7 +118,9 @@ def bisect(
     found = shardckpt.bisect(root, when=when, scan=scan, part=part, include=tensor or ())
     if as_json:
         output.print_json(found)
-    elif found.first is None:
+        raise typer.Exit(0 if found.first is None else 1)
+    output.warn(found.warnings)
+    if found.first is None:
         print(f"{escape(found.root)}: {escape(when)} in no step; looked at {output.count(len(found.examined), 'step')}")
     else:
         first = found.first

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shardckpt.errors import require_bools
-from shardckpt.offline.prune import ls
+from shardckpt.offline.prune import StepInfo, ls
 from shardckpt.offline.run_history.condition import parse_condition
-from shardckpt.offline.run_history.history import ChosenTensors
+from shardckpt.offline.run_history.history import ChosenTensors, StepRemovedError
 from shardckpt.offline.write.report import Bisection, StepStats
 from shardckpt.storage.resolve_url import as_url
 
@@ -48,29 +48,36 @@ def bisect(
     condition = parse_condition(when)
     require_bools(scan=scan)
     root, chosen = as_url(root), ChosenTensors.parse(part, include, exclude)
-    steps = ls(root).complete
-    found: dict[int, StepStats | None] = {}
+    found: dict[StepInfo, StepStats | None] = {}
+    warnings: list[str] = []
 
-    def is_bad(at: int) -> bool:
-        measured = chosen.measure(steps[at])
-        bad = tuple(tensor for tensor in measured.tensors if condition.is_true(tensor))
-        found[at] = replace(measured, tensors=bad) if bad else None
-        return bool(bad)
+    def is_bad(step: StepInfo) -> bool:
+        if step not in found:
+            measured = chosen.measure(step)
+            bad = tuple(tensor for tensor in measured.tensors if condition.is_true(tensor))
+            found[step] = replace(measured, tensors=bad) if bad else None
+        return found[step] is not None
 
-    first = next(filter(is_bad, range(len(steps))), None) if scan else _find_first(len(steps), is_bad)
-    examined = tuple(steps[at].number for at in found)
-    return Bisection(root, when, None if first is None else found[first], examined, scan)
+    while True:
+        steps = ls(root).complete
+        try:
+            first = next(filter(is_bad, steps), None) if scan else _find_first(steps, is_bad)
+            break
+        except StepRemovedError as error:  # the search begins again with the steps that are left
+            warnings.append(str(error))
+    examined = tuple(step.number for step in found)
+    return Bisection(root, when, None if first is None else found[first], examined, scan, tuple(warnings))
 
 
-def _find_first(count: int, is_bad: Callable[[int], bool]) -> int | None:
-    """Return the first bad position, if all after it are bad; None if the last one is good."""
-    if not count or not is_bad(count - 1):
+def _find_first(steps: Sequence[StepInfo], is_bad: Callable[[StepInfo], bool]) -> StepInfo | None:
+    """Return the first bad step, if all after it are bad; None if the last one is good."""
+    if not steps or not is_bad(steps[-1]):
         return None
-    low, high = 0, count - 1
+    low, high = 0, len(steps) - 1
     while low < high:
         middle = (low + high) // 2
-        if is_bad(middle):
+        if is_bad(steps[middle]):
             high = middle
         else:
             low = middle + 1
-    return high
+    return steps[high]

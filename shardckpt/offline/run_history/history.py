@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardckpt.errors import escape
+from shardckpt.errors import MissingFileError, ShardckptError, escape
 from shardckpt.offline.prune import StepInfo, ls
 from shardckpt.offline.report_html.history_lines import describe_history
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
@@ -48,10 +48,20 @@ def history(
     if html:
         require_report_target(html)
     chosen = ChosenTensors.parse(part, include, exclude)
-    found = History(root, tuple(map(chosen.measure, ls(root).complete)))
+    steps, warnings = list[StepStats](), list[str]()
+    for step in ls(root).complete:
+        try:
+            steps.append(chosen.measure(step))
+        except StepRemovedError as error:
+            warnings.append(str(error))
+    found = History(root, tuple(steps), tuple(warnings))
     if html:
         write_page(render_page(escape(root), describe_history(found)), html)
     return found
+
+
+class StepRemovedError(MissingFileError):
+    """A step was removed while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,23 @@ class ChosenTensors:
         return cls(parse_part(part), parse_globs("include", include), parse_globs("exclude", exclude))
 
     def measure(self, step: StepInfo) -> StepStats:
-        """Return their statistics in one step."""
-        found = stats(step.path, part=self.part, include=self.include, exclude=self.exclude)
+        """Return their statistics in one step.
+
+        Raises:
+            StepRemovedError: Another process removed or replaced the step meanwhile.
+        """
+        try:
+            found = stats(step.path, part=self.part, include=self.include, exclude=self.exclude)
+        except ShardckptError as error:
+            if _is_there(step):
+                raise
+            raise StepRemovedError("the step was removed while it was read", where=step.path) from error
         return StepStats(step.number, step.path, found.tensors)
+
+
+def _is_there(step: StepInfo) -> bool:
+    """Return whether a run still has a complete step."""
+    try:
+        return step in ls(step.path.rpartition("/")[0]).complete
+    except ShardckptError:  # the run has no step any more, or is gone
+        return False

@@ -292,10 +292,12 @@ class History:
     Attributes:
         root: Path or URL of the run.
         steps: Complete steps, oldest first.
+        warnings: Steps that were removed while they were read, one sentence each.
     """
 
     root: str
     steps: tuple[StepStats, ...]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,7 @@ class Bisection:
         first: First step that the condition is true for, with the tensors that it is true for; None without one.
         examined: Numbers of the steps whose statistics were looked at, in this order.
         is_scan: Whether all steps were looked at, from the oldest until the first.
+        warnings: Steps that were removed while they were read, one sentence each.
     """
 
     root: str
@@ -315,6 +318,7 @@ class Bisection:
     first: StepStats | None
     examined: tuple[int, ...]
     is_scan: bool
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

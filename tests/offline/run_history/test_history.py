@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ from command import run_here
 from native_writer import write_step
 
 import shardckpt
-from shardckpt.errors import UsageError
+from shardckpt.errors import CheckpointError, UsageError
 from shardckpt.format.native.run_directory import step_name
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.offline.run_history.condition import parse_condition
+
+module = import_module("shardckpt.offline.run_history.history")
 
 
 def write_run(root: Path, values: list[float]) -> Path:
@@ -80,3 +85,48 @@ def test_a_history_is_printed_a_value_a_line(tmp_path: Path) -> None:
     lines = run_here("history", root, "--tensor", "a", "--stat", "max").out.splitlines()
     assert [line.split() for line in lines] == [["step", "tensor", "max"], ["0", "a", "1"], ["1", "a", "3"]]
     assert run_here("history", root, "--stat", "name").code == 2
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+@pytest.mark.parametrize("verb", ["history", "bisect", "scan"])
+def test_a_step_that_is_pruned_meanwhile_is_passed_over_with_a_word(
+    verb: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prune begins with `COMMIT`, and another process may read manifest and payload while it goes on."""
+    write_run(tmp_path, [1.0] * 5 + [math.nan] * 3)
+    stats = module.stats
+
+    def remove_middle() -> None:
+        shardckpt.prune(tmp_path, steps=[4])
+
+    def read(path: str, **options: Any) -> shardckpt.Statistics:
+        if path.endswith(step_name(4)) and Path(path).exists():
+            if moment == "before":
+                remove_middle()
+            else:
+                reader = open_checkpoint(path)
+                remove_middle()
+                monkeypatch.setattr("shardckpt.offline.stats.open_checkpoint", lambda *_: reader)
+                try:
+                    return stats(path, **options)
+                finally:
+                    monkeypatch.setattr("shardckpt.offline.stats.open_checkpoint", open_checkpoint)
+        return stats(path, **options)
+
+    monkeypatch.setattr(module, "stats", read)
+    if verb == "history":
+        found = shardckpt.history(tmp_path)
+        assert [step.number for step in found.steps] == [0, 1, 2, 3, 5, 6, 7]
+    else:
+        found = shardckpt.bisect(tmp_path, when="nan", scan=verb == "scan")
+        assert found.first is not None and found.first.number == 5
+    assert len(found.warnings) == 1
+    assert step_name(4) in found.warnings[0] and "was removed while it was read" in found.warnings[0]
+
+
+def test_a_step_that_is_damaged_is_an_error_and_not_passed_over(tmp_path: Path) -> None:
+    write_run(tmp_path, [1.0] * 2)
+    manifest = next((tmp_path / step_name(1)).glob("*.manifest.json"))
+    manifest.write_bytes(manifest.read_bytes()[::-1])
+    with pytest.raises(CheckpointError):
+        shardckpt.history(tmp_path)
