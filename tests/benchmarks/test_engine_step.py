@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "engine_step.py"
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+from benchmark_scripts import imported, run_script
 
 
 @pytest.fixture
-def step(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    yield importlib.import_module("engine_step")
-    for name in ("engine_step", "llama", "ranks", "results"):
-        sys.modules.pop(name, None)
+def step():
+    with imported("engine_step") as script:
+        yield script
 
 
 @pytest.mark.slow
 def test_a_small_run_prints_a_row_for_every_engine():
     small = ["--layers", "1", "--hidden", "32", "--tokens", "8", "--rounds", "1"]
-    done = bench(*small, "--rows", "composable", "--parts", "steps,memory")
+    done = run_script("engine_step", *small, "--rows", "composable", "--parts", "steps,memory")
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
     rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]

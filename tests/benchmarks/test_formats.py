@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "formats.py"
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+from benchmark_scripts import run_script
 
 
 @pytest.mark.slow
 def test_a_small_run_prints_a_row_for_every_tool_and_what_was_asked(tmp_path: Path) -> None:
     cases = "zero3,local,accelerate,jobs"
     options = ["--size", "1MB", "--rounds", "1", "--cases", cases, "--fsync", "neither", "--folder", str(tmp_path)]
-    done = bench(*options)
+    done = run_script("formats", *options)
     assert done.returncode == 0, done.stderr
     rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
     ours = {"shardckpt consolidate", "shardckpt consolidate --weights master"}
@@ -33,4 +26,4 @@ def test_a_small_run_prints_a_row_for_every_tool_and_what_was_asked(tmp_path: Pa
 
 @pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "many")])
 def test_what_cannot_be_run_is_refused(arguments: tuple[str, str]) -> None:
-    assert bench(*arguments).returncode == 2
+    assert run_script("formats", *arguments).returncode == 2

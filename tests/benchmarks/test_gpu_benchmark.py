@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import imported, run_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 SMALL = ["--layers", "1", "--hidden", "32", "--tokens", "8", "--batch", "1", "--megabytes", "1", "--rounds", "1"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    yield importlib.import_module("gpu")
-    for name in ("gpu", "engine_step", "llama", "ranks", "results"):
-        sys.modules.pop(name, None)
+def gpu():
+    with imported("gpu") as script:
+        yield script
 
 
 def test_a_small_run_on_the_cpu_prints_every_table():
-    done = bench("--device", "cpu", *SMALL)
+    done = run_script("gpu", "--device", "cpu", *SMALL)
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
     rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
     for row in ("shardckpt fully_shard", "torch FSDP1", "compute ms", "save", "load", "async_save, stall"):

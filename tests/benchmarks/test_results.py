@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
-
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmark_scripts import FOLDER, imported
 
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("results")
-    monkeypatch.setattr(module, "RESULTS", tmp_path / "RESULTS.md")
-    yield module
-    for name in ("results", "summary"):
-        sys.modules.pop(name, None)
+    with imported("results") as module:
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "RESULTS.md")
+        yield module
 
 
 def record(results, title, *goals):

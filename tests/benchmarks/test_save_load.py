@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from benchmark_scripts import imported, run_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "save_load.py"
 SMALL = ["--size", "2MB", "--many", "50", "--very-many", "50", "--rounds", "1", "--fsync", "neither"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    yield importlib.import_module("save_load")
-    for name in ("save_load", "inputs", "consolidate", "state_dict", "llama", "ranks", "results"):
-        sys.modules.pop(name, None)
+def module():
+    with imported("save_load") as script:
+        yield script
 
 
 @pytest.mark.slow
 def test_a_small_run_prints_every_case_beside_its_peers(tmp_path):
     cases = "save,load,reshard,reshard-pieces,async,many,very-many,memory"
-    done = bench(*SMALL, "--cases", cases, "--folder", str(tmp_path))
+    done = run_script("save_load", *SMALL, "--cases", cases, "--folder", str(tmp_path))
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
     rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in done.stdout.splitlines() if "|" in line]

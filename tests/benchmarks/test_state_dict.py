@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from benchmark_scripts import imported, run_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "state_dict.py"
 SMALL = ["--size", "50K", "--trained", "50K", "--many", "100", "--rounds", "1"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
-def states(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    yield importlib.import_module("state_dict")
-    for name in ("state_dict", "llama", "ranks", "results"):
-        sys.modules.pop(name, None)
+def states():
+    with imported("state_dict") as script:
+        yield script
 
 
 FACES = {
@@ -50,7 +41,7 @@ FACES = {
     ],
 )
 def test_a_small_run_prints_every_case_beside_torch(row, cases, compared, bare):
-    done = bench(*SMALL, "--rows", row, "--cases", cases)
+    done = run_script("state_dict", *SMALL, "--rows", row, "--cases", cases)
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
     printed = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in done.stdout.splitlines()]

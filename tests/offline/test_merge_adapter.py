@@ -239,17 +239,21 @@ def test_patterns_of_very_many_alternatives_are_refused_in_time() -> None:
     assert time.process_time() - started < 2
 
 
+def _save_base(folder: Path, seed: int, layers: int) -> Any:
+    """Write a small Llama into `base` with transformers, and return it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes))
+    model.save_pretrained(folder / "base")
+    return model
+
+
 def _peft(folder: Path, change: Callable[[Any], None]) -> Path:
     """Write a base and an adapter with peft itself, and what its own merge gives."""
     peft = pytest.importorskip("peft")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder / "base")
+    model = _save_base(folder, seed=3, layers=2)
     told = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     change(told)
     wrapped = peft.get_peft_model(model, told)
@@ -283,14 +287,7 @@ def test_pefts_own_merge_gives_the_same(change: Callable[[Any], None], tmp_path:
 def _two_adapters(folder: Path) -> Any:
     """Write a base and two adapters with peft itself; return the wrapped model."""
     peft = pytest.importorskip("peft")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder / "base")
+    model = _save_base(folder, seed=4, layers=1)
     first = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     second = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, first, adapter_name="a")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from read_only import ReadOnlyStore
+
 from shardckpt.format.reader import Reader, Source
 from shardckpt.format.registry import detect
 from shardckpt.storage.resolve_url import kind, open_store, split
-from shardckpt.storage.store import Capabilities, Listed, Read, Store, Writer
+from shardckpt.storage.store import Capabilities, Listed, Read, Store
 
 
-class CountingStore:
+class CountingStore(ReadOnlyStore):
     """Passes everything on, and remembers each range that was read.
 
     Args:
@@ -46,20 +48,8 @@ class CountingStore:
         self.ranges += [(r.name, r.offset, len(r.buffer)) for r in reads]
         self._inner.read(reads)
 
-    def create(self, name: str) -> Writer:
-        raise AssertionError("nothing is written into a source")
-
-    def delete(self, name: str) -> None:
-        raise AssertionError("nothing is deleted in a source")
-
-    def delete_folder(self, folder: str) -> None:
-        raise AssertionError("nothing is deleted in a source")
-
     def changed_at(self, folder: str) -> float | None:
         return self._inner.changed_at(folder)
-
-    def rename(self, source: str, target: str) -> None:
-        raise AssertionError("nothing is renamed in a source")
 
 
 def open_counted(url: str) -> tuple[Reader, CountingStore]:

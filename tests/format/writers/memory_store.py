@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from read_only import ReadOnlyStore
+
 from shardckpt.errors import MissingFileError, TruncatedError
-from shardckpt.storage.store import Capabilities, Listed, Read, Writer, check_name
+from shardckpt.storage.store import Capabilities, Listed, Read, check_name
 
 
-class MemoryStore:
+class MemoryStore(ReadOnlyStore):
     """Files in a dict, which nobody changes.
 
     Args:
@@ -42,17 +44,5 @@ class MemoryStore:
                 raise TruncatedError("the file ends early", where=name)
             buffer[:] = self._files[name][offset : offset + len(buffer)]
 
-    def create(self, name: str) -> Writer:
-        raise AssertionError("nothing is written into a source")
-
-    def delete(self, name: str) -> None:
-        raise AssertionError("nothing is deleted in a source")
-
-    def delete_folder(self, folder: str) -> None:
-        raise AssertionError("nothing is deleted in a source")
-
     def changed_at(self, folder: str) -> float | None:
         return None
-
-    def rename(self, source: str, target: str) -> None:
-        raise AssertionError("nothing is renamed in a source")
