@@ -110,8 +110,8 @@ class RekeyParams(CommonParams, total=False):
     base: NamedBases
 
 
-class ConversionParams(RekeyParams, total=False):
-    """Keyword parameters of `consolidate` and `convert`."""
+class TargetParams(TypedDict, total=False):
+    """Keyword parameters of conversions that choose the format that they write."""
 
     to: str
     quantize: str
@@ -119,10 +119,12 @@ class ConversionParams(RekeyParams, total=False):
     quantize_exclude: str | Iterable[str]
 
 
-class MergeParams(CommonParams, total=False):
-    """Keyword parameters of `merge_adapter`, whose `base` is the base model."""
+class ConversionParams(RekeyParams, TargetParams, total=False):
+    """Keyword parameters of `consolidate` and `convert`."""
 
-    to: str
+
+class MergeParams(CommonParams, TargetParams, total=False):
+    """Keyword parameters of `merge_adapter`, whose `base` is the base model."""
 
 
 @dataclass(frozen=True, slots=True)
