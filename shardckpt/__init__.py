@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardckpt.checkpoint.load.load import MismatchError, load
     from shardckpt.checkpoint.manager import Checkpointer
+    from shardckpt.checkpoint.resume.prove_resume import ResumeReport, prove_resume
     from shardckpt.checkpoint.resume.witness import Witness
     from shardckpt.checkpoint.run.durability import Durability, StepCopy
     from shardckpt.checkpoint.save.async_save import async_save
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "shardckpt.checkpoint.manager": ("Checkpointer",),
+    "shardckpt.checkpoint.resume.prove_resume": ("ResumeReport", "prove_resume"),
     "shardckpt.checkpoint.resume.witness": ("Witness",),
     "shardckpt.plan.resume.verdict": ("Divergence", "ResumeDivergence"),
     "shardckpt.checkpoint.run.durability": ("Durability", "StepCopy"),
@@ -219,6 +221,7 @@ __all__ = [
     "Report",
     "RestoreEvent",
     "ResumeDivergence",
+    "ResumeReport",
     "SaveEvent",
     "SaveHandle",
     "SaveTimings",
@@ -268,6 +271,7 @@ __all__ = [
     "model_state_dict",
     "open",
     "optim_state_dict",
+    "prove_resume",
     "prune",
     "rekey",
     "repair",

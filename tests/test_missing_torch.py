@@ -22,6 +22,7 @@ IN_A_JOB = {
     "MismatchError",
     "PerRank",
     "RNGState",
+    "ResumeReport",
     "SaveHandle",
     "SaveTimings",
     "StateKind",
@@ -34,6 +35,7 @@ IN_A_JOB = {
     "load_optim_state_dict",
     "model_state_dict",
     "optim_state_dict",
+    "prove_resume",
     "save",
 }
 """Public names that need torch."""

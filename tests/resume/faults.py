@@ -95,6 +95,7 @@ class Job:
 
     def train(self, steps: int = STEPS, saved_at: int = -1, *, in_background: bool = False) -> None:
         """Train to a step; save one of them."""
+        handle = None
         while self.step < steps:
             self.step += 1
             batch = self.data.next()
@@ -102,7 +103,9 @@ class Job:
             self.checkpointer.witness(self.step, loss=loss, batch=batch)
             if self.step == saved_at:
                 save = self.checkpointer.async_save if in_background else self.checkpointer.save
-                save(self.step, self.state)
+                handle = save(self.step, self.state)
+        if handle is not None:
+            handle.result()
 
     def train_step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         loss = functional.cross_entropy(self.model(batch["input"]).flatten(0, 1), batch["labels"].flatten())

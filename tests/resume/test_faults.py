@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,25 @@ def resume_with(fault: str, style: str, rank: int, world: int, root: Path) -> tu
     except shardckpt.ResumeDivergence as error:
         return error.divergence.cause, error.divergence.name, error.divergence.ranks, error.divergence.step
     return "none", "", (), 0
+
+
+def resume_cleanly(rank: int, world: int, style: str, root: Path, resumes: int) -> list[str]:
+    """Train, save and resume with settings by chance; return what was reported."""
+    reported = []
+    with whole_dtensors():
+        for number in range(resumes):
+            dice = random.Random(number)
+            options = {"steps": dice.randint(1, 4), "deep": dice.randint(0, 2)}
+            saved_at, folder = dice.randint(1, 4), root / str(number)
+            job = Job(style, rank, world, number, folder, **options)
+            job.train(saved_at + 5, saved_at, in_background=dice.random() < 0.5)
+            again = Job(style, rank, world, number + 1000, folder, **options)
+            again.restore()
+            try:
+                again.train(saved_at + 5, saved_at + dice.randint(1, 4))
+            except shardckpt.ResumeDivergence as error:
+                reported.append(str(error))
+    return reported
 
 
 def train_and_resume(rank: int, world: int, style: str, root: Path) -> dict[str, tuple[str, str, tuple[int, ...], int]]:
@@ -42,3 +62,9 @@ def test_each_fault_is_named_on_every_rank_and_a_clean_resume_is_not(style: str,
         assert SAVED_AT < step <= min(SAVED_AT + 2, STEPS), name
         if fault.ranks is not None and world > 1:
             assert ranks == fault.ranks, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_of_two_hundred_clean_resumes_none_is_reported(style: str, tmp_path: Path) -> None:
+    assert run(WORLDS.get(style, 2), resume_cleanly, style, tmp_path, 34) == [[]] * WORLDS.get(style, 2)

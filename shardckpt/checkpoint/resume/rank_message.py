@@ -14,8 +14,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.resume.digests import SampleDigests
+from shardckpt.errors import UsageError
 from shardckpt.plan.resume.step_records import (
     NO_FLOAT,
     BatchDigests,
@@ -25,6 +27,7 @@ from shardckpt.plan.resume.step_records import (
     StateDigests,
     StepRecord,
     TensorDigest,
+    float_bits,
 )
 
 MOST_SAMPLES = 2048
@@ -85,6 +88,26 @@ class MergedStep:
     environment: Environment
     first_batch: BatchDigests | None
     last_batch: BatchDigests | None
+
+
+def read_float(name: str, value: Any) -> int:
+    """Return the bits of a number, which may be a tensor; `NO_FLOAT` for None.
+
+    Args:
+        name: Name of the argument, for messages.
+        value: Argument of the user.
+
+    Raises:
+        UsageError: It is not a number.
+    """
+    if value is None:
+        return NO_FLOAT
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    try:
+        return float_bits(float(value))
+    except Exception as error:  # any type may define __float__
+        raise UsageError(f"`{name}` must be a number", found=repr(value)) from error
 
 
 def encode_rank_step(part: RankStep) -> bytes:

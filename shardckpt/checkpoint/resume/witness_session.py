@@ -9,12 +9,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.resume.digests import SampleDigests, digest_batch, digest_random_states
 from shardckpt.checkpoint.resume.environment import describe_environment
-from shardckpt.checkpoint.resume.rank_message import MergedStep, RankStep, encode_rank_step, merge_rank_steps
+from shardckpt.checkpoint.resume.first_use import FirstUse
+from shardckpt.checkpoint.resume.rank_message import (
+    MergedStep,
+    RankStep,
+    encode_rank_step,
+    merge_rank_steps,
+    read_float,
+)
 from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects, digest_state, find_trained_objects
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
@@ -22,12 +27,10 @@ from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.errors import CheckpointError, StorageError, UsageError
 from shardckpt.format.witness.record_file import read_record, write_record
 from shardckpt.plan.resume.step_records import (
-    NO_FLOAT,
     BatchDigests,
     Observation,
     StateDigests,
     WitnessRecord,
-    float_bits,
 )
 from shardckpt.plan.resume.verdict import (
     Divergence,
@@ -48,39 +51,6 @@ class _Start:
     objects: TrainedObjects
     before: StateOnRank
     last_batch: SampleDigests | None = None
-
-
-class _FirstUse:
-    """Digests of a restored state when its optimizer takes the first step.
-
-    Parameters are then those of the forward pass, and settings those of the step.
-
-    Args:
-        start: The restored state.
-        digest: Digests a state.
-    """
-
-    def __init__(self, start: _Start, digest: Callable[[TrainedObjects], StateOnRank]) -> None:
-        self._start, self._digest = start, digest
-        self._hooks = [optim.register_step_pre_hook(self._look) for optim in start.objects.optimizers]
-        self._has_looked = False
-        self.digests: StateDigests | None = None
-        self.fault: Exception | None = None
-
-    def _look(self, *_args: object) -> None:
-        if self._has_looked:
-            return
-        self._has_looked = True
-        try:
-            self.digests = self._digest(self._start.objects).digests
-        except Exception as error:  # noqa: BLE001  (sent to every rank with the step)
-            self.fault = error
-
-    def end(self) -> None:
-        """Wait no longer."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
 
 class NoWitness:
@@ -109,12 +79,12 @@ class WitnessSession(NoWitness):
         self._records = _RecordsOnRank0(finder)
         self._start: _Start | None = None
         self._fault: Exception | None = None
-        self._due: dict[int, int] = {}  # number of a step to the saved step that it is behind
+        self._due: dict[int, set[int]] = {}  # number of a step to the saved steps that it is behind
         self._random: dict[str, int] = {}
         self._is_new = True
         self._first_batch: SampleDigests | None = None
         self._last: tuple[int, Any] = (-1, None)
-        self._first_use: _FirstUse | None = None
+        self._first_use: FirstUse | None = None
 
     def add_step(self, step: int, loss: Any, grad_norm: Any, batch: Any) -> None:
         """Record or compare a step, if it is due; otherwise remember its batch. Collective if it is due.
@@ -150,7 +120,8 @@ class WitnessSession(NoWitness):
         last_step, batch = self._last
         last = digest_batch(batch) if last_step == number and batch is not None else None
         self._begin(number, state, last)
-        self._due.update({number + at: number for at in range(1, self._options.steps + 1)})
+        for step in range(number + 1, number + self._options.steps + 1):
+            self._due.setdefault(step, set()).add(number)
         if self._coordinator.rank == 0:
             self._records.open(number, self._options.steps, is_over)
 
@@ -166,9 +137,9 @@ class WitnessSession(NoWitness):
         steps = self._finder.ask_rank0("reading the witness", lambda: self._records.read(restored))
         if steps:
             self._begin(restored.number, state, None)
-            self._due.update(dict.fromkeys(steps, restored.number))
+            self._due.update({step: {restored.number} for step in steps})
             if self._start is not None and self._options.deep:
-                self._first_use = _FirstUse(self._start, self._digest)
+                self._first_use = FirstUse(self._start.objects, self._digest)
 
     @property
     def _coordinator(self) -> Coordinator:
@@ -190,13 +161,8 @@ class WitnessSession(NoWitness):
 
     def _end_first_use(self) -> StateDigests | None:
         """Stop to wait for the first step of a restored optimizer; return the digests at it."""
-        if self._first_use is None:
-            return None
         ended, self._first_use = self._first_use, None
-        ended.end()
-        if ended.fault is not None:
-            raise ended.fault
-        return ended.digests
+        return None if ended is None else ended.end()
 
     def _exchange(self, number: int, loss: Any, grad_norm: Any, batch: Any) -> None:
         """Send what this rank saw to rank 0, and act on its verdict."""
@@ -204,7 +170,8 @@ class WitnessSession(NoWitness):
         try:
             if self._fault is not None:
                 raise self._fault
-            message = encode_rank_step(self._observe(number, loss, grad_norm, batch))
+            is_deep = any(self._options.is_deep(number - saved) for saved in self._due[number])
+            message = encode_rank_step(self._observe(number, loss, grad_norm, batch, is_deep=is_deep))
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
 
@@ -221,23 +188,22 @@ class WitnessSession(NoWitness):
     def _act_on(self, divergence: Divergence, raw: dict[str, Any]) -> None:
         error = ResumeDivergence(divergence, raw["where"])
         if self._options.on_divergence == "raise" and not raw["is_noise"]:
-            self._due = {step: saved for step, saved in self._due.items() if saved != raw["number"]}
+            self._due = {step: rest for step, saved in self._due.items() if (rest := saved - {raw["number"]})}
             raise error
         if self._coordinator.rank == 0:
             warnings.warn(str(error), stacklevel=5)
 
-    def _observe(self, number: int, loss: Any, grad_norm: Any, batch: Any) -> RankStep:
+    def _observe(self, number: int, loss: Any, grad_norm: Any, batch: Any, *, is_deep: bool) -> RankStep:
         start = self._start
         assert start is not None, "a step is due behind a save or a restore"
         ranks, is_first = self._coordinator, number == start.number + 1
-        is_deep = self._options.is_deep(number - start.number)
         after = digest_state(start.objects, ranks.rank, ranks.size, is_deep=is_deep)
         random, self._random = self._random, digest_random_states()
         return RankStep(
             number,
             describe_environment(ranks.size, start.objects, start.before, deterministic=self._options.deterministic),
-            _read_float("loss", loss),
-            _read_float("grad_norm", grad_norm),
+            read_float("loss", loss),
+            read_float("grad_norm", grad_norm),
             None if batch is None else digest_batch(batch),
             self._first_batch if is_first else None,
             start.last_batch if is_first else None,
@@ -264,18 +230,6 @@ def open_session(options: Witness | None, finder: StepFinder) -> NoWitness:
     if not isinstance(options, Witness):
         raise UsageError("`witness` must be a Witness", found=repr(options), expected="shardckpt.Witness(steps=2)")
     return WitnessSession(options, finder)
-
-
-def _read_float(name: str, value: Any) -> int:
-    """Return the bits of a number, which may be a tensor; UsageError for another value."""
-    if value is None:
-        return NO_FLOAT
-    if isinstance(value, torch.distributed.tensor.DTensor):
-        value = value.full_tensor()
-    try:
-        return float_bits(float(value))
-    except Exception as error:  # any type may define __float__
-        raise UsageError(f"`{name}` must be a number", found=repr(value)) from error
 
 
 @dataclass

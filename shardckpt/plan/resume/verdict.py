@@ -278,6 +278,7 @@ def _only_settings(state: StateDigests) -> StateDigests:
 def _compare_states(
     pair: _Pair, recorded: StateDigests, now: StateDigests, since: Since, order: Sequence[str]
 ) -> Divergence | None:
+    is_deep = bool(now.tensors)
     when = {
         "load": "after the load",
         "use": f"in step {pair.number}, though it was equal after the load",
@@ -289,7 +290,7 @@ def _compare_states(
                 shown = "missing" if found is None else found.text
                 sentence = f"{name} is {shown} {when}, recorded {setting.text}"
                 return _build_state_divergence(pair, part, name, sentence, since)
-        names = [name for name, each in recorded.tensors.items() if each.part == part]
+        names = [name for name, each in recorded.tensors.items() if each.part == part and is_deep]
         differing = [name for name in names if now.tensors.get(name) != recorded.tensors[name]]
         if not differing:
             continue
@@ -487,8 +488,8 @@ _FIX_RANDOM = {
 _FIX_PRECISION = "Build the model, autocast and mixed precision as in the run that saved"
 _FIX_FLAGS = "Set it as in the run that saved, or accept that this resume is not bit for bit the same"
 _FIX_NOISE = (
-    "Two runs of this step give different results: use torch.use_deterministic_algorithms(True), or say "
-    "Witness(deterministic=False); if they do not, something that is not in the state differs"
+    "Either a step is not deterministic (torch.use_deterministic_algorithms(True) makes it so, or "
+    "Witness(deterministic=False) allows it), or something differs that is not in the state"
 )
 _FIX_LOSS = "Two runs of a step differed less: look for what is not in the state"
 _FIX_DEEP = "Record with Witness(deep=1) to see whether parameters, optimizer or the computation differ"

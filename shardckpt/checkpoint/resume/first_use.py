@@ -1,0 +1,44 @@
+"""Digests of a restored state when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects
+from shardckpt.plan.resume.step_records import StateDigests
+
+
+class FirstUse:
+    """Digests of a restored state when its optimizer takes the first step.
+
+    Parameters are then those of the forward pass, and settings those of the step.
+
+    Args:
+        objects: Objects of the restored state.
+        digest: Digests them.
+    """
+
+    def __init__(self, objects: TrainedObjects, digest: Callable[[TrainedObjects], StateOnRank]) -> None:
+        self._objects, self._digest = objects, digest
+        self._has_looked = False
+        self._digests: StateDigests | None = None
+        self._fault: Exception | None = None
+        self._hooks = [optim.register_step_pre_hook(self._look) for optim in objects.optimizers]
+
+    def _look(self, *_args: object) -> None:
+        if self._has_looked:
+            return
+        self._has_looked = True
+        try:
+            self._digests = self._digest(self._objects).digests
+        except Exception as error:  # noqa: BLE001  (sent to every rank with the step)
+            self._fault = error
+
+    def end(self) -> StateDigests | None:
+        """Stop to wait for the step; return the digests at it, or raise the error."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._fault is not None:
+            raise self._fault
+        return self._digests

@@ -1,0 +1,217 @@
+"""`prove_resume`: a drill that saves, trains, restores and trains again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.checkpoint.load.load import load
+from shardckpt.checkpoint.resume.digests import digest_batch, digest_random_states
+from shardckpt.checkpoint.resume.environment import describe_environment
+from shardckpt.checkpoint.resume.first_use import FirstUse
+from shardckpt.checkpoint.resume.rank_message import RankStep, encode_rank_step, merge_rank_steps, read_float
+from shardckpt.checkpoint.resume.reachable import digest_reachable
+from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects, digest_state, find_trained_objects
+from shardckpt.checkpoint.save.save import save
+from shardckpt.errors import UsageError, require_bools
+from shardckpt.plan.resume.step_records import Observation, WitnessRecord
+from shardckpt.plan.resume.verdict import Divergence, find_divergence
+
+TrainStep = Callable[[], Any]
+"""One training step: returns None, the loss, or a dict with some of `loss`, `grad_norm` and `batch`."""
+
+_RESULTS = {"loss", "grad_norm", "batch"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeReport:
+    """Result of `prove_resume`, equal on all ranks.
+
+    Attributes:
+        path: Path or URL of the checkpoint.
+        steps: Number of steps that were trained twice.
+        divergence: The first difference of the second time; None if all bits are equal.
+        missing: Values that training changed and the load did not restore, with their types, as far as the function of
+            the step shows them.
+        is_repeatable: Whether a third time was equal to the second; None if it was not needed. If not, a step is not
+            deterministic.
+    """
+
+    path: str
+    steps: int
+    divergence: Divergence | None
+    missing: tuple[str, ...]
+    is_repeatable: bool | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether all bits are equal."""
+        return self.divergence is None
+
+    def __str__(self) -> str:
+        if self.divergence is None:
+            return f"the resume is proven: {self.steps} steps behind {self.path} are equal, bit for bit"
+        missing = f" Not restored: {', '.join(self.missing)}." if self.missing else ""
+        noise = (
+            " Two runs from the same state differ: a step is not deterministic." if self.is_repeatable is False else ""
+        )
+        return f"the resume diverges: {self.divergence}.{missing}{noise}"
+
+
+def prove_resume(
+    train_step: TrainStep,
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    steps: int = 2,
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> ResumeReport:
+    """Save a state, train, restore it in place, train again, and compare all bits. Collective.
+
+    Afterwards the state is as after the steps: if the resume is proven, training may go on from there. The checkpoint
+    stays.
+
+    Args:
+        train_step: Function of a training step, which gets its own batch. It returns None, the loss, or a dict with
+            some of `loss`, `grad_norm` and `batch`, which are compared too.
+        state: As for `shardckpt.save` and `load`: all that a resume needs.
+        path: Path or URL of the checkpoint that is saved.
+        steps: Number of steps to train each time.
+        overwrite: Replace an existing checkpoint.
+        process_group: Ranks that train; None for all ranks.
+
+    Returns:
+        The first difference, and values that were not restored.
+
+    Raises:
+        UsageError: An argument has an invalid value, or `train_step` returns something else.
+        ShardckptError: As for `shardckpt.save` and `shardckpt.load`.
+
+    Examples:
+        >>> report = shardckpt.prove_resume(lambda: train_step(next(batches)), state, "/tmp/drill")  # doctest: +SKIP
+        >>> assert report.ok, report  # doctest: +SKIP
+    """
+    require_bools(overwrite=overwrite)
+    if type(steps) is not int or steps < 1:
+        raise UsageError("`steps` must be a positive integer", found=repr(steps))
+    if not callable(train_step):
+        raise UsageError("`train_step` must be a function", found=repr(train_step))
+    drill = _Drill(train_step, state, path, steps, process_group)
+    save(state, path, overwrite=overwrite, process_group=process_group)
+    saved = digest_reachable(train_step)
+    first = drill.train(is_resumed=False)
+    trained = digest_reachable(train_step)
+    second = drill.resume()
+    changed = [name for name, digest in saved.items() if trained.get(name, digest) != digest]
+    missing = [name for name in changed if drill.restored.get(name, 0) != saved[name]]
+    divergence, named = drill.compare(first, second, missing)
+    is_repeatable = None
+    if divergence is not None and divergence.since == "step" and not named:
+        third = drill.resume()
+        is_repeatable = drill.compare(second, third, [])[0] is None
+    return ResumeReport(os.fspath(path), steps, divergence, named, is_repeatable)
+
+
+class _Drill:
+    """One drill on this rank.
+
+    Attributes:
+        restored: Digests of the values that a step uses, after the last load.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        state: Any,
+        path: str | os.PathLike[str],
+        steps: int,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._train_step, self._state, self._path, self._steps = train_step, state, path, steps
+        self._process_group = process_group
+        self.restored: dict[str, int] = {}
+
+    @property
+    def _coordinator(self) -> Coordinator:
+        return get_channels(self._process_group).main
+
+    def resume(self) -> list[bytes]:
+        """Restore the state, train, and return this rank's messages. Collective."""
+        load(self._state, self._path, process_group=self._process_group)
+        self.restored = digest_reachable(self._train_step)
+        return self.train(is_resumed=True)
+
+    def _digest(self, objects: TrainedObjects) -> StateOnRank:
+        return digest_state(objects, self._coordinator.rank, self._coordinator.size, is_deep=True)
+
+    def train(self, *, is_resumed: bool) -> list[bytes]:
+        """Train, and return this rank's message about each step."""
+        objects = find_trained_objects(self._state)
+        start = self._digest(objects)
+        environment = describe_environment(self._coordinator.size, objects, start, deterministic=True)
+        messages, random = [], digest_random_states()
+        for number in range(1, self._steps + 1):
+            use = FirstUse(objects, self._digest) if is_resumed and number == 1 else None
+            results = _read_results(self._train_step())
+            used = None if use is None else use.end()
+            before, random = random, digest_random_states()
+            part = RankStep(
+                number,
+                environment,
+                read_float("loss", results.get("loss")),
+                read_float("grad_norm", results.get("grad_norm")),
+                digest_batch(results["batch"]) if "batch" in results else None,
+                random_before=before,
+                random_after=random,
+                before=start.digests if number == 1 else None,
+                after=self._digest(objects).digests,
+                used=used,
+            )
+            messages.append(encode_rank_step(part))
+        return messages
+
+    def compare(
+        self, first: list[bytes], second: list[bytes], missing: list[str]
+    ) -> tuple[Divergence | None, tuple[str, ...]]:
+        """Return the first difference, and the values that are missing on any rank. Collective."""
+        own = json.dumps([[part.decode("ascii") for part in run] for run in (first, second)] + [missing]).encode(
+            "ascii"
+        )
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            ranks = [json.loads(message) for message in messages]
+            names = list(dict.fromkeys(name for rank in ranks for name in rank[2]))
+            once, again = (
+                [merge_rank_steps([r[at][i].encode() for r in ranks]) for i in range(len(first))] for at in (0, 1)
+            )
+            record = WitnessRecord("drill", 0, once[0].environment, tuple(each.record for each in once))
+            steps = (find_divergence(record, Observation(each.environment, each.record)) for each in again)
+            found = next((each for each in steps if each is not None), None)
+            return [json.dumps([None if found is None else asdict(found), names]).encode()] * len(messages)
+
+        raw, names = json.loads(self._coordinator.coordinate("comparing the steps", own, decide))
+        found = None if raw is None else Divergence(**{**raw, "ranks": tuple(raw["ranks"])})
+        return found, tuple(names)
+
+
+def _read_results(results: Any) -> Mapping[str, Any]:
+    """Return the results of a training step by name; UsageError for unknown names."""
+    if results is None:
+        return {}
+    if not isinstance(results, Mapping):
+        return {"loss": results}
+    unknown = results.keys() - _RESULTS
+    if unknown:
+        raise UsageError(
+            "`train_step` returns unknown results",
+            found=", ".join(map(str, unknown)),
+            expected="loss, grad_norm, batch",
+        )
+    return results

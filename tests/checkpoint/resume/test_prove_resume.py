@@ -1,0 +1,169 @@
+"""A drill proves a state that is complete, and names the values that one lacks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import shardckpt
+from shardckpt.errors import UsageError
+
+
+class Position:
+    """Position in the data, as a sampler has it."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Training:
+    """Training with everything that a resume needs."""
+
+    def __init__(self, wrap: Any = lambda net: net) -> None:
+        torch.manual_seed(1)
+        self.model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optim, lambda epoch: 0.5**epoch)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        self.data, self.position = torch.rand(64, 4), Position()
+        self.ema = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.noise = torch.Generator().manual_seed(3)
+        self.log: list[float] = []
+        self.state = {
+            "model": self.model,
+            "optim": self.optim,
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+            "position": self.position,
+            "ema": self.ema,
+            "rng": shardckpt.RNGState(),
+            "noise": Noise(self.noise),
+        }
+
+    def step(self) -> dict[str, Any]:
+        batch = self.data[self.position.at : self.position.at + 4]
+        self.position.at += 4
+        noisy = batch + torch.rand(batch.shape, generator=self.noise) + random.random() + np.random.rand()
+        loss = functional.dropout(self.model(noisy), 0.2).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optim)
+        self.scaler.update()
+        self.optim.zero_grad()
+        self.schedule.step()
+        for name, value in self.model.state_dict().items():
+            self.ema[name].lerp_(value, 0.1) if value.is_floating_point() else self.ema[name].copy_(value)
+        self.log.append(loss.item())
+        return {"loss": loss + next(iter(self.ema.values())).sum(), "batch": batch}
+
+
+class Noise:
+    """State of a generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.generator.set_state(state["state"])
+
+
+def test_a_complete_state_is_proven_and_training_may_go_on(tmp_path: Path) -> None:
+    training = Training()
+    report = shardckpt.prove_resume(training.step, training.state, tmp_path / "drill", steps=3)
+    assert report.ok, report
+    assert "3 steps" in str(report)
+    assert training.position.at == 12
+
+
+@pytest.mark.parametrize(
+    ("left_out", "cause", "name"),
+    [
+        ("schedule", "schedule", "self.schedule (LambdaLR)"),
+        ("position", "batch", "self.position (Position)"),
+        ("ema", "loss", "self.ema (dict)"),
+        ("noise", "loss", "self.noise (Generator)"),
+        ("scaler", "", "self.scaler (GradScaler)"),
+        ("rng", "random state", "random state of torch"),
+        ("optim", "", "self.optim (AdamW)"),
+        ("model", "", "self.model (Sequential)"),
+    ],
+)
+def test_what_the_state_lacks_is_named(left_out: str, cause: str, name: str, tmp_path: Path) -> None:
+    training = Training()
+    del training.state[left_out]
+    report = shardckpt.prove_resume(training.step, training.state, tmp_path / "drill")
+    assert name in report.missing
+    if cause:
+        assert report.divergence is not None
+        assert report.divergence.cause == cause
+        assert name in str(report)
+
+
+def test_a_closure_shows_what_its_step_uses(tmp_path: Path) -> None:
+    model, count = nn.Linear(4, 1), torch.zeros(())
+
+    def forward() -> torch.Tensor:
+        count.add_(1)
+        return model(torch.full((2, 4), float(count))).sum()
+
+    def step() -> dict[str, torch.Tensor]:
+        return {"loss": forward()}
+
+    report = shardckpt.prove_resume(step, {"model": model}, tmp_path / "drill")
+    assert report.divergence is not None
+    assert report.missing == ("count (Tensor)",)
+    assert shardckpt.prove_resume(step, {"model": model, "count": count}, tmp_path / "all").ok
+
+
+def test_a_step_that_is_not_repeatable_is_told_from_a_state_that_lacks_values(tmp_path: Path) -> None:
+    model, calls = nn.Linear(4, 1), iter(range(100))
+    step = lambda: model(torch.ones(1, 4)).sum() * (1 + 1e-3 * next(calls))  # noqa: E731
+    report = shardckpt.prove_resume(step, {"model": model}, tmp_path / "drill")
+    assert report.divergence is not None
+    assert report.divergence.cause == "loss"
+    assert report.is_repeatable is False
+    assert "not deterministic" in str(report)
+
+
+def test_all_ranks_get_one_report(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        random.seed(1)
+        np.random.seed(1)
+        training = Training(DistributedDataParallel)
+        whole = shardckpt.prove_resume(training.step, training.state, tmp_path / "whole")
+        del training.state["rng"]
+        part = shardckpt.prove_resume(training.step, training.state, tmp_path / "part")
+        return [str(whole), str(part)]
+
+    first, second = run(2, body)
+    assert first == second
+    assert "proven" in first[0]
+    assert "random state" in first[1]
+
+
+@pytest.mark.parametrize("arguments", [{"steps": 0}, {"overwrite": 1}, {"train_step": 3}])
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        shardckpt.prove_resume(**{"train_step": lambda: None, "state": {}, "path": tmp_path / "a", **arguments})
+
+
+def test_a_step_that_returns_unknown_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="accuracy"):
+        shardckpt.prove_resume(lambda: {"accuracy": 1}, {"w": torch.ones(1)}, tmp_path / "a")
