@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from shardckpt import FormatError, RankError
 from shardckpt.checkpoint.stateful.state_stream import StateStream, build_stream, read_stream
+from shardckpt.integrations.torchft_peer import Peer, connect
 
 __all__ = ["ShardckptTransport"]
 
@@ -30,7 +32,6 @@ T = TypeVar("T")
 _LOG = logging.getLogger("shardckpt")
 _ADDRESS = re.compile(r"shardckpt://(?P<host>[0-9A-Za-z._-]{1,253}):(?P<port>[0-9]{1,5})/(?P<token>[0-9a-f]{32})")
 _REQUEST = re.compile(rb"shardckpt-state/1 (?P<token>[0-9a-f]{32}) (?P<step>-?[0-9]{1,18})\n")
-_MAX_LINE = 512
 _MAX_PEERS = 64
 _REQUEST_SECONDS = 10.0
 """Time that a peer has to send its request."""
@@ -63,6 +64,7 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
         self._state_dict = state_dict
         self._server = _StateServer(timeout.total_seconds())
         self._host = host or socket.gethostname()
+        weakref.finalize(self, self._server.abandon).atexit = False
 
     def metadata(self) -> str:
         """Return the address of this process, with the token that peers need."""
@@ -109,15 +111,15 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
             )
         deadline = time.monotonic() + timeout.total_seconds()
         try:
-            with socket.create_connection((match["host"], int(match["port"])), _left(deadline)) as connection:
-                peer = _Peer(connection, deadline)
+            with connect(match["host"], int(match["port"]), deadline) as connection:
+                peer = Peer(connection, deadline)
                 peer.send(f"shardckpt-state/1 {match['token']} {step}\n".encode())
                 answer = peer.read_line()
                 if answer != b"ok\n":
                     reason = answer.decode("ascii", "replace").strip() or "the connection ended"
                     raise RankError(f"rank {src_rank} does not send step {step}: {reason}", rank=src_rank)
                 target = None if self._state_dict is None else self._state_dict()
-                return read_stream(peer.read, target, f"rank {src_rank}")  # type: ignore[no-any-return]
+                return read_stream(peer.read, target, f"rank {src_rank}", peer.check)  # type: ignore[no-any-return]
         except TimeoutError as error:
             raise RankError(f"receiving step {step} from rank {src_rank} timed out", rank=src_rank) from error
         except OSError as error:
@@ -130,54 +132,6 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
             wait: Wait until its thread has ended.
         """
         self._server.close(wait)
-
-
-def _left(deadline: float) -> float:
-    """Return the seconds until a deadline.
-
-    Raises:
-        TimeoutError: It has passed.
-    """
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    return left
-
-
-class _Peer:
-    """Connection to a peer, whose operations together end before a deadline.
-
-    Args:
-        connection: The connection.
-        deadline: Time on the monotonic clock.
-    """
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self._connection, self._deadline = connection, deadline
-
-    def send(self, data: bytes | memoryview) -> None:
-        """Send bytes. Raises OSError."""
-        self._connection.settimeout(_left(self._deadline))
-        self._connection.sendall(data)
-
-    def read(self, buffer: memoryview) -> None:
-        """Fill a buffer. Raises OSError."""
-        while len(buffer):
-            self._connection.settimeout(_left(self._deadline))
-            count = self._connection.recv_into(buffer)
-            if not count:
-                raise ConnectionError(f"it ended the connection {len(buffer)} bytes early")
-            buffer = buffer[count:]
-
-    def read_line(self) -> bytes:
-        """Return a line with its end; what arrived so far if it is too long or does not end. Raises OSError."""
-        line, byte = bytearray(), memoryview(bytearray(1))
-        while not line.endswith(b"\n") and len(line) < _MAX_LINE:
-            self._connection.settimeout(_left(self._deadline))
-            if not self._connection.recv_into(byte):
-                break
-            line += byte
-        return bytes(line)
 
 
 class _StateServer:
@@ -235,6 +189,10 @@ class _StateServer:
         if wait:
             self._thread.join(_END_SECONDS)
 
+    def abandon(self) -> None:
+        """End the server soon, without locks: for a transport that nothing refers to any more."""
+        self._is_closed, self._offered = True, None
+
     def _accept(self) -> None:
         with self._listener:
             while not self._is_closed:
@@ -263,10 +221,10 @@ class _StateServer:
 
     def _answer(self, connection: socket.socket) -> None:
         now = time.monotonic()
-        match = _REQUEST.fullmatch(_Peer(connection, now + min(_REQUEST_SECONDS, self._timeout)).read_line())
+        match = _REQUEST.fullmatch(Peer(connection, now + min(_REQUEST_SECONDS, self._timeout)).read_line())
         if match is None or not hmac.compare_digest(match["token"], self.token.encode()):
             return
-        peer, step = _Peer(connection, now + self._timeout), int(match["step"])
+        peer, step = Peer(connection, now + self._timeout), int(match["step"])
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._offered is not None, self._timeout)
             offered = self._offered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import socket
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import shardckpt
+from shardckpt.checkpoint.stateful import state_stream
 
 pytest.importorskip("torchft.checkpointing.transport")
 
@@ -192,3 +194,44 @@ def test_peers_beyond_the_limit_are_turned_away_and_do_not_stop_others(make: Any
             break
         except shardckpt.RankError:  # threads of the closed connections have not ended
             assert time.monotonic() < end
+
+
+def test_a_name_that_is_never_resolved_ends_in_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(50) and [])
+    with pytest.raises(shardckpt.RankError, match="timed out"):
+        make().recv_checkpoint(1, "shardckpt://peer:1/" + "0" * 32, 3, timedelta(seconds=0.2))
+    assert not end.is_set(), "the call did not wait for the resolver"
+    end.set()
+
+
+def test_a_name_without_an_address_is_a_lost_peer(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
+    with pytest.raises(shardckpt.RankError, match="peer has no address"):
+        make().recv_checkpoint(1, "shardckpt://peer:1/" + "0" * 32, 3, SECOND)
+
+
+def test_the_thread_of_a_transport_that_was_dropped_ends() -> None:
+    transport = ShardckptTransport[Any](MINUTE, host="127.0.0.1")
+    transport.send_checkpoint([1], 3, STATE, MINUTE)
+    [thread] = [each for each in threading.enumerate() if each.name == "shardckpt-transport"]
+    del transport
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_reading_a_header_of_many_tensors_is_under_the_deadline(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = make(), make()
+    sender.send_checkpoint([1], 3, {str(at): torch.empty(0) for at in range(1000)}, MINUTE)
+    read_row, read = state_stream._read_row, []
+
+    def read_slowly(*row: Any) -> Any:
+        read.append(row)
+        time.sleep(0.05)
+        return read_row(*row)
+
+    monkeypatch.setattr(state_stream, "_read_row", read_slowly)
+    with pytest.raises(shardckpt.RankError, match="timed out"):
+        receiver.recv_checkpoint(0, sender.metadata(), 3, timedelta(seconds=0.5))
+    assert len(read) < 100

@@ -126,7 +126,11 @@ def build_stream(state: Any) -> StateStream:
     return StateStream(head + xxhash.xxh3_64(head).digest(), list(tensors.values()))
 
 
-def read_stream(read: Read, target: Any = None, where: str = "") -> Any:
+def _go_on() -> None:
+    """Do nothing, so that a stream is read to its end."""
+
+
+def read_stream(read: Read, target: Any = None, where: str = "", check: Callable[[], None] = _go_on) -> Any:
     """Return the state of a stream.
 
     Elements are used only after the hash of their block was checked. If the stream fails later, tensors of the target
@@ -137,6 +141,7 @@ def read_stream(read: Read, target: Any = None, where: str = "") -> Any:
         target: State whose tensors are filled in place where the stream has a tensor of the same path; None to make
             new tensors on the CPU. A DTensor of the stream needs one of the same sharding.
         where: Name of the source, for messages.
+        check: Called for each tensor, before its bytes are read; an exception that it raises ends the work.
 
     Raises:
         ChecksumError: Bytes do not match their hash.
@@ -145,13 +150,17 @@ def read_stream(read: Read, target: Any = None, where: str = "") -> Any:
         UsageError: A tensor does not fit that of the target.
         NoMemoryError: Memory for a tensor cannot be allocated.
     """
-    rows, json = _read_header(read, where)
+    rows, json = _read_header(read, where, check)
     own: dict[Path, torch.Tensor] = {}
     take_tensors(target, (), own)
     for row in rows:
+        check()
         _require_fit(row, own.get(row.path), where)
     blocks = _VerifiedBlocks(read, sum(row.nbytes for row in rows), where)
-    tensors = [_fill(row, own.get(row.path), blocks) for row in rows]
+    tensors = []
+    for row in rows:
+        check()
+        tensors.append(_fill(row, own.get(row.path), blocks))
 
     def decode_ref(value: ArrayRef | NamedValue) -> object:
         if isinstance(value, NamedValue):
@@ -182,7 +191,7 @@ def _describe_sharding(tensor: torch.Tensor | None) -> str:
     return f"{tuple(tensor.shape)} {tensor.placements} on {tuple(mesh.shape)} at {mesh.get_coordinate()}"
 
 
-def _read_header(read: Read, where: str) -> tuple[list[_Row], object]:
+def _read_header(read: Read, where: str, check: Callable[[], None]) -> tuple[list[_Row], object]:
     prefix = _read_bytes(read, 16)
     if prefix[:8] != MAGIC:
         raise FormatError("this is not a stream of a state", where=where, found=bytes(prefix[:8]))
@@ -193,7 +202,11 @@ def _read_header(read: Read, where: str) -> tuple[list[_Row], object]:
     header = parse_json(body, where=where)
     if not isinstance(header, dict) or not isinstance(header.get("tensors"), list) or "state" not in header:
         raise FormatError("the header of the stream lacks a field", where=where)
-    return [_read_row(row, where) for row in header["tensors"]], header["state"]
+    rows = []
+    for row in header["tensors"]:
+        check()
+        rows.append(_read_row(row, where))
+    return rows, header["state"]
 
 
 def _read_row(row: object, where: str) -> _Row:
