@@ -360,22 +360,23 @@ class Channels:
 
     def __init__(self, main: Coordinator) -> None:
         self.main = main
-        self._background: Coordinator | None = None
+        self._background: dict[str, Coordinator] = {}
 
     @property
     def has_lost_rank(self) -> bool:
         """Whether a rank is lost; no more messages may be sent then."""
-        return self.main.has_lost_rank or (self._background is not None and self._background.has_lost_rank)
+        return any(each.has_lost_rank for each in (self.main, *self._background.values()))
 
-    def background_coordinator(self, group: dist.ProcessGroup | None) -> Coordinator:
-        """Return the coordinator for background threads. Collective at the first call.
+    def background_coordinator(self, group: dist.ProcessGroup | None, name: str = "") -> Coordinator:
+        """Return the coordinator for a background thread. Collective at the first call.
 
         Args:
             group: Process group of these channels.
+            name: Name of the thread's work, equal on all ranks; threads of other names may run at the same time.
         """
-        if self._background is None:
-            self._background = new_coordinator(group)
-        return self._background
+        if name not in self._background:
+            self._background[name] = new_coordinator(group)
+        return self._background[name]
 
 
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channels] = WeakKeyDictionary()

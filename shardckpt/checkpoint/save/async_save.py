@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, SaveHandle
-from shardckpt.checkpoint.save.save import EARLIER_NAMES, SaveParams, check_options, saver_for
+from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, PendingSave, SaveHandle
+from shardckpt.checkpoint.save.save import EARLIER_NAMES, SAVERS, SaveParams, SaverCache, check_options
 from shardckpt.checkpoint.save.session import (
     PlannedSave,
     PlannedState,
@@ -26,6 +26,7 @@ from shardckpt.checkpoint.save.session import (
 from shardckpt.checkpoint.save.staging import (
     BufferPool,
     StagingArea,
+    StagingBuffer,
     buffer_size,
     default_budget,
     is_unpinned,
@@ -39,9 +40,31 @@ from shardckpt.plan.layout.output_files import parse_size
 OnBusy = Literal["wait", "raise"]
 
 BUFFERS = BufferPool(make_buffer, is_unpinned)
-"""Staging buffers of this process, for all saves in the background."""
+"""Staging buffers of this process, for all saves in the background but captures."""
 
-os.register_at_fork(after_in_child=BUFFERS.forget)
+
+class SaveLane(NamedTuple):
+    """Saves in the background of which one runs at a time; those of another lane may run beside it.
+
+    Attributes:
+        name: Name of the lane, equal on all ranks.
+        pending: The running save.
+        buffers: Staging buffers.
+        savers: Savers, with their cached plans.
+    """
+
+    name: str
+    pending: PendingSave
+    buffers: BufferPool[StagingBuffer]
+    savers: SaverCache
+
+
+SAVES = SaveLane("", PENDING_SAVE, BUFFERS, SAVERS)
+CAPTURES = SaveLane("captures", PendingSave(), BufferPool(make_buffer, is_unpinned), SaverCache())
+
+for _lane in (SAVES, CAPTURES):
+    os.register_at_fork(after_in_child=_lane.buffers.forget)
+os.register_at_fork(after_in_child=CAPTURES.pending.forget)
 
 
 @renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
@@ -85,6 +108,19 @@ def async_save(
         RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed.
     """
+    return start_async_save(SAVES, state, path, options, max_staging_bytes=max_staging_bytes, on_busy=on_busy)
+
+
+def start_async_save(
+    lane: SaveLane,
+    state: Any,
+    path: str | os.PathLike[str],
+    options: SaveParams,
+    *,
+    max_staging_bytes: int | str | None = None,
+    on_busy: OnBusy = "wait",
+) -> SaveHandle:
+    """Save a state in the background, as `async_save`, beside the saves of other lanes. Collective."""
     checked, fault = check_options("async_save", path, options)
     most = None
     try:
@@ -94,7 +130,7 @@ def async_save(
         fault = fault or error
     task = AsyncSaveTask(checked.path, checked.on_event)
     try:
-        _copy_and_start(state, task, checked, most, options.get("process_group"), fault, on_busy)
+        _copy_and_start(lane, state, task, checked, most, options.get("process_group"), fault, on_busy)
     except BaseException as error:
         task.emit(error)
         raise
@@ -102,6 +138,7 @@ def async_save(
 
 
 def _copy_and_start(
+    lane: SaveLane,
     state: Any,
     task: AsyncSaveTask,
     checked: SaveOptions,
@@ -111,14 +148,15 @@ def _copy_and_start(
     on_busy: OnBusy,
 ) -> None:
     """Plan with the other ranks, start the thread that writes, and copy the state."""
-    with PENDING_SAVE.entry, gc_paused():
+    with lane.pending.entry, gc_paused():
         with task.phase("waiting"):
-            refusal = fault or _refusal(on_busy)
+            refusal = fault or _refusal(lane.pending, on_busy)
         with task.phase("capture"):
-            saver = saver_for(group, refusal)
+            saver = lane.savers.get(group, refusal)
             task.recorder.values["rank"] = saver.channels.main.rank
-            copy = _Copy(task, SaveSession(saver, checked, saver.channels.background_coordinator(group)), most)
-            PENDING_SAVE.begin(task, copy.abandon)
+            last = saver.channels.background_coordinator(group, lane.name)
+            copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most))
+            lane.pending.begin(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
         copy.stage(planned, flattened)
         del flattened  # before the next garbage collection
@@ -136,13 +174,13 @@ def _require_way_when_busy(on_busy: Any) -> None:
         raise UsageError("`on_busy` must be 'wait' or 'raise'", found=repr(on_busy))
 
 
-def _refusal(on_busy: OnBusy) -> Exception | None:
+def _refusal(pending: PendingSave, on_busy: OnBusy) -> Exception | None:
     """Return why this rank cannot save now; wait for a running save if requested."""
-    busy = PENDING_SAVE.busy_with
+    busy = pending.busy_with
     if busy and on_busy == "raise":
         return UsageError("another save is under way", where=busy, fix="Ask for its result, or pass on_busy='wait'.")
-    PENDING_SAVE.wait()
-    return PENDING_SAVE.unretrieved_error()
+    pending.wait()
+    return pending.unretrieved_error()
 
 
 class _Copy:
@@ -154,12 +192,11 @@ class _Copy:
     Args:
         task: Progress and result of the save.
         session: Save session with the other ranks.
-        budget: Maximum bytes of the copy; None for no limit.
+        staging: Staging area for the copy.
     """
 
-    def __init__(self, task: AsyncSaveTask, session: SaveSession, budget: int | None) -> None:
-        self._task, self._session = task, session
-        self._staging = StagingArea(BUFFERS, budget)
+    def __init__(self, task: AsyncSaveTask, session: SaveSession, staging: StagingArea) -> None:
+        self._task, self._session, self._staging = task, session, staging
         self._staged: SimpleQueue[StagedSave | Exception] = SimpleQueue()
         self._is_complete = self._is_claimed = False
 

@@ -258,14 +258,4 @@ def _before_exit(act: Callable[[], None]) -> None:
 
 PENDING_SAVE = PendingSave()
 
-
-def raise_unretrieved_error() -> None:
-    """Wait for the last save in the background; raise its error, once, unless it was retrieved."""
-    with PENDING_SAVE.entry:
-        PENDING_SAVE.wait()
-        error = PENDING_SAVE.unretrieved_error()
-    if error is not None:
-        raise error
-
-
 os.register_at_fork(after_in_child=PENDING_SAVE.forget)

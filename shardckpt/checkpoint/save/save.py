@@ -194,23 +194,35 @@ def _require_texts(argument: str, given: Any) -> dict[str, str]:
     return texts
 
 
-_SAVERS: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()
-_ALONE = Saver(ALONE)
+class SaverCache:
+    """Savers by process group; those of one cache save one after another."""
+
+    def __init__(self) -> None:
+        self._savers: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()
+        self._alone = Saver(ALONE)
+
+    def get(self, group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
+        """Return the saver of a process group. Collective at the first call.
+
+        The first call creates the channels of the ranks.
+
+        Args:
+            group: Process group of the ranks; None for all ranks.
+            refusal: Error to raise if a rank is lost, because other ranks cannot receive it.
+        """
+        channels, key = get_channels(group, refusal), resolve_process_group(group)
+        if key is None:
+            return self._alone
+        known = self._savers.get(key)
+        if known is None or known.channels is not channels:
+            known = self._savers[key] = Saver(channels)
+        return known
+
+
+SAVERS = SaverCache()
+"""Savers of all saves but captures."""
 
 
 def saver_for(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
-    """Return the saver of a process group. Collective at the first call.
-
-    The first call creates the channels of the ranks.
-
-    Args:
-        group: Process group of the ranks; None for all ranks.
-        refusal: Error to raise if a rank is lost, because other ranks cannot receive it.
-    """
-    channels, key = get_channels(group, refusal), resolve_process_group(group)
-    if key is None:
-        return _ALONE
-    known = _SAVERS.get(key)
-    if known is None or known.channels is not channels:
-        known = _SAVERS[key] = Saver(channels)
-    return known
+    """Return the saver of a process group; as `SaverCache.get`."""
+    return SAVERS.get(group, refusal)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.run.step_retention import StepRetention
-from shardckpt.checkpoint.save.async_save import async_save
+from shardckpt.checkpoint.save.async_save import CAPTURES, start_async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
+from shardckpt.checkpoint.save.save import SaveParams
 from shardckpt.checkpoint.save.staging import memory_size
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_run_id
 from shardckpt.errors import RankError, ShardckptError, StorageError
@@ -95,16 +96,14 @@ class MemoryTier:
             if event.error is None and is_first:
                 self._retention.apply(number)
 
+        given: SaveParams = {
+            "overwrite": True,
+            "custom_metadata": notes,
+            "process_group": self._group,
+            "on_event": on_event,
+        }
         try:
-            handle = async_save(
-                state,
-                path,
-                overwrite=True,
-                custom_metadata=notes,
-                process_group=self._group,
-                on_event=on_event,
-                **options,
-            )
+            handle = start_async_save(CAPTURES, state, path, given, **options)
         except Exception as error:
             coordinator = get_channels(self._group).main
             if coordinator.has_lost_rank or not _is_fault_of_memory(coordinator, error):
@@ -134,11 +133,13 @@ class MemoryTier:
 
     def _withdraw(self, number: int, error: Exception) -> None:
         """Emit that a step is not in memory; on rank 0 warn too."""
-        rank = get_channels(self._group).main.rank
-        path = self.finder.path(step_name(number))
-        emit(FallbackEvent(path, step=number, rank=rank, warnings=(str(error),)), self._on_event)
-        if rank == 0:
+        self._emit_fallback(number, str(error))
+        if get_channels(self._group).main.rank == 0:
             self._note_failure(error)
+
+    def _emit_fallback(self, number: int, reason: str) -> None:
+        rank, path = get_channels(self._group).main.rank, self.finder.path(step_name(number))
+        emit(FallbackEvent(path, step=number, rank=rank, warnings=(reason,)), self._on_event)
 
     def _note_failure(self, error: Exception) -> None:
         """Count a failure; warn about the first one in a row. On rank 0."""

@@ -23,7 +23,7 @@ from shardckpt.checkpoint.run.step_saver import (
     require_one_step,
 )
 from shardckpt.checkpoint.save.async_save import async_save
-from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle, raise_unretrieved_error
+from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
 from shardckpt.checkpoint.save.save import RunNotes
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node_id
@@ -142,7 +142,6 @@ class TieredSaver:
             A handle of the save in the root; of a capture, one that is done.
         """
         self._tier.settle()
-        raise_unretrieved_error()
         notes = RunNotes()
         message: bytes | Exception
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -299,18 +300,35 @@ def test_a_fault_of_the_state_is_raised_not_taken_for_one_of_the_memory(tmp_path
     assert restore(tmp_path / "run") == 2
 
 
-def test_a_failed_save_in_the_root_is_raised_by_the_next_save_although_captures_follow(tmp_path, monkeypatch):
-    root = tmp_path / "run"
-    ck = make(root, save_every=2)
+def test_a_failed_save_in_the_root_is_due_again_and_raised_by_the_next_one_and_captures_go_on(tmp_path, monkeypatch):
+    ck = make(tmp_path / "run", save_every=2)
     save(ck, 1)
     with monkeypatch.context() as full:
         full.setattr(LocalWriter, "write", refuse)
+        handle = ck.async_save(2, state(2))
+        wait_for(handle.done)
+    ck.save(3, state(3))
+    with pytest.raises(StorageError, match=r"the save before this one, in the background to .*run/step-00000002"):
+        ck.save(4, state(4))
+    save(ck, 5, 6)
+    assert [len(ck.durability(step).copies) for step in (2, 6)] == [0, 2]
+
+
+def test_captures_go_on_while_a_save_in_the_root_is_running(tmp_path, monkeypatch):
+    is_free, write = threading.Event(), LocalWriter.write
+    ck = make(tmp_path / "run", save_every=2)
+    save(ck, 1)
+    with monkeypatch.context() as slow:
+        slow.setattr(LocalWriter, "write", lambda *args: is_free.wait(DEADLINE_S) and write(*args))
         ck.save(2, state(2))
-        with pytest.raises(StorageError, match=r"the save before this one, in the background to .*run/step-00000002"):
-            ck.save(3, state(3))
-    save(ck, 3, 4)
-    assert [ck.durability(step).survives for step in (2, 3)] == [set(), set()]
-    assert {copy.tier for copy in ck.durability(4).copies} == {"memory", "root"}
+        for step in (3, 5, 7):
+            ck.save(step, state(step))
+        wait_for(lambda: [holder.steps for holder in shardckpt.tiers().holders] == [(7,)])
+        assert ck.steps() == ()
+        ck.save(9, state(9))
+        is_free.set()
+        ck.wait()
+    assert [bool(ck.durability(step).copies) for step in (2, 7, 9)] == [True, False, True]
 
 
 def refuse(*args: object) -> None:
