@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,6 +132,32 @@ def test_a_weight_is_quantized_under_the_cap(tmp_path: Path) -> None:
     added = peak_bytes(f"import shardckpt; {call}") - start
     assert added <= CAP, f"{added / 2**20:.1f} MiB"
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > FEWER_ROWS * COLUMNS
+
+
+def test_rows_in_another_order_are_quantized_under_the_cap(tmp_path: Path) -> None:
+    """Queries of a llama, of several times the cap, beside small tensors."""
+    heads = FEWER_ROWS // 128
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 128, "hidden_size": COLUMNS}
+    sizes |= {"intermediate_size": 32, "vocab_size": 2, "num_hidden_layers": 1, "max_position_embeddings": 8}
+    layer = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (32, COLUMNS)) | {"mlp.down_proj": (COLUMNS, 32)}
+    layer |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (128, COLUMNS))
+    layer |= {"self_attn.q_proj": (FEWER_ROWS, COLUMNS), "self_attn.o_proj": (COLUMNS, FEWER_ROWS)}
+    layer |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (COLUMNS,))
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (2, COLUMNS), "model.norm.weight": (COLUMNS,)}
+    header = encode_header([HeaderTensor(name, "float32", shape) for name, shape in shapes.items()], {})
+    (tmp_path / "src").mkdir()
+    with (tmp_path / "src" / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(4 * math.prod(shape) for shape in shapes.values()))
+    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **sizes}
+    (tmp_path / "src" / "config.json").write_text(json.dumps(config))
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
+    options = f"dtype='q8_0', max_memory={CAP}, jobs=1"
+    call = f"shardckpt.convert({str(tmp_path / 'src')!r}, {str(tmp_path / 'out.gguf')!r}, {options})"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= CAP, f"{added / 2**20:.1f} MiB"
+    assert (tmp_path / "out.gguf").stat().st_size > 1.5 * CAP
 
 
 def test_rules_are_streamed(tmp_path: Path) -> None:

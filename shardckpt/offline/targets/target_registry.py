@@ -164,18 +164,23 @@ def choose_target(name: str, path: str) -> Target:
     Raises:
         UsageError: The target is unknown, or does not write files with this suffix.
     """
-    targets = load_targets() if _has_suffix(path) else ()
-    by_suffix = next((target for target in targets if path.endswith(target.suffixes)), None)
     if not name:
-        return by_suffix or _find_plugin_by_suffix(path) or load_target(DEFAULT)
+        return _find_by_suffix(path) or _find_plugin_by_suffix(path) or load_target(DEFAULT)
     target = find_target(name, path)
-    if by_suffix is None or path.endswith(target.suffixes):
+    by_suffix = None if path.endswith(target.suffixes) else _find_by_suffix(path)
+    if by_suffix is None:
         return target
     if not target.suffixes:
         raise UsageError(f"{target.title} is a folder", found=path, fix="Name a folder.")
     raise UsageError(
         f"--to {name} does not write such a file", found=path, expected=f"--to {by_suffix.name}, or a folder"
     )
+
+
+def _find_by_suffix(path: str) -> Target | None:
+    """Return the built-in target that writes files with the suffix of the path; those after it are not imported."""
+    targets = map(load_target, BUILT_IN) if _has_suffix(path) else ()
+    return next((target for target in targets if path.endswith(target.suffixes)), None)
 
 
 def _has_suffix(path: str) -> bool:

@@ -11,7 +11,7 @@ from shardckpt.format.encodings.element_values import numpy_dtype
 if TYPE_CHECKING:
     import numpy as np
 
-_QUANTIZED_ELEMENTS = 1 << 16
+_QUANTIZED_ELEMENTS = 1 << 14
 """Elements that are quantized at a time: the steps need about 5 times their memory, which should stay in a cache."""
 
 _HALF_INFINITIES = {"bfloat16": 0x7F80, "float16": 0x7C00}

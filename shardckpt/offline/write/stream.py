@@ -411,20 +411,21 @@ def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[B
 
     Args:
         parts: Parts to write.
-        most: Maximum bytes of a batch.
+        most: Maximum bytes of a batch, as stored and as written.
         wide: Maximum bytes of a block of a transposed view, which forms a batch of its own if it is larger than `most`.
     """
     takes: list[Take] = []
-    size = 0
+    size = stored = 0
     for tensor, part in parts:
         limit = max(most, wide) if is_scattered(tensor) else most
         is_split = max(bits(tensor.entry.stored), bits(tensor.dtype)) % 8 == 0
         for block in contiguous_blocks(part, most_elements(tensor, limit) if is_split else max(part.volume, 1)):
-            written = nbytes(tensor.dtype, block.volume)
-            if takes and size + written > most:
+            written, read = nbytes(tensor.dtype, block.volume), nbytes(tensor.entry.stored, block.volume)
+            if takes and (size + written > most or stored + read > most):
                 yield Batch(size, tuple(takes))
-                takes, size = [], 0
+                takes, size, stored = [], 0, 0
             takes.append(Take(tensor, block, size))
             size += written
+            stored += read
     if takes:
         yield Batch(size, tuple(takes))

@@ -10,9 +10,12 @@ import pytest
 from safetensors.numpy import save_file
 
 import shardckpt
+from shardckpt.boxes import Box, full_box
 from shardckpt.format.native.payload import BLOCK_BYTES
-from shardckpt.offline.write.stream import split_copy
+from shardckpt.manifest import Piece, Span, TensorEntry
+from shardckpt.offline.write.stream import TensorPart, batches, split_copy
 from shardckpt.plan.layout.copy_plan import Copy
+from shardckpt.plan.layout.output_files import OutputTensor
 
 MIB = 1 << 20
 
@@ -29,6 +32,17 @@ MIB = 1 << 20
 )
 def test_copies_are_split_at_multiples_of_the_block(offset: int, nbytes: int, expected: list[tuple[int, int]]) -> None:
     assert list(split_copy(Copy("a", offset, nbytes), 8)) == [Copy("a", *each) for each in expected]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "q8_0"])
+def test_parts_fit_into_a_batch_as_stored_and_as_written(dtype: str) -> None:
+    entry = TensorEntry(("w",), (100, 64), "float32", (Piece(full_box((100, 64)), "f", Span(0, 100 * 64 * 4)),))
+    tensor = OutputTensor("w", entry, dtype)
+    rows = [TensorPart(tensor, Box((row, 0), (1, 64))) for row in reversed(range(100))]
+    found = list(batches(rows, 1024))
+    assert [take.box.offset[0] for batch in found for take in batch.takes] == [*reversed(range(100))]
+    assert all(sum(take.box.volume for take in batch.takes) * 4 <= 1024 for batch in found)
+    assert all(sum(take.nbytes for take in batch.takes) == batch.nbytes <= 1024 for batch in found)
 
 
 @pytest.mark.parametrize(("max_memory", "most"), [(256 * MIB, BLOCK_BYTES), (40 * MIB, MIB)])
