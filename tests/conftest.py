@@ -19,6 +19,8 @@ from faulty import Faulty, faulty
 from forks import make_forks_cheap
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
+from patient_epoll import preload
+from seeding import seed_without_traces
 
 from shardckpt.storage import retry
 from shardckpt.storage.holder.holders import stop_holders
@@ -35,6 +37,12 @@ settings.load_profile("seeded")
 make_forks_cheap()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the workers that xdist starts load what keeps ranks from spinning."""
+    if getattr(config.option, "numprocesses", None):
+        os.environ.update(preload(dict(os.environ)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Leave modules and tests out of garbage collections, of which each takes 0.3 s otherwise."""
@@ -44,6 +52,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        seed_without_traces()
 
 
 @pytest.fixture(autouse=True)
