@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.broadcast import BroadcastReader
+from shardckpt.checkpoint.load.live_check import check_live
 from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker
 from shardckpt.checkpoint.load.load_planner import plan_load
 from shardckpt.checkpoint.load.source import (
@@ -139,7 +140,9 @@ def load(
             its optimizer.
         cast: Convert values whose dtype differs from the saved one; otherwise that is an error.
         verify: `"read"` to check the hashes of blocks that are read; `"full"` to check all blocks before anything is
-            changed; False for no checks, except in folders that have changed since the checkpoint referred to them.
+            changed; `"live"` to check them as for `"read"`, and to compare the memory of the state with the checkpoint
+            after the load; False for no checks, except in folders that have changed since the checkpoint referred to
+            them.
         base: Folder that the checkpoint refers to, if it was moved or is on another store, which is opened only if it
             is given here: a path or URL of the one folder that is not next to the checkpoint, or a dict by the names in
             the checkpoint. False to skip data in other folders, because the state has it already.
@@ -163,6 +166,7 @@ def load(
         MismatchError: The checkpoint does not fit; the message lists all mismatches.
         SourceNotFoundError: Nothing is stored at `path`.
         CheckpointError: The checkpoint is damaged, incomplete, or cannot be read.
+        ResumeDivergence: With `verify="live"`, the memory of a tensor differs after the load.
         StateDictError: The `load_state_dict` of an object raised an exception; the message names the object.
         RankError: Another rank failed or is lost.
         StorageError: The storage failed.
@@ -184,8 +188,8 @@ def load(
 
     if path is None:
         globs = checked_globs()
-        if globs is not None or ignore_extra or cast:
-            name = "cast" if cast else "ignore_extra" if ignore_extra else "include"
+        if globs is not None or ignore_extra or cast or verify == "live":
+            name = "cast" if cast else "ignore_extra" if ignore_extra else "include" if globs else "verify='live'"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         skipped: list[Path] = []
         with gc_paused(), record_operation(LoadEvent, as_url(state), on_event) as recorder, recorder.phase("read"):
@@ -333,6 +337,19 @@ def _load_into(
         except Exception as error:
             _add_note(error, MIXED)
             raise
+    if isinstance(order, _Order) and order.source.verify == "live":
+        with recorder.phase("verify"):
+            _check_live(state, path, session, coordinator)
+
+
+def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordinator) -> None:
+    """Compare the memory of the state with the checkpoint; all ranks raise the error of one. Collective."""
+    message: bytes | Exception = b""
+    try:
+        check_live(state, session.saved, session.plan.arrays, coordinator.rank, coordinator.size)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+        message = error
+    coordinator.coordinate(f"verifying what was loaded from {path}", message, _silent)
 
 
 def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:

@@ -35,7 +35,7 @@ Rules = str | os.PathLike[str] | None
 """TOML file of rules, or the name of a set in the package."""
 
 Verify = str | bool
-VERIFY = (False, "read", "full")
+VERIFY = (False, "read", "full", "live")
 
 
 class CheckpointSource:
@@ -278,7 +278,7 @@ def require_way_to_verify(verify: Any) -> None:
         UsageError: The argument has an unknown value.
     """
     if not (isinstance(verify, bool) or (isinstance(verify, str) and verify in VERIFY)):
-        raise UsageError("`verify` must be False, 'read' or 'full'", found=repr(verify))
+        raise UsageError("`verify` must be False, 'read', 'full' or 'live'", found=repr(verify))
 
 
 def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:

@@ -34,7 +34,7 @@ class Divergence:
 
     Attributes:
         cause: Kind of the thing that differs.
-        step: Number of the step.
+        step: Number of the step; -1 for a check right after a load.
         name: Tensor, generator, setting or flag that differs; for a batch how it differs: `repeated`, `skipped`,
             `other order`, `other ranks' share`, `other samples`, or `same on several ranks`.
         ranks: Ranks that differ; empty if it is not known, or all do.

@@ -1,0 +1,129 @@
+"""`verify="live"` finds memory that is not what the checkpoint has, and reports nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from states import FRONT_ENDS, Net, step
+
+import shardckpt
+from shardckpt.checkpoint.load import live_check
+from shardckpt.checkpoint.load.tensor_loader import ElementReader
+from shardckpt.errors import UsageError
+
+DIGESTS = pytest.mark.parametrize("store_digests", [False, True])
+
+
+class Meddler:
+    """An object that initializes a tensor anew when it is loaded."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        with torch.no_grad():
+            self.tensor.fill_(0.5)
+
+
+def model_and_optimizer(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optim.step()
+    return {"model": model, "optim": optim}
+
+
+def without_slot(wanted: Any) -> Any:
+    return [request for request in wanted if request[0].path[-1] != "exp_avg"]
+
+
+@DIGESTS
+def test_an_object_that_changes_a_tensor_when_it_is_loaded_is_found(store_digests: bool, tmp_path: Path) -> None:
+    state = model_and_optimizer(1)
+    state["meddler"] = Meddler(torch.ones(3))
+    shardckpt.save(state, tmp_path / "a", store_digests=store_digests)
+    shardckpt.load(state, tmp_path / "a", verify="live")
+    state["meddler"] = Meddler(state["model"].first.weight)
+    shardckpt.load(state, tmp_path / "a")
+    with pytest.raises(shardckpt.ResumeDivergence, match=r"memory of model\.first\.weight differs") as caught:
+        shardckpt.load(state, tmp_path / "a", verify="live")
+    assert (caught.value.divergence.cause, caught.value.divergence.since) == ("parameter", "load")
+
+
+@DIGESTS
+def test_tensors_in_one_memory_are_found(store_digests: bool, tmp_path: Path) -> None:
+    shardckpt.save({"a": torch.zeros(4, 4), "b": torch.ones(4, 4)}, tmp_path / "a", store_digests=store_digests)
+    memory = torch.rand(16)
+    with pytest.raises(shardckpt.ResumeDivergence, match="memory of"):
+        shardckpt.load({"a": memory.view(4, 4), "b": memory.view(4, 4)}, tmp_path / "a", verify="live")
+
+
+def test_a_slot_that_a_reader_leaves_as_it_was_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shardckpt.save(model_and_optimizer(1), tmp_path / "a", store_digests=True)
+    read = ElementReader.read
+    monkeypatch.setattr(ElementReader, "read", lambda self, wanted: read(self, without_slot(wanted)))
+    with pytest.raises(shardckpt.ResumeDivergence) as caught:
+        shardckpt.load(model_and_optimizer(2), tmp_path / "a", verify="live")
+    assert caught.value.divergence.cause == "optimizer"
+
+
+@DIGESTS
+def test_clean_loads_of_other_dtypes_and_large_tensors_are_not_reported(
+    store_digests: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_check, "BATCH_BYTES", 64)
+    saved = {"a": torch.rand(30, 7), "nan": torch.full((5,), float("nan")), "empty": torch.empty(0, 3)}
+    shardckpt.save(saved, tmp_path / "a", store_digests=store_digests)
+    for dtype in (torch.float32, torch.bfloat16):
+        state = {name: torch.zeros(each.shape, dtype=dtype).t().contiguous().t() for name, each in saved.items()}
+        shardckpt.load(state, tmp_path / "a", verify="live", cast=True)
+
+
+def test_boxes_with_digests_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shardckpt.save(model_and_optimizer(1), tmp_path / "a", store_digests=True)
+    monkeypatch.setattr(live_check, "_request", lambda part, stored: pytest.fail("read again"))
+    shardckpt.load(model_and_optimizer(2), tmp_path / "a", verify="live")
+
+
+def test_ranks_of_any_style_check_what_they_hold_and_all_raise(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        found = []
+        for face in ("flat", "in place"):
+            state = {"model": FRONT_ENDS[face](Net((1,)))}
+            state["optim"] = torch.optim.AdamW(state["model"].parameters())
+            step(state["model"], state["optim"])
+            shardckpt.save(state, tmp_path / face, store_digests=True)
+        for face in ("flat", "in place"):
+            for source in ("flat", "in place"):
+                state = {"model": FRONT_ENDS[face](Net((1,)))}
+                state["optim"] = torch.optim.AdamW(state["model"].parameters())
+                shardckpt.load(state, tmp_path / source, verify="live")
+        if rank:
+            read = ElementReader.read
+            ElementReader.read = lambda self, wanted: read(self, wanted[1:])
+        try:
+            shardckpt.load(
+                {"model": FRONT_ENDS["in place"](Net((1,)))}, tmp_path / "flat", include=["model"], verify="live"
+            )
+        except shardckpt.ShardckptError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    (first,), (second,) = run(2, body)
+    assert "RankError" in first
+    assert "failed on rank 1" in first
+    assert "ResumeDivergence" in second
+
+
+def test_a_load_without_a_state_has_no_memory_to_check(tmp_path: Path) -> None:
+    shardckpt.save({"a": torch.zeros(4)}, tmp_path / "a")
+    with pytest.raises(UsageError, match="live"):
+        shardckpt.load(tmp_path / "a", verify="live")
