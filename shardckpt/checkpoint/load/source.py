@@ -154,7 +154,7 @@ class CheckpointSource:
         if not self._key_map:
             return tree
         if isinstance(tree, dict):
-            return type(tree)((self.rename_key(key), self._renamed_keys(value)) for key, value in tree.items())
+            return type(tree)({self.rename_key(key): self._renamed_keys(value) for key, value in tree.items()})
         if type(tree) in (list, tuple):
             return type(tree)(map(self._renamed_keys, tree))
         return tree

@@ -87,7 +87,7 @@ class _Match:
             return self._array(saved, own, path)
         if isinstance(saved, dict):
             return type(saved)(
-                (key, self.visit(item, _member(own, key), (*path, path_key(key)))) for key, item in saved.items()
+                {key: self.visit(item, _member(own, key), (*path, path_key(key))) for key, item in saved.items()}
             )
         if type(saved) in (list, tuple):
             theirs = own if isinstance(own, list) and len(own) == len(saved) else [_MISSING] * len(saved)

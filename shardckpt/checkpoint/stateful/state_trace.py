@@ -6,7 +6,7 @@ takes a fraction of the time of flattening, because it describes tensors in colu
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -81,7 +81,7 @@ _DICTS = (dict, OrderedDict)
 _LISTS = (list, tuple)
 _VALUE = "value"
 _VALUES = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), set, frozenset, torch.dtype, torch.Size, torch.device}
+    {bool, int, float, complex, str, bytes, type(None), set, frozenset, Counter, torch.dtype, torch.Size, torch.device}
 )
 _KEYS = frozenset({str, int})  # different keys of other types may be equal
 _TENSORS: frozenset[type] = PLAIN_TENSORS | {DTensor}

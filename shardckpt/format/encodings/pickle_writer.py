@@ -6,7 +6,7 @@ resolves the names.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from struct import pack
 from typing import Any, NamedTuple
@@ -116,6 +116,7 @@ class _Writer:
             bytearray: self._bytes,
             GlobalCall: self._call,
             complex: lambda v, p: self._call(GlobalCall(GlobalName("__builtin__", "complex"), (v.real, v.imag)), p),
+            Counter: lambda v, p: self._call(GlobalCall(GlobalName("collections", "Counter"), (dict(v),)), p),
             dict: self._dict,
             float: lambda v, _: self.parts.append(pack(">cd", b"G", v)),
             GlobalName: lambda v, _: self._global(v),

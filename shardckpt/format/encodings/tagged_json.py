@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,6 +127,8 @@ def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf, refs: Mapping[typ
         within = (leaf, refs) if kind in (list, tuple) else (_no_leaf, _NO_REFS)
         inner = [encode(v, (*path, i), *within) for i, v in enumerate(value)]
         return inner if kind is list else {_SEQUENCES[kind]: inner}
+    if kind is Counter:
+        return {"$counter": [[_encode_key(key, path), encode(value[key], (*path, path_key(key)))] for key in value]}
     found = leaf(value, path)
     if isinstance(found, ArrayRef):
         return encode_array_ref(*found)
@@ -268,6 +270,12 @@ class _Decoder:
             if len(result) != len(pairs):
                 raise ValueError("a key stands twice")
             return result
+        if tag == "$counter":
+            counts = [(self.value(k, depth + 1), self.value(v, depth + 1)) for k, v in _pairs(inner)]
+            check_hashes([key for key, _ in counts], self._where)
+            if not all(type(count) is int for _, count in counts) or len(dict(counts)) != len(counts):
+                raise ValueError("no counts")
+            return Counter(dict(counts))
         if tag in _CONTAINERS:
             values = [self.value(v, depth + 1) for v in _items(inner)]
             if tag != "$tuple":

@@ -138,7 +138,7 @@ def fill_tree(tree: Any, get_array: Callable[[TensorRef], object], skipped: list
         rows = (
             (key, lambda part=part: fill_tree(part, get_array, skipped), _get_path(part)) for key, part in tree.items()
         )
-        return type(tree)(_readable(rows, skipped))
+        return type(tree)(dict(_readable(rows, skipped)))
     if type(tree) in (list, tuple):
         return type(tree)(fill_tree(value, get_array, skipped) for value in tree)
     return tree

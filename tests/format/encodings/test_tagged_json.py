@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from enum import IntEnum
 
 import numpy as np
@@ -65,6 +65,8 @@ VALUES = [
     {0: "id", "0": "text", None: 1, True: 2, 1.5: 3, (1, ("a", None)): 4},
     OrderedDict([("b", 1), ("a", 2)]),
     OrderedDict([(1, {})]),
+    Counter(),
+    Counter({2: 1, "a": -3, (1, 2): 1 << 70}),
     ArrayRef(3),
     ArrayRef(0, "numpy"),
     NamedValue("dtype", "bfloat16"),
@@ -201,6 +203,11 @@ def test_leaves_are_asked_for_with_their_paths() -> None:
         '{"$tuple": "ab"}',
         '{"$set": [[1]]}',
         '{"$dict": [[1]]}',
+        '{"$counter": [[1]]}',
+        '{"$counter": [[[], 1]]}',
+        '{"$counter": [[1, 1], [1, 2]]}',
+        '{"$counter": [[1, 1.5]]}',
+        '{"$counter": {"a": 1}}',
         '{"$dict": [[[], 1]]}',
         '{"$dict": [[1, 1], [1, 2]]}',
         '{"$dict": {"a": 1}}',
