@@ -7,7 +7,7 @@ multiples of 32 bytes; all numbers are little-endian (https://github.com/ggml-or
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardckpt.boxes import Shape
@@ -106,11 +106,7 @@ def _encode_items(items: Sequence[str] | Sequence[int] | Sequence[float]) -> tup
     """Return the type and the bytes of the values of a list."""
     texts = [item for item in items if isinstance(item, str)]
     if texts:
-        return _STRING, _join_strings(texts)
+        return _STRING, b"".join(map(_encode_string, texts))
     if all(isinstance(item, int) for item in items):
         return _INT32, struct.pack(f"<{len(items)}i", *items)
     return _FLOAT32, struct.pack(f"<{len(items)}f", *items)
-
-
-def _join_strings(texts: Iterable[str]) -> bytes:
-    return b"".join(map(_encode_string, texts))

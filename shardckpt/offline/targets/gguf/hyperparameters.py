@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, pi
+from math import pi
 from typing import Any
 
 from shardckpt.errors import FormatError, UnsupportedError
@@ -13,6 +13,9 @@ from shardckpt.offline.targets.gguf.architectures import Architecture
 
 _USUAL_THETA = 10000.0
 """Base of the rotary embedding of configs that name none."""
+
+_INTEGER_END, _NUMBER_END = 1 << 32, 3e38
+"""Integers and numbers must be smaller: GGUF stores them with 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +26,31 @@ class Hyperparameters:
         layers: Number of layers.
         sizes: Numbers of rows, columns and heads by the names that `NamedTensor` uses.
         metadata: Keys and values for GGUF, without the type of the file.
-        rope_factors: Divisors of the frequencies of the rotary embedding; empty if there are none.
+        is_tied: Whether the output layer is the embedding.
+        rope: Values of the rotary embedding.
         warnings: Differences of the computation in llama.cpp, one sentence each.
     """
 
     layers: int
     sizes: Mapping[str, int]
     metadata: Mapping[str, MetadataValue]
-    rope_factors: tuple[float, ...] = ()
+    is_tied: bool
+    rope: Rope
     warnings: tuple[str, ...] = ()
+
+    def list_rope_factors(self) -> list[float]:
+        """Return the divisors of frequencies for Llama 3, else nothing.
+
+        High frequencies have the divisor 1, low ones `factor`, and those between them are on a ramp.
+        """
+        rope, head = self.rope, self.sizes["head"]
+        if rope.kind != "llama3":
+            return []
+        base, factor = rope.number("rope_theta", _USUAL_THETA), rope.number("factor")
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        context = rope.integer("original_max_position_embeddings")
+        waves = (2 * pi * base ** (dim / head) for dim in range(0, head, 2))
+        return [_rope_factor(wave, factor, low, high, context) for wave in waves]
 
 
 def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, where: str) -> Hyperparameters:
@@ -85,7 +104,8 @@ def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, 
         layers,
         sizes,
         {f"{architecture.name}.{key}": value for key, value in metadata.items()},
-        _rope_factors(rope, head) if rope.kind == "llama3" else (),
+        config.get("tie_word_embeddings") is True,
+        rope,
         _warn_of_window(config, context),
     )
 
@@ -104,14 +124,14 @@ class _ConfigValues:
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a positive number of elements; a missing or null one has the default."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._fault(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _INTEGER_END:
+            raise self._fault(key, value, "a positive integer of 32 bits")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number; a missing or null one has the default."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _NUMBER_END:
             raise self._fault(key, value, "a positive number")
         return float(value)
 
@@ -136,7 +156,7 @@ class _ConfigValues:
         return FormatError(f"{key} must be {expected}", where=self._where, found=found)
 
 
-class _Rope(_ConfigValues):
+class Rope(_ConfigValues):
     """Checked values of the rotary embedding.
 
     Args:
@@ -166,7 +186,7 @@ _YARN_KEYS = {
 }
 
 
-def _read_rope(config: Mapping[str, Any], where: str) -> _Rope:
+def _read_rope(config: Mapping[str, Any], where: str) -> Rope:
     """Return the values of the rotary embedding, also of configs before transformers 5."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
@@ -174,10 +194,10 @@ def _read_rope(config: Mapping[str, Any], where: str) -> _Rope:
     if any(isinstance(value, dict) for value in found.values()):
         raise UnsupportedError("layers with different rotary embeddings are not written as GGUF", where=where)
     older = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    return _Rope({**older, **found}, where)
+    return Rope({**older, **found}, where)
 
 
-def _scaling_metadata(rope: _Rope, context: int) -> dict[str, MetadataValue]:
+def _scaling_metadata(rope: Rope, context: int) -> dict[str, MetadataValue]:
     """Return the keys of a scaled rotary embedding."""
     if rope.kind not in ("linear", "yarn"):
         return {}
@@ -186,14 +206,6 @@ def _scaling_metadata(rope: _Rope, context: int) -> dict[str, MetadataValue]:
         found["original_context_length"] = rope.integer("original_max_position_embeddings", context)
         found |= {key: rope.number(name) for name, key in _YARN_KEYS.items() if rope.has(name)}
     return {f"rope.scaling.{key}": value for key, value in found.items()}
-
-
-def _rope_factors(rope: _Rope, head: int) -> tuple[float, ...]:
-    """Return the divisors of frequencies for Llama 3: 1 for high ones, `factor` for low ones, between them a ramp."""
-    base, factor = rope.number("rope_theta", _USUAL_THETA), rope.number("factor")
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    context = rope.integer("original_max_position_embeddings")
-    return tuple(_rope_factor(2 * pi * base ** (dim / head), factor, low, high, context) for dim in range(0, head, 2))
 
 
 def _rope_factor(wavelength: float, factor: float, low: float, high: float, context: int) -> float:

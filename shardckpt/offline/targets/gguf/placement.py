@@ -76,22 +76,25 @@ def place_tensors(
     """
     stored = {tensor.name: tensor for tensor in selection.model}
     stored |= {name: stored[kept] for name, kept in selection.ties.items() if kept in stored}
-    wanted = list(architecture.list_tensors(model.layers))
+    layers = min(model.layers, len(stored))  # more cannot be complete, and a config may name billions
+    wanted = list(architecture.list_tensors(layers))
     _require_known(stored, wanted, architecture.name, url)
-    if stored.get(OUTPUT.source, stored.get(EMBEDDING.source)) is stored.get(EMBEDDING.source):
+    embedding = stored.get(EMBEDDING.source)
+    if stored.get(OUTPUT.source, embedding if model.is_tied else None) is embedding:
         wanted.remove(OUTPUT)
     missing = [each.source for each in wanted if each.is_required and each.source not in stored]
     if missing:
         raise IncompleteError(
             f"a tensor of the {architecture.name} architecture is missing",
             where=url,
-            found=f"no {missing[0]}" + (f" and {len(missing) - 1} others" if len(missing) > 1 else ""),
+            found=f"no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
             fix="Give the config.json of this model, or the names of transformers with --rules or --rename.",
         )
     placed = [_place(each, stored[each.source], model) for each in wanted if each.source in stored]
-    if model.rope_factors:
-        data = struct.pack(f"<{len(model.rope_factors)}f", *model.rope_factors)
-        header = GgufTensor("rope_freqs.weight", "float32", (len(model.rope_factors),))
+    factors = model.list_rope_factors()
+    if factors:
+        data = struct.pack(f"<{len(factors)}f", *factors)
+        header = GgufTensor("rope_freqs.weight", "float32", (len(factors),))
         placed.insert(0, PlacedTensor(header, None, data=data))
     return tuple(placed)
 

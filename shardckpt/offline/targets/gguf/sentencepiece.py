@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator
 
-from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.errors import FormatError, ShardckptError, UnsupportedError
 from shardckpt.offline.targets.gguf.vocabulary import NORMAL, AddedToken, TokenTable, Vocabulary
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -48,6 +48,8 @@ def read_sentencepiece(data: bytes, added: Iterable[AddedToken], size: int, wher
                 algorithm = int(dict(_read_fields(_as_bytes(value))).get(_ALGORITHM, _UNIGRAM))
             elif field == _NORMALIZER:
                 normalizer = dict(_read_fields(_as_bytes(value)))
+    except ShardckptError:
+        raise
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         raise FormatError("this is not a model of sentencepiece", where=where, found=str(error)) from error
     if algorithm != _BPE:

@@ -37,8 +37,8 @@ def plan(conversion: Conversion) -> PlannedFiles:
             fix="Merge it into its base: shardckpt merge-adapter --to gguf.",
         )
     architecture, model = _read_model(conversion)
-    tokenizer = read_tokenizer(conversion.config, model.sizes["vocabulary"])
     tensors = place_tensors(conversion.selection, architecture, model, conversion.reader.store.url)
+    tokenizer = read_tokenizer(conversion.config, model.sizes["vocabulary"])
     metadata = {**_general(architecture, tensors), **model.metadata, **tokenizer.metadata}
     header = encode_header(metadata, [tensor.header for tensor in tensors])
 
@@ -51,7 +51,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
     layout = Layout((file,), {})
     written = tuple(tensor.source for tensor in tensors if tensor.source is not None)
     return PlannedFiles(
-        FileKind("a GGUF file", looks_like_gguf),
+        _FILE,
         "",
         lambda *_: layout,
         sum(tensor.nbytes for tensor in written),
@@ -88,6 +88,7 @@ def check_options(options: Options) -> None:
         raise UsageError("GGUF holds no optimizer", found=f"--part {options.part}", expected="--part model")
 
 
+_FILE = FileKind("a GGUF file", looks_like_gguf)
 TARGET = Target(
     name="gguf",
     title="a GGUF file",

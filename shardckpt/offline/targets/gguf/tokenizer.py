@@ -101,7 +101,7 @@ class _Folder:
         if MODEL in self._files.files:
             return read_sentencepiece(self._bytes(MODEL), self._list_added(), size, self._where(MODEL))
         if self._content:
-            raise UnsupportedError(f"{JSON} is not a byte-level BPE, and {MODEL} is missing")
+            raise UnsupportedError(f"{JSON} is not a byte-level BPE, and {MODEL}, which the base model has, is missing")
         raise UnsupportedError(f"neither {JSON} nor {MODEL} is beside config.json")
 
     def _list_added(self) -> Iterator[AddedToken]:
@@ -117,7 +117,7 @@ class _Folder:
         for name in _SPECIAL:
             entry = self._settings.get(f"{name}_token")
             text = entry["content"] if isinstance(entry, dict) else entry
-            number = numbers.get(text or "", self._files.config.get(f"{name}_token_id"))
+            number = numbers[text] if text in numbers else self._files.config.get(f"{name}_token_id")
             if isinstance(number, int) and 0 <= number < len(tokens):
                 yield name, number
 
@@ -139,7 +139,7 @@ class _Folder:
             found = next((text for name, text in map(_read_named, found) if name == "default"), None)
         if found is None and _JINJA in self._files.files:
             found = self._bytes(_JINJA).decode()
-        return found or ""
+        return found if isinstance(found, str) else ""
 
     def _json(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file; empty if there is none."""

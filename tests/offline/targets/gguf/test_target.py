@@ -252,7 +252,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ShardckptError], str]] = {
         FormatError,
         "rms_norm_eps must be a positive number; found nothing",
     ),
-    "a number that is text": ({"vocab_size": "40"}, FormatError, "vocab_size must be a positive integer; found 40"),
+    "a number that is text": (
+        {"vocab_size": "40"},
+        FormatError,
+        "vocab_size must be a positive integer of 32 bits; found 40",
+    ),
     "another activation": (
         {"hidden_act": "gelu"},
         UnsupportedError,
@@ -282,17 +286,26 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ShardckptError], str]] = {
     "more layers": (
         {"num_hidden_layers": 3},
         IncompleteError,
-        "found no model.layers.2.input_layernorm.weight and 8 others",
+        "found no model.layers.2.input_layernorm.weight, and 8 more",
     ),
     "fewer layers": (
         {"num_hidden_layers": 1},
         UnsupportedError,
         "no such tensor; found model.layers.1.input_layernorm",
     ),
-    "a number beyond GGUF's": (
-        {"max_position_embeddings": 1 << 40},
+    "a number beyond GGUF's": ({"max_position_embeddings": 1 << 40}, FormatError, "must be a positive integer of 32"),
+    "a number beyond all": ({"rms_norm_eps": 10**400}, FormatError, "rms_norm_eps must be a positive number"),
+    "a billion layers": ({"num_hidden_layers": 1 << 30}, IncompleteError, "found no model.layers.2.input_layernorm"),
+    "a billion tokens": ({"vocab_size": 1 << 30}, UnsupportedError, r"embed_tokens.weight does not fit.*\(40, 64\)"),
+    "a head of a billion": (
+        {"head_dim": 1 << 30, "rope_parameters": {"rope_type": "llama3", "factor": 8}},
         UnsupportedError,
-        "the value of llama.context_len",
+        "q_proj.weight does not fit",
+    ),
+    "a scale that is missing": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
+        FormatError,
+        "low_freq_factor must be a positive number; found nothing",
     ),
 }
 
@@ -309,6 +322,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "without", "error", "message"),
         [
+            ({}, "lm_head.weight", IncompleteError, "a tensor of the llama architecture is missing.*lm_head.weight"),
             ({}, "model.norm.weight", IncompleteError, "a tensor of the llama architecture is missing.*model.norm"),
             ({"model.extra": np.ones(2, np.float32)}, "", UnsupportedError, "llama, the architecture.*model.extra"),
             ({"model.norm.weight": np.ones(64, np.int64)}, "", UsageError, "model.norm.weight, of type int64"),

@@ -127,7 +127,7 @@ class TestByteLevel:
             ({"added_tokens": [{"id": 40, "content": "<x>"}]}, "'<x>' has the id 40, and the embedding 40 rows"),
             (
                 {"model": {"type": "Unigram", "vocab": []}},
-                "tokenizer.json is not a byte-level BPE, and tokenizer.model is",
+                "tokenizer.json is not a byte-level BPE, and tokenizer.model,",
             ),
             (None, "neither tokenizer.json nor tokenizer.model is beside"),
         ],
@@ -210,6 +210,12 @@ class TestSentencepiece:
         found, warnings = convert(src, tmp_path)
         assert found == {"ggml.model": "none"}
         assert "another algorithm than BPE" in warnings
+
+    def test_more_pieces_than_rows_are_a_warning(self, src: Path, tmp_path: Path) -> None:
+        (src / "tokenizer.model").write_bytes(build_sentencepiece() * 9)
+        found, warnings = convert(src, tmp_path)
+        assert found == {"ggml.model": "none"}
+        assert "has the id 40, and the embedding 40 rows" in warnings
 
     def test_a_change_of_the_text_is_a_warning(self, src: Path, tmp_path: Path) -> None:
         (src / "tokenizer.model").write_bytes(build_sentencepiece(changes_text=1))
