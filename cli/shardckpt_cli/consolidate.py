@@ -24,6 +24,7 @@ def consolidate(
     src: options.Src,
     dst: options.Dst,
     to: options.To = "",
+    tp: options.Tp = 0,
     part: options.Part = "model",
     weights: options.Weights = "live",
     model_key: options.ModelKey = "",

@@ -18,6 +18,7 @@ To = Annotated[
     str,
     typer.Option("--to", help="Format to write: {targets}. Default: by the suffix of DST, else the first."),
 ]
+Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks, for --to vllm-sharded.", show_default=False)]
 ToForRanks = Annotated[
     str, typer.Option("--to", help="Format to write: {rank_targets}. torch writes one file per rank.")
 ]

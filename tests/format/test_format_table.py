@@ -24,8 +24,8 @@ from shardckpt.offline.targets import target_registry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
 FORMATS = load_formats()
-TARGETS = [name for name in target_registry.BUILT_IN if name != "gguf"]
-"""Targets of any model; gguf knows architectures by their config."""
+TARGETS = [name for name in target_registry.BUILT_IN if name not in ("gguf", "vllm-sharded")]
+"""Targets of any model; the others know architectures by their config."""
 
 RESHARD_TARGETS = [target.name for target in target_registry.load_targets() if target.plan_ranks]
 START, END = "<!-- tables: tests/format/test_format_table.py -->\n", "<!-- end of tables -->\n"

@@ -8,9 +8,10 @@ from typing import Any
 
 import gguf_models
 import pytest
+import vllm_models
 from numpy.typing import NDArray
 
-from shardckpt.offline.targets import dcp, deepspeed_universal, native, safetensors_files, torchsave
+from shardckpt.offline.targets import dcp, deepspeed_universal, native, safetensors_files, torchsave, vllm_sharded
 from shardckpt.offline.targets.gguf import target as gguf
 from shardckpt.offline.targets.target_registry import load_targets
 from shardckpt.testing import TargetSuite
@@ -53,6 +54,17 @@ class TestGguf(TargetSuite):
         return gguf_models.read_model(place, self.folder)
 
 
+class TestVllmSharded(TargetSuite):
+    target = vllm_sharded.TARGET
+    options = MappingProxyType({"tp": 2})
+    config = vllm_models.CONFIG
+    shapes = MappingProxyType(gguf_models.list_shapes({}))
+    dtype_shapes = MappingProxyType(gguf_models.list_shapes({}))
+
+    def read_model(self, place: str | Path) -> dict[str, NDArray[Any]]:
+        return vllm_models.read_model(place)
+
+
 def test_every_target_is_tested() -> None:
-    suites = (TestSafetensors, TestTorch, TestDcp, TestNative, TestUniversal, TestGguf)
+    suites = (TestSafetensors, TestTorch, TestDcp, TestNative, TestUniversal, TestGguf, TestVllmSharded)
     assert {suite.target for suite in suites} == set(load_targets())

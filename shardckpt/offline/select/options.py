@@ -16,6 +16,9 @@ from shardckpt.plan.naming.weights import Weights
 
 Part = Literal["model", "optim", "all"]
 OptimKeys = Literal["names", "ids", "flat"]
+VLLM_SHARDED = "vllm-sharded"
+"""The target that `tp` belongs to."""
+
 PARTS: tuple[Part, ...] = ("model", "optim", "all")
 OPTIM_KEYS: tuple[OptimKeys, ...] = ("names", "ids", "flat")
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -122,6 +125,8 @@ class TargetParams(TypedDict, total=False):
 class ConversionParams(RekeyParams, TargetParams, total=False):
     """Keyword parameters of `consolidate` and `convert`."""
 
+    tp: int
+
 
 class MergeParams(CommonParams, TargetParams, total=False):
     """Keyword parameters of `merge_adapter`, whose `base` is the base model."""
@@ -137,6 +142,7 @@ class Options:
         to: Format to write: `safetensors`, `torch` (files of `torch.save`), `dcp` (torch's distributed checkpoints),
             `native` (a step of shardckpt), or another name that `list_targets` returns. If empty: the format with the
             suffix of the target, else `safetensors`.
+        tp: Number of tensor-parallel ranks, for `vllm-sharded`.
         part: `model`, `optim` or `all`.
         weights: `live`, the model's own; `master`, `ema` or a variant's name, if the checkpoint contains these.
         model_key: Path of the model, if the rules do not find it.
@@ -168,6 +174,7 @@ class Options:
     """
 
     to: str = ""
+    tp: int = 0
     part: Part = "model"
     weights: Weights = "live"
     model_key: str = ""
@@ -206,6 +213,8 @@ class Options:
             raise UsageError(f"--optim-keys {self.optim_keys!r} is not a kind of keys", expected=", ".join(OPTIM_KEYS))
         parse_dtype(self.dtype)
         self._check_quantize()
+        if self.tp and self.to != VLLM_SHARDED:
+            raise UsageError("--tp belongs to a target", found=self.to or "none", expected=f"--to {VLLM_SHARDED}")
         parse_size(self.max_shard_size)
         parse_memory(self.max_memory)
         if self.jobs is not None and self.jobs < 1:

@@ -27,6 +27,7 @@ BUILT_IN = {
     "native": "shardckpt.offline.targets.native",
     "deepspeed-universal": "shardckpt.offline.targets.deepspeed_universal",
     "gguf": "shardckpt.offline.targets.gguf.target",
+    "vllm-sharded": "shardckpt.offline.targets.vllm_sharded",
 }
 """Modules of the built-in targets, imported on demand. The first target is the default."""
 
@@ -53,7 +54,7 @@ def list_targets(*, for_ranks: bool = False, imports_plugins: bool = True) -> tu
 
     Examples:
         >>> shardckpt.list_targets()
-        ('safetensors', 'torch', 'dcp', 'native', 'deepspeed-universal', 'gguf')
+        ('safetensors', 'torch', 'dcp', 'native', 'deepspeed-universal', 'gguf', 'vllm-sharded')
     """
     built_in = [target.name for target in load_targets() if target.plan_ranks] if for_ranks else [*BUILT_IN]
     if for_ranks and imports_plugins:

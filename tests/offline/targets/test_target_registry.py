@@ -42,7 +42,8 @@ def test_the_page_lists_every_target() -> None:
 
 @pytest.mark.parametrize("verb", ["consolidate", "convert", "merge-adapter"])
 def test_the_help_lists_every_target(verb: str) -> None:
-    assert ", ".join(NAMES) in " ".join(run_here(verb, "--help").out.split())
+    words = " ".join(run_here(verb, "--help").out.split())
+    assert ", ".join(NAMES) in words.replace("- ", "-"), "lines may end at a hyphen"
 
 
 def test_the_help_of_reshard_lists_what_it_writes() -> None:
