@@ -103,7 +103,9 @@ class PruneEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class FallbackEvent(OperationEvent):
-    """A checkpoint that was replaced by another one: a damaged step by an older one, a removed base by a full save.
+    """A checkpoint that was replaced by another one, or by none.
+
+    A damaged step by an older one, a removed base by a full save, a capture in memory that failed by none.
 
     The warnings have the reason.
     """

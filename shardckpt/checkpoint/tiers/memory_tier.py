@@ -14,7 +14,7 @@ from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import CAPTURES, start_async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import SaveParams
-from shardckpt.checkpoint.save.staging import memory_size
+from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget, memory_size
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_run_id
 from shardckpt.errors import RankError, ShardckptError, StorageError
 from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, deliver, emit
@@ -102,6 +102,9 @@ class MemoryTier:
             "process_group": self._group,
             "on_event": on_event,
         }
+        budget = default_budget()
+        if budget is not None:  # pinned memory, of which a save in the root may use all of its own budget
+            options = {"max_staging_bytes": max(budget // 4, LEAST_BUDGET_BYTES), **options}
         try:
             handle = start_async_save(CAPTURES, state, path, given, **options)
         except Exception as error:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -34,21 +35,43 @@ def choose_newest(held: FoundStep, root: FoundStep) -> FoundStep:
     return chosen._replace(faults=root.faults, unreadable=root.unreadable, branch=branch, newest=newest)
 
 
-def is_of_this_run(about: Mapping[str, str], newest_in_root: tuple[int, int]) -> bool:
-    """Return True if a capture belongs to the run that the root has now.
+class RootPosition(NamedTuple):
+    """Steps of the root that a run knows: its captures follow them.
 
-    The root may have been emptied, and another run begun there: then the step that preceded the capture is not there,
-    nor a newer one.
-
-    Args:
-        about: Custom metadata of the capture.
-        newest_in_root: Order of the newest complete step of the root.
+    Attributes:
+        committed: Order of the newest complete step.
+        started: Order of the step whose save was started last; it may be complete meanwhile.
     """
-    try:
-        branch, number = json.loads(about.get(AFTER, "[-1, -1]"))
-        return (int(branch), int(number)) <= newest_in_root
-    except (ValueError, TypeError):
-        return False
+
+    committed: tuple[int, int] = NO_STEP
+    started: tuple[int, int] = NO_STEP
+
+    def encode(self) -> str:
+        """Return the position as text, for the custom metadata of a capture."""
+        return json.dumps(self)
+
+    @classmethod
+    def decode(cls, text: str) -> RootPosition | None:
+        """Return the position from the text of `encode`; None for other text."""
+        try:
+            (branch, number), (started_branch, started) = json.loads(text)
+            return cls((int(branch), int(number)), (int(started_branch), int(started)))
+        except (ValueError, TypeError):
+            return None
+
+    def leads_to(self, newest: tuple[int, int], *, is_empty: bool) -> bool:
+        """Return True if the root is that of this run, or has lost steps since.
+
+        Otherwise it was emptied, or another process saved steps without knowing of the captures: then they belong to
+        a course of the training that was given up.
+
+        Args:
+            newest: Order of the newest complete step of the root now.
+            is_empty: Whether the root has no step, complete or not.
+        """
+        if newest in self:
+            return True
+        return not is_empty if newest == NO_STEP else newest < self.committed
 
 
 class TieredFinder(StepFinder):
@@ -60,40 +83,44 @@ class TieredFinder(StepFinder):
         memory: Finder of the captures.
 
     Attributes:
-        newest_in_root: Order of the newest step of the root that this process knows; on rank 0.
+        position: Steps of the root that this process knows; None before it has looked. On rank 0.
     """
 
     def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None, memory: StepFinder) -> None:
         super().__init__(root, group)
         self._memory = memory
         self.has_other_places = True
-        self.newest_in_root = NO_STEP
+        self.position: RootPosition | None = None
         memory.damaged = self.damaged
 
     def find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
         """Return the newest step that can be loaded, in memory or in the root. On rank 0."""
         root = super().find_on_rank0(wanted, passed)
-        self.newest_in_root = root.newest
-        return choose_newest(self._find_held(wanted, passed), root)
+        self.position = RootPosition(root.newest)
+        return choose_newest(self._find_held(wanted, passed, root), root)
 
-    def _find_held(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
+    def find_position(self) -> RootPosition:
+        """Return the steps of the root that this process knows; read them if it has not looked. On rank 0."""
+        if self.position is None:
+            self.position = RootPosition(super().find_on_rank0(None, ()).newest)
+        return self.position
+
+    def _find_held(self, wanted: int | None, passed: Collection[str], root: FoundStep) -> FoundStep:
         """Return the newest capture that can be loaded; without one if the memory cannot be read."""
         try:
-            self._drop_captures_of_another_run()
+            self._drop_captures_of_another_run(root)
             return self._memory.find_on_rank0(wanted, passed)._replace(faults=[], unreadable="")
         except ShardckptError as error:
             _LOG.warning("captures in memory cannot be read: %s", error)
             return FoundStep([])
 
-    def _drop_captures_of_another_run(self) -> None:
+    def _drop_captures_of_another_run(self, root: FoundStep) -> None:
         store = self._memory.open_store()
+        is_empty = root.newest == NO_STEP and not root.faults
         for step in self._memory.read().complete:
-            if not is_of_this_run(_read_about(store, step), self.newest_in_root):
-                _LOG.warning(
-                    "step %d in memory followed a step that is not in %s any more: the capture is dropped",
-                    step.number,
-                    self.root,
-                )
+            position = RootPosition.decode(_read_about(store, step).get(AFTER, ""))
+            if position is not None and not position.leads_to(root.newest, is_empty=is_empty):
+                _LOG.warning("step %d in memory does not belong to the steps in %s: dropped", step.number, self.root)
                 store.delete_folder(step.name)
 
     def list_saves(self) -> list[str]:

@@ -43,14 +43,14 @@ class _Places(NamedTuple):
     Attributes:
         number: Number of the step.
         branch: Branch of the run that the step belongs to.
-        after: Order of the newest step of the root.
+        after: Position in the root, as text.
         in_memory: Whether it is captured.
         in_root: Whether it is saved in the root.
     """
 
     number: int
     branch: int
-    after: tuple[int, int]
+    after: str
     in_memory: bool
     in_root: bool
 
@@ -155,7 +155,7 @@ class TieredSaver:
         places = _Places(*json.loads(answer))
         if places.in_memory:
             notes.update({BRANCH: str(places.branch)} if places.branch else {})
-            notes[AFTER] = json.dumps(places.after)
+            notes[AFTER] = places.after
             copy_options = {name: given[name] for name in _FOR_COPY if name in given}
             self._tier.capture(places.number, state, notes, copy_options)
         if places.in_root:
@@ -167,8 +167,9 @@ class TieredSaver:
         self, places: _Places, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
     ) -> SaveHandle:
         def note_newest(event: OperationEvent) -> None:
-            if event.error is None:
-                self._finder.newest_in_root = places.branch, places.number
+            position = self._finder.position
+            if event.error is None and position is not None:
+                self._finder.position = position._replace(committed=(places.branch, places.number))
 
         on_event = join_on_event(note_newest, options.get("on_event"))
         return self._saver.async_save(places.number, state, metrics, {**options, "on_event": on_event})
@@ -191,5 +192,7 @@ class TieredSaver:
         in_memory = not number % self._tier.every and self._tier.prepare(set(nodes))
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
-        after = self._finder.newest_in_root
-        return [json.dumps(_Places(number, branch, after, in_memory, in_root)).encode()] * len(messages)
+        position = self._finder.find_position()
+        if in_root:
+            position = self._finder.position = position._replace(started=(branch, number))
+        return [json.dumps(_Places(number, branch, position.encode(), in_memory, in_root)).encode()] * len(messages)

@@ -542,7 +542,7 @@ def _read_manifest(store: Store, step: StepFolder) -> ManifestContents:
 
 
 AFTER = "run.after"
-"""Key in the `about` of a capture in memory: branch and number of the newest step of the root that preceded it."""
+"""Key in the `about` of a capture in memory: the steps of the root that preceded it."""
 
 METRIC = "metric."
 """Prefix of the names of metrics in a manifest's `about`."""

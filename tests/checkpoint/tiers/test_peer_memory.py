@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -219,12 +219,54 @@ def test_after_an_older_step_is_restored_its_successors_are_newer_than_all_captu
 
 def test_captures_of_a_run_whose_root_was_emptied_are_dropped(tmp_path):
     root = tmp_path / "run"
-    save(make(root, save_every=2), 2, 3)
+    ck = make(root, save_every=2)
+    save(ck, 2)
+    save(ck, 3)
     root.rename(tmp_path / "moved")
     assert restore(root) is None
     assert [holder.steps for holder in shardckpt.tiers().holders] == [()]
     (tmp_path / "moved").rename(root)
     assert restore(root) == 2
+
+
+def test_captures_of_a_course_that_was_given_up_without_tiers_are_dropped(tmp_path):
+    root = tmp_path / "run"
+    ck = make(root, save_every=5)
+    save(ck, 5)
+    save(ck, 9)
+    plain = Checkpointer(root)
+    assert plain.restore(state()) == 5
+    plain.save(6, state(6))
+    assert restore(root) == 6
+
+
+def test_captures_are_given_if_the_root_has_lost_the_steps_that_they_followed(tmp_path):
+    root = tmp_path / "run"
+    ck = make(root, save_every=5)
+    for step in (5, 10, 11):
+        save(ck, step)
+    for number, expected in ((10, 11), (5, 11)):
+        (root / f"step-{number:08d}" / "COMMIT").unlink()
+        with pytest.warns(UserWarning, match="newer steps cannot be loaded") if number == 10 else nullcontext():
+            assert restore(root) == expected
+
+
+def test_ranks_that_do_not_see_the_holder_make_all_restore_and_save_in_the_root(tmp_path):
+    def on_two_nodes(rank: int, world: int, root: str) -> list:
+        if rank:
+            os.environ["SHARDCKPT_NODE"] = "other"
+        into = state(-1.0)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            ck = make(Path(root), save_every=5)
+            step = ck.restore(into)
+            save(ck, 7, 8, 10)
+        texts = [str(each.message) for each in warned]
+        return [step, into["step"], sum("ranks on 2 nodes" in text for text in texts), ck.steps()]
+
+    root = tmp_path / "run"
+    save(make(root, save_every=5), 5, 6)
+    assert run(2, on_two_nodes, str(root)) == [[5, 5, 1, (5, 10)], [5, 5, 0, (5, 10)]]
 
 
 def test_a_damaged_capture_is_never_given(tmp_path, monkeypatch):

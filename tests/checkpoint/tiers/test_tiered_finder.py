@@ -1,13 +1,11 @@
 """The choice between memory and root: pure."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep
-from shardckpt.checkpoint.tiers.tiered_finder import choose_newest, is_of_this_run
+from shardckpt.checkpoint.tiers.tiered_finder import RootPosition, choose_newest
 
 ORDERS = st.tuples(st.integers(0, 3), st.integers(0, 9))
 
@@ -37,17 +35,32 @@ def test_the_newest_step_that_can_be_loaded_is_chosen_and_its_successors_are_new
 
 
 @pytest.mark.parametrize(
-    ("after", "newest", "belongs"),
+    ("newest", "is_empty", "belongs"),
     [
-        (None, NO_STEP, True),
-        ([-1, -1], NO_STEP, True),
-        ([0, 5], NO_STEP, False),
-        ([0, 5], (0, 4), False),
-        ([0, 5], (0, 5), True),
-        ([0, 5], (1, 2), True),
-        ("junk", (1, 2), False),
-        ([1], (1, 2), False),
+        ((0, 50), False, True),
+        ((0, 100), False, True),
+        ((0, 40), False, True),
+        (NO_STEP, False, True),
+        (NO_STEP, True, False),
+        ((0, 60), False, False),
+        ((0, 110), False, False),
+        ((1, 10), False, False),
     ],
 )
-def test_a_capture_belongs_to_a_run_that_has_the_step_that_preceded_it_or_a_newer_one(after, newest, belongs):
-    assert is_of_this_run({} if after is None else {"run.after": json.dumps(after)}, newest) is belongs
+def test_captures_belong_to_a_root_that_has_what_they_followed_or_lost_it(newest, is_empty, belongs):
+    position = RootPosition(committed=(0, 50), started=(0, 100))
+    assert position.leads_to(newest, is_empty=is_empty) is belongs
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_captures_before_the_first_step_of_the_root_belong_to_a_root_without_complete_steps(is_empty):
+    assert RootPosition().leads_to(NO_STEP, is_empty=is_empty)
+    assert not RootPosition().leads_to((0, 1), is_empty=False)
+
+
+@given(ORDERS, ORDERS)
+def test_a_position_is_read_back_and_other_text_is_none(committed, started):
+    position = RootPosition(committed, started)
+    assert RootPosition.decode(position.encode()) == position
+    for text in ("", "junk", "[1]", "[[1, 2], 3]", '[[1, 2], [3, "x"]]'):
+        assert RootPosition.decode(text) is None
