@@ -16,8 +16,8 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
-    # modules, and a manifest of 100,000 small objects, live until exit, so that frequent collection is wasted
-    gc.set_threshold(200_000, 50, 100)
+    # modules, and the million small objects of 100,000 tensors, live until exit, so that collection is wasted
+    gc.set_threshold(2_000_000, 50, 100)
     from shardckpt_cli.app import main as run
 
     run()
