@@ -33,6 +33,7 @@ BLOCK: Blocks = (128, 128)
 QUANTIZATION_CONFIG = "quantization_config"
 """Key of `config.json`."""
 
+_KEPT_KEY = "modules_to_not_convert"
 _SCALE_SUFFIX = "_scale_inv"
 _WEIGHT_SUFFIX = ".weight"
 _NOT_LINEAR = re.compile(r".*embed.*|wte|wpe|shared|(.*_)?(head|gate|router)|output|score|classifier")
@@ -118,7 +119,7 @@ def plan_config(names: Mapping[str, TensorEntry], quantized: Iterable[str]) -> d
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "modules_to_not_convert": _list_kept_modules(names, frozenset(quantized)),
+        _KEPT_KEY: _list_kept_modules(names, frozenset(quantized)),
         "quant_method": "fp8",
         "weight_block_size": list(BLOCK),
     }
@@ -156,6 +157,22 @@ def find_scaled(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
                 expected=f"a scale for each block of {' x '.join(map(str, block))} of {list(shape)}",
             )
     return found, block
+
+
+def drop_quantization(config: Mapping[str, object], names: Iterable[str] | None) -> dict[str, object]:
+    """Return a model's config without the quantization of some weights.
+
+    Args:
+        config: Content of `config.json`.
+        names: Weights that were taken back; None for all.
+    """
+    rest = {key: value for key, value in config.items() if key != QUANTIZATION_CONFIG}
+    quantization = config.get(QUANTIZATION_CONFIG)
+    if names is None or not isinstance(quantization, Mapping):
+        return rest
+    listed = quantization.get(_KEPT_KEY)
+    kept = [*(listed if isinstance(listed, list) else ()), *map(_module, names)]
+    return {**rest, QUANTIZATION_CONFIG: {**quantization, _KEPT_KEY: kept}}
 
 
 def _read_block(config: Mapping[str, object]) -> Blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -65,7 +65,7 @@ def _warn_of_shapes(weights: list[OutputTensor]) -> Iterator[str]:
     if odd:
         yield (
             f"{len(odd)} quantized weights end in smaller blocks, such as {odd[0].name} of {list(odd[0].shape)}: vLLM"
-            " refuses some of them, and transformers reads them right on a GPU only"
+            " refuses some of them, and transformers takes them back wrongly where it finds no GPU"
         )
 
 
@@ -93,12 +93,7 @@ def dequantize(
     for name in found:
         scales = tensors.pop(fp8_blocks.name_scale(name)).entry
         tensors[name] = replace(tensors[name], dtype=dtype, change=BlockDequantizer(reader.store, scales, block))
-    return replace(selection, model=tuple(tensors.values())), _drop_quantization(config, tensors)
-
-
-def _drop_quantization(config: ConfigFiles, tensors: Mapping[str, OutputTensor]) -> ConfigFiles:
-    """Return config files without the quantization, unless a tensor is still quantized."""
-    if any(tensor.dtype == fp8_blocks.DTYPE for tensor in tensors.values()):
-        return config
-    changed = {key: value for key, value in config.config.items() if key != fp8_blocks.QUANTIZATION_CONFIG}
-    return replace(config, config=changed, is_changed=changed != config.config)
+    rest = [name for name, tensor in tensors.items() if tensor.dtype == fp8_blocks.DTYPE]
+    changed = fp8_blocks.drop_quantization(config.config, found if rest else None)
+    config = replace(config, config=changed, is_changed=changed != config.config)
+    return replace(selection, model=tuple(tensors.values())), config

@@ -45,7 +45,11 @@ def check(options: Options) -> None:
         UsageError: The number of ranks is missing, or an optimizer is requested.
     """
     if options.tp < 1:
-        raise UsageError(f"--to {VLLM_SHARDED} needs the number of ranks", found=str(options.tp), fix="Pass --tp N.")
+        raise UsageError(
+            f"--to {VLLM_SHARDED} needs the number of ranks",
+            found=str(options.tp),
+            fix="Pass --tp N to consolidate or convert.",
+        )
     if options.part != "model":
         raise UsageError("vLLM loads a model only", found=f"--part {options.part}", expected="--part model")
 

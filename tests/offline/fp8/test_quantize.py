@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import load_folder, read_case
+from command import run_here
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -140,6 +141,12 @@ def test_other_tensors_are_cast_and_the_config_says_what_is_quantized(tmp_path: 
     }
 
 
+def test_the_command_quantizes(tmp_path: Path) -> None:
+    src = write(tmp_path / "src", a=torch.ones(2, 2), b=torch.ones(2, 2))
+    done = run_here("convert", src, tmp_path / "out", "--quantize", "fp8-block", "--quantize-exclude", "b.*")
+    assert "cast: 1 tensor float32 -> float8_e4m3fn" in done.out.splitlines()
+
+
 def test_scales_stay_in_the_file_of_their_weight(tmp_path: Path) -> None:
     src = write(tmp_path / "src", a=torch.ones(4, 4), b=torch.ones(4, 4))
     shardckpt.consolidate(src, tmp_path / "two", max_shard_size=64)
@@ -227,7 +234,8 @@ def test_blocks_of_another_shape_are_taken_back_and_excepted_weights_stay(tmp_pa
     wide = scales.repeat_interleave(64, 0).repeat_interleave(32, 1)[:100, :90]
     assert torch.equal(found["a.weight"], values.float() * wide)
     assert found["b.weight"].dtype == found["plain.weight"].dtype == FP8
-    assert "quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())
+    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert quantization == {"weight_block_size": [64, 32], "modules_to_not_convert": ["a"]}
 
 
 def test_shards_of_a_training_run_are_quantized_with_the_config_of_the_base(fixtures: Path, tmp_path: Path) -> None:

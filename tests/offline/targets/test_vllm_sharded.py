@@ -10,6 +10,7 @@ import gguf_models
 import numpy as np
 import pytest
 import vllm_models
+from command import run_here
 from safetensors.numpy import save_file
 
 import shardckpt
@@ -55,6 +56,13 @@ def test_each_rank_gets_its_heads_rows_and_columns(name: str, tp: int, tmp_path:
     assert_ranks(tmp_path / "out", model, tp)
     assert [file.name for file in report.files] == [f"model-rank-{rank}-part-0.safetensors" for rank in range(tp)]
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**vllm_models.CONFIG, **config}
+
+
+def test_the_command_writes_the_files_of_ranks(tmp_path: Path) -> None:
+    src = write(tmp_path / "src", gguf_models.build_model())
+    done = run_here("convert", src, tmp_path / "out", "--to", "vllm-sharded", "--tp", 2)
+    assert "  and config.json" in done.out.splitlines()
+    assert sorted(vllm_models.read_ranks(tmp_path / "out")) == [0, 1]
 
 
 def test_a_tied_weight_has_the_name_that_vllm_keeps(tmp_path: Path) -> None:
