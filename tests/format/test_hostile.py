@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -95,14 +95,16 @@ def sample(request: pytest.FixtureRequest, good: Callable[[str, str], Sample]) -
     put_back(found.folder, before)
 
 
-WHOLE = {("torch", "zip"), ("torch", "legacy"), ("dcp", "torch")}
-"""Samples that meet every pickle and every archive: of each kind of file that is one, the simplest."""
+WHOLE = {("torch", "zip"), ("torch", "legacy"), ("dcp", "torch"), ("safetensors", "file"), ("native", "alone")}
+"""Samples that meet every damage: of each encoding that formats share, the simplest."""
+Damage = TypeVar("Damage")
 
 
-def dealt(key: tuple[str, str], damages: Iterable[str]) -> list[str]:
+def dealt(key: tuple[str, str], damages: Iterable[Damage]) -> list[Damage]:
     """Return the damages that a sample meets: those of `WHOLE` meet all, of the others three neighbours together.
 
-    One reader of pickles and one of archives serve every format. `make test-slow` does each damage to each sample.
+    One reader of pickles, one of archives and one of safetensors serve every format. `make test-slow` does each damage
+    to each sample.
     """
     turn = ALL.index(key)
     return [each for i, each in enumerate(damages) if key in WHOLE or (turn + i) % 3 == 0]
@@ -242,13 +244,31 @@ def borders(data: bytes) -> list[int]:
     return sorted(n for n in found if 0 <= n < len(data))
 
 
-def test_truncation_at_every_border(sample: Sample) -> None:
+def is_shared(data: bytes) -> bool:
+    """Return True if a file is in an encoding that formats share: an archive, a pickle or safetensors."""
+    return data[:2] == b"PK" or data[:1] == b"\x80" or data[8:9] == b"{"
+
+
+def test_truncation_at_every_border(sample: Sample, key: tuple[str, str]) -> None:
+    """A format's own files are cut at all borders, those in shared encodings as they are dealt."""
     for file in sample.kinds:
         data = file.read_bytes()
-        for n, size in enumerate(borders(data)):
-            with damaged(file, data[:size]):
-                verbs = (VERBS[n % 2], "consolidate")  # of the two that look, each at every other border
-                check(sample, f"{file.name} cut to {size} of {len(data)}", verbs=verbs)
+        cuts = list(enumerate(borders(data)))
+        assert_cuts_are_noticed(sample, file, dealt(key, cuts) if is_shared(data) else cuts)
+
+
+@pytest.mark.slow
+def test_truncation_of_any_file_at_every_border(sample: Sample) -> None:
+    for file in sample.kinds:
+        assert_cuts_are_noticed(sample, file, list(enumerate(borders(file.read_bytes()))))
+
+
+def assert_cuts_are_noticed(sample: Sample, file: Path, cuts: Iterable[tuple[int, int]]) -> None:
+    data = file.read_bytes()
+    for n, size in cuts:
+        with damaged(file, data[:size]):
+            verbs = (VERBS[n % 2], "consolidate")  # of the two that look, each at every other border
+            check(sample, f"{file.name} cut to {size} of {len(data)}", verbs=verbs)
 
 
 def test_a_file_that_is_gone(sample: Sample) -> None:
@@ -268,16 +288,32 @@ def test_a_file_of_something_else(sample: Sample) -> None:
             check(sample, f"{file.name} full of {junk!r}")
 
 
-def test_bytes_that_change(sample: Sample) -> None:
-    """Flips in the frames of files; what changes in payload alone nobody can know, so only frames are compared."""
+def frames(data: bytes) -> list[int]:
+    """Return places in the frames of a file; what changes in payload alone nobody can know."""
+    places = {0, 3, 7, 8, 12, 20, 26, 28, 30, len(data) - 2, len(data) - 6, len(data) - 10, len(data) - 22}
+    return [place for place in sorted(places) if 0 <= place < len(data)]
+
+
+def test_bytes_that_change(sample: Sample, key: tuple[str, str]) -> None:
+    """Flips in the frames: all in a format's own files, those in shared encodings as they are dealt."""
     for file in sample.kinds:
         data = file.read_bytes()
-        places = sorted({0, 3, 7, 8, 12, 20, 26, 28, 30, len(data) - 2, len(data) - 6, len(data) - 10, len(data) - 22})
-        for at in (n for n in places if 0 <= n < len(data)):
-            changed = bytearray(data)
-            changed[at] ^= 0xFF
-            with damaged(file, bytes(changed)):
-                promise_only(sample, f"{file.name} byte {at}")
+        assert_flips_keep_the_promise(sample, file, dealt(key, frames(data)) if is_shared(data) else frames(data))
+
+
+@pytest.mark.slow
+def test_bytes_that_change_in_any_file(sample: Sample) -> None:
+    for file in sample.kinds:
+        assert_flips_keep_the_promise(sample, file, frames(file.read_bytes()))
+
+
+def assert_flips_keep_the_promise(sample: Sample, file: Path, places: Iterable[int]) -> None:
+    data = file.read_bytes()
+    for at in places:
+        changed = bytearray(data)
+        changed[at] ^= 0xFF
+        with damaged(file, bytes(changed)):
+            promise_only(sample, f"{file.name} byte {at}")
 
 
 def promise_only(sample: Sample, what: str) -> None:
@@ -450,7 +486,7 @@ def test_no_pickle_runs_in_any_format(sample: Sample) -> None:
 
 
 def test_every_three_neighbours_meet_every_damage() -> None:
-    for damages in (list(evil(Path("x"))), list(ZIPS)):
+    for damages in (list(evil(Path("x"))), list(ZIPS), frames(bytes(100))):
         for keys in zip(ALL, ALL[1:], ALL[2:], strict=False):
             assert {each for key in keys for each in dealt(key, damages)} == set(damages)
         assert all(dealt(key, damages) == damages for key in WHOLE)
