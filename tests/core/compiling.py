@@ -1,6 +1,8 @@
-"""Models that are compiled in tests; what a compiler imports at its first call is imported here, once for all ranks."""
+"""Models that are compiled in tests; what a compiler imports at its first call is imported once for all ranks."""
 
 from __future__ import annotations
+
+import functools
 
 import harness  # noqa: F401  # starts autograd before torch compiles
 import torch
@@ -13,4 +15,7 @@ def compiled(module: nn.Module) -> nn.Module:
     return made
 
 
-compiled(nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()
+@functools.cache
+def warm_up() -> None:
+    """Compile once in this process, before ranks that compile are forked from it: a second."""
+    compiled(nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from compiling import compiled
+from compiling import compiled, warm_up
 from front_ends import FRONT_ENDS, sharder, train, twins
 from harness import mark, run, since
 from models import Case, Sharder, Stack, blocks_and_root, built, sequences, square
@@ -428,10 +428,12 @@ COMPILED = [compiled_units, units_of_compiled, compiled_whole]
 
 @pytest.mark.parametrize("cut", COMPILED, ids=lambda cut: cut.__name__)
 def test_compiled_models_train_as_plain_ones(cut):
+    warm_up()
     differences(Case("compiled", lambda: Stack(2), cut=cut), 2, alternating(COMPILED.index(cut)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", COMPILED, ids=lambda cut: cut.__name__)
 def test_compiled_models_train_as_plain_ones_in_every_setting(cut):
+    warm_up()
     differences(Case("compiled", lambda: Stack(2), cut=cut), 2, SETTINGS)

@@ -11,7 +11,7 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from compiling import compiled
+from compiling import compiled, warm_up
 from stepping import whole_dtensors
 from test_fully_shard import Block, Tower, averaged, batch, full, fully_shard, line, same, tower, trained
 from torch import nn
@@ -188,6 +188,8 @@ def test_checkpointed_blocks_train_as_whole_ones(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["unit of compiled", "compiled unit", "whole"])
 def test_compiled_modules_train_as_they_are(how: str) -> None:
+    warm_up()
+
     def body(rank: int, world: int) -> None:
         torch.manual_seed(0)
         expected = trained(Tower(1), rank, after=averaged, steps=2)
