@@ -108,6 +108,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"stateful"},
         {"planning"},
         {"rendezvous"},
+        {"rank_link"},
         {"coordinator"},
         {"load"},
         {"incremental"},

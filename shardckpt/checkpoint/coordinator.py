@@ -6,16 +6,19 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from shardckpt import errors
-from shardckpt.checkpoint.rendezvous import LOST_RANK_FIX, BoundedStore, make_group, meet
+from shardckpt.checkpoint.rank_link import RankLink, Transfer, link_ranks
+from shardckpt.checkpoint.rendezvous import LOST_RANK_FIX
 from shardckpt.errors import RankError, ShardckptError, UsageError
-from shardckpt.torch_features import get_group_store
+
+ProcessGroup: TypeAlias = "dist.ProcessGroup | RankLink"
+"""Ranks of a save or a load."""
 
 
 class Coordinator:
@@ -26,8 +29,7 @@ class Coordinator:
     cannot send after a timeout.
 
     Args:
-        group: Process group for this coordinator alone, whose backend sends CPU tensors; None for a single rank.
-        timeout: Maximum time that ranks wait for each other.
+        link: Link for this coordinator alone; None for a single rank.
 
     Attributes:
         rank: Index of this rank.
@@ -40,13 +42,12 @@ class Coordinator:
 
     _FINDS_S = 2.0
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = timedelta(minutes=30)) -> None:
-        self._group = group
-        self._timeout = timeout
+    def __init__(self, link: RankLink | None) -> None:
+        self._given = link
         self._round = 0
         self.has_lost_rank = False
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.size = dist.get_world_size(group) if group is not None else 1
+        self.rank = link.rank if link is not None else 0
+        self.size = link.size if link is not None else 1
 
     def coordinate(
         self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
@@ -83,7 +84,7 @@ class Coordinator:
         known = message if isinstance(message, RankError) and self.has_lost_rank else None
         with self._report_lost_rank(known):
             self._send_bytes(_frame(message), 0)
-            return self._recv_bytes(0, time.monotonic() + self._timeout.total_seconds())
+            return self._recv_bytes(0, time.monotonic() + self._link.timeout.total_seconds())
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -104,7 +105,7 @@ class Coordinator:
         """Mark ranks as lost: this rank leaves an operation before its last message."""
         self.has_lost_rank = self.size > 1
 
-    def send(self, tensor: torch.Tensor, dst: int) -> dist.Work:
+    def send(self, tensor: torch.Tensor, dst: int) -> Transfer:
         """Start to send bytes to a rank, which calls `recv`.
 
         Call it between two calls of `coordinate`, in an order that both ranks know; messages are not mixed.
@@ -114,9 +115,7 @@ class Coordinator:
             dst: Index of the receiving rank.
         """
         with self._detect_lost_rank(dst):
-            work = dist.isend(tensor, group=self._group, group_dst=dst, tag=_DATA)
-        assert work is not None
-        return work
+            return self._link.start_send(tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         """Receive bytes that a rank sends.
@@ -129,11 +128,9 @@ class Coordinator:
             RankError: The rank is lost or did not send in time.
         """
         with self._detect_lost_rank(src):
-            work = dist.irecv(tensor, group=self._group, group_src=src, tag=_DATA)
-            assert work is not None
-            work.wait(self._timeout)
+            self._link.recv(tensor, src)
 
-    def wait(self, work: dist.Work, dst: int) -> None:
+    def wait(self, work: Transfer, dst: int) -> None:
         """Wait until a rank has received sent bytes.
 
         Args:
@@ -144,7 +141,7 @@ class Coordinator:
             RankError: The rank is lost or did not receive in time.
         """
         with self._detect_lost_rank(dst):
-            work.wait(self._timeout)
+            work.wait(self._link.timeout)
 
     @contextmanager
     def _detect_lost_rank(self, peer: int) -> Iterator[None]:
@@ -161,7 +158,7 @@ class Coordinator:
         """Gather, decide and answer; send an error to all remaining ranks, then raise it."""
         try:
             if isinstance(message, RankError) and self.has_lost_rank:  # no other messages can be received
-                self._store.leave(self._key, message.what)
+                self._link.leave_note(self._key, message.what)
                 raise message
             messages = [_frame(message), *self._gather_messages()]
             _raise_failed(step, messages)
@@ -174,7 +171,9 @@ class Coordinator:
         return answers[0]
 
     def _gather_messages(self) -> list[bytes]:
-        deadline = time.monotonic() + self._timeout.total_seconds() * self._FIRST_WAITS
+        if self.size == 1:
+            return []
+        deadline = time.monotonic() + self._link.timeout.total_seconds() * self._FIRST_WAITS
         messages, lost = [], {}
         for rank in range(1, self.size):
             try:
@@ -197,30 +196,27 @@ class Coordinator:
             raise self._give_up(lost)
 
     def _send_bytes(self, data: bytes, dst: int) -> None:
-        for part in (len(data).to_bytes(8, "little"), data):
-            work = dist.isend(torch.frombuffer(bytearray(part), dtype=torch.uint8), group=self._group, group_dst=dst)
-            assert work is not None
-            work.wait(self._timeout)
+        self._link.send_message(self._round.to_bytes(_ROUND_BYTES, "little") + data, dst)
 
     def _recv_bytes(self, src: int, deadline: float) -> bytes:
-        return self._recv_exactly(int.from_bytes(self._recv_exactly(8, src, deadline), "little"), src, deadline)
-
-    def _recv_exactly(self, nbytes: int, src: int, deadline: float) -> bytes:
-        row = torch.empty(nbytes, dtype=torch.uint8)
-        work = dist.irecv(row, group=self._group, group_src=src)
-        assert work is not None
-        work.wait(timedelta(seconds=max(0.05, deadline - time.monotonic())))
-        return row.numpy().tobytes()
+        """Return a rank's message of this round; one of an earlier round came twice."""
+        while True:
+            data = self._link.recv_message(src, deadline)
+            number = int.from_bytes(data[:_ROUND_BYTES], "little")
+            if number > self._round:
+                raise RuntimeError(f"rank {src} is in round {number} of messages, not in {self._round}")
+            if number == self._round:
+                return data[_ROUND_BYTES:]
 
     def _give_up(self, lost: dict[int, RuntimeError]) -> RankError:
         """Write the lost rank to the store, unless another rank did; stop receiving."""
         self.has_lost_rank = True
-        known = self._store.find(self._key)
+        known = self._link.find_note(self._key)
         if known:
             return self._lost_rank_error(known)
         rank, error = next(iter(lost.items()))
         text = f"rank {rank} of {self.size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
-        self._store.leave(self._key, text)
+        self._link.leave_note(self._key, text)
         return _build_lost_error(text, rank)
 
     @contextmanager
@@ -236,7 +232,7 @@ class Coordinator:
             self.has_lost_rank = True
             if known is not None:
                 raise known from error
-            text = self._store.find(self._key, wait_s=self._FINDS_S) or f"rank 0 of {self.size} {_IS_GONE}: {error}"
+            text = self._link.find_note(self._key, wait_s=self._FINDS_S) or f"rank 0 of {self.size} {_IS_GONE}: {error}"
             raise self._lost_rank_error(text) from error
 
     def _lost_rank_error(self, text: str) -> RankError:
@@ -247,17 +243,17 @@ class Coordinator:
         return _build_lost_error(f"another rank of {self.size} is gone, or has stopped waiting for this one", -1)
 
     @property
-    def _store(self) -> BoundedStore:
-        assert self._group is not None
-        return BoundedStore(get_group_store(self._group))
+    def _link(self) -> RankLink:
+        assert self._given is not None, "a single rank sends nothing"
+        return self._given
 
     @property
     def _key(self) -> str:
         return f"shardckpt/lost/{self._round}"
 
 
-_DATA = 1
-"""Tag of messages between two calls of `coordinate`."""
+_ROUND_BYTES = 8
+"""Bytes of the number of the round, which is in front of each message."""
 
 _DONE, _FAILED = b"\0", b"\1"
 _IS_GONE = "is gone or did not answer in time"
@@ -310,42 +306,20 @@ def _build_lost_error(text: str, rank: int) -> RankError:
     return RankError(text, rank=rank, fix=LOST_RANK_FIX)
 
 
-def new_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
-    """Create a coordinator with a new process group of the same ranks. Collective.
+def new_coordinator(group: ProcessGroup | None = None) -> Coordinator:
+    """Create a coordinator with a new link of the same ranks. Collective.
 
     Args:
-        group: Process group of the ranks; None for all ranks.
+        group: Ranks; None for all ranks.
 
     Raises:
         RankError: A rank did not call it in time.
     """
+    if isinstance(group, RankLink):
+        return Coordinator(group.renew() if group.size > 1 else None)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return Coordinator(None)
-    given = dist.group.WORLD if group is None else group
-    assert given is not None
-    timeout = _get_timeout(given)
-    meet(given, timeout)
-    ranks = None if group is None else dist.get_process_group_ranks(given)
-
-    def make() -> dist.ProcessGroup | None:
-        local = group is not None
-        created: dist.ProcessGroup | None
-        created = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
-        return created
-
-    return Coordinator(make_group(given, make, timeout), timeout)
-
-
-def _get_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group, which is private to torch; otherwise its default."""
-    for device in ("cpu", "cuda"):
-        try:
-            timeout = group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-        if isinstance(timeout, timedelta):
-            return timeout
-    return timedelta(minutes=30)
+    return Coordinator(link_ranks(group))
 
 
 class Channels:
@@ -367,7 +341,7 @@ class Channels:
         """Whether a rank is lost; no more messages may be sent then."""
         return any(each.has_lost_rank for each in (self.main, *self._background.values()))
 
-    def background_coordinator(self, group: dist.ProcessGroup | None, name: str = "") -> Coordinator:
+    def background_coordinator(self, group: ProcessGroup | None, name: str = "") -> Coordinator:
         """Return the coordinator for a background thread. Collective at the first call.
 
         Args:
@@ -379,17 +353,19 @@ class Channels:
         return self._background[name]
 
 
-_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channels] = WeakKeyDictionary()
+_CHANNELS: WeakKeyDictionary[ProcessGroup, Channels] = WeakKeyDictionary()
 ALONE = Channels(Coordinator(None))
 """Channels of a single process."""
 
 
-def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def resolve_process_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return a process group, by default that of all ranks; None for a single process.
 
     Raises:
         UsageError: The argument is not a process group.
     """
+    if isinstance(group, RankLink):
+        return group
     if not (dist.is_available() and dist.is_initialized()):
         return None
     given = dist.group.WORLD if group is None else group
@@ -398,7 +374,7 @@ def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup 
     return given
 
 
-def get_channels(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Channels:
+def get_channels(group: ProcessGroup | None, refusal: Exception | None = None) -> Channels:
     """Return the channels of a process group. Collective if they have to be created.
 
     The first call creates them, and the first call after the loss of a rank.

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest
+from shardckpt.checkpoint.rank_link import Transfer
 from shardckpt.errors import RankError
 from shardckpt.events.progress import Meter
 from shardckpt.plan.layout.read_sharing import BroadcastGroup, FileSegments
@@ -70,7 +70,7 @@ class BroadcastReader:
         self._stopped_peers: set[int] = set()
         self._failure: Exception | None = None
         self._is_over = False
-        self._sent: deque[tuple[int, int, dist.Work, torch.Tensor]] = deque()
+        self._sent: deque[tuple[int, int, Transfer, torch.Tensor]] = deque()
 
     def _divide(self, pending_read: PendingRead) -> None:
         """Divide a read into shared segments and parts that this rank reads alone."""

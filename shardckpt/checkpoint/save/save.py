@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.coordinator import ALONE, get_channels, resolve_process_group
+from shardckpt.checkpoint.coordinator import ALONE, ProcessGroup, get_channels, resolve_process_group
 from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
@@ -198,7 +198,7 @@ class SaverCache:
     """Savers by process group; those of one cache save one after another."""
 
     def __init__(self) -> None:
-        self._savers: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()
+        self._savers: WeakKeyDictionary[ProcessGroup, Saver] = WeakKeyDictionary()
         self._alone = Saver(ALONE)
 
     def get(self, group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:

@@ -1,0 +1,173 @@
+"""Links between the ranks of a group: messages, and notes that reach ranks when messages do not."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardckpt.checkpoint.rendezvous import BoundedStore, make_group, meet
+from shardckpt.torch_features import get_group_store
+
+_DATA = 1
+"""Tag of tensors, whose order among messages does not matter."""
+
+
+class Transfer(Protocol):
+    """A tensor that is being sent."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Wait until the other rank has it. Raises RuntimeError."""
+
+
+class RankLink(ABC):
+    """Link between the ranks of one group.
+
+    A broken connection and a late rank are RuntimeErrors. Functions that save and load take a link as `process_group`.
+
+    Args:
+        rank: Index of this rank.
+        size: Number of ranks.
+        timeout: Maximum time that ranks wait for each other.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+
+    @abstractmethod
+    def send_message(self, data: bytes, dst: int) -> None:
+        """Send bytes of any number to a rank, and wait until it has them. Raises RuntimeError."""
+
+    @abstractmethod
+    def recv_message(self, src: int, deadline: float) -> bytes:
+        """Return the next message of a rank.
+
+        Args:
+            src: Index of the rank.
+            deadline: Time until which to wait, in seconds of `time.monotonic`.
+
+        Raises:
+            RuntimeError: The connection broke, or the rank did not send in time.
+        """
+
+    @abstractmethod
+    def start_send(self, tensor: torch.Tensor, dst: int) -> Transfer:
+        """Start to send the bytes of a tensor to a rank. Raises RuntimeError."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        """Fill a tensor with the bytes that a rank sends. Raises RuntimeError."""
+
+    @abstractmethod
+    def leave_note(self, key: str, text: str) -> None:
+        """Leave a note for the other ranks if possible; never raises."""
+
+    @abstractmethod
+    def find_note(self, key: str, *, wait_s: float = 0.0) -> str:
+        """Return a note, waiting for it up to `wait_s` seconds; empty without one."""
+
+    @abstractmethod
+    def renew(self) -> RankLink:
+        """Return a new link of the same ranks, with messages of its own. Collective.
+
+        Raises:
+            RankError: A rank did not call it in time.
+        """
+
+
+class TorchLink(RankLink):
+    """Link of a torch process group for CPU tensors.
+
+    Args:
+        group: Process group for this link alone.
+        timeout: Maximum time that ranks wait for each other.
+        ranks: Process group of the same ranks from which `renew` creates further ones; None for all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, ranks: dist.ProcessGroup | None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
+        self._group, self._ranks = group, ranks
+
+    def send_message(self, data: bytes, dst: int) -> None:
+        """Send the number of bytes, then the bytes."""
+        for part in (len(data).to_bytes(8, "little"), data):
+            work = dist.isend(torch.frombuffer(bytearray(part), dtype=torch.uint8), group=self._group, group_dst=dst)
+            assert work is not None
+            work.wait(self.timeout)
+
+    def recv_message(self, src: int, deadline: float) -> bytes:
+        """Receive the number of bytes, then the bytes."""
+        return self._recv_exactly(int.from_bytes(self._recv_exactly(8, src, deadline), "little"), src, deadline)
+
+    def _recv_exactly(self, nbytes: int, src: int, deadline: float) -> bytes:
+        row = torch.empty(nbytes, dtype=torch.uint8)
+        work = dist.irecv(row, group=self._group, group_src=src)
+        assert work is not None
+        work.wait(timedelta(seconds=max(0.05, deadline - time.monotonic())))
+        return row.numpy().tobytes()
+
+    def start_send(self, tensor: torch.Tensor, dst: int) -> dist.Work:
+        """Send with a tag that messages do not have."""
+        work = dist.isend(tensor, group=self._group, group_dst=dst, tag=_DATA)
+        assert work is not None
+        return work
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        """Receive with a tag that messages do not have."""
+        work = dist.irecv(tensor, group=self._group, group_src=src, tag=_DATA)
+        assert work is not None
+        work.wait(self.timeout)
+
+    def leave_note(self, key: str, text: str) -> None:
+        """Set a key of the group's store, unless it does not answer."""
+        BoundedStore(get_group_store(self._group)).leave(key, text)
+
+    def find_note(self, key: str, *, wait_s: float = 0.0) -> str:
+        """Return the text of a key of the group's store, unless it does not answer."""
+        return BoundedStore(get_group_store(self._group)).find(key, wait_s=wait_s)
+
+    def renew(self) -> RankLink:
+        """Create another process group of the same ranks."""
+        return link_ranks(self._ranks)
+
+
+def link_ranks(group: dist.ProcessGroup | None) -> RankLink:
+    """Create a link with a new process group of the same ranks. Collective.
+
+    Args:
+        group: Process group of the ranks; None for all ranks.
+
+    Raises:
+        RankError: A rank did not call it in time.
+    """
+    given = dist.group.WORLD if group is None else group
+    assert given is not None
+    timeout = _get_timeout(given)
+    meet(given, timeout)
+    ranks = None if group is None else dist.get_process_group_ranks(given)
+
+    def make() -> dist.ProcessGroup | None:
+        local = group is not None
+        created: dist.ProcessGroup | None
+        created = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
+        return created
+
+    created = make_group(given, make, timeout)
+    assert created is not None
+    return TorchLink(created, timeout, group)
+
+
+def _get_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of a group, which is private to torch; otherwise its default."""
+    for device in ("cpu", "cuda"):
+        try:
+            timeout = group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        if isinstance(timeout, timedelta):
+            return timeout
+    return timedelta(minutes=30)
