@@ -115,12 +115,13 @@ class JoinedPublication(Publication):
             _require_folder(path)
         self.staging_url = staging_url
         self._store = open_store(staging_url)
-        self._writers: dict[str, Writer] = {}
+        self._writers: list[Writer] = []
 
     def create(self, name: str) -> Writer:
         """Start a file with a unique name. Raises StorageError."""
-        self._writers[name] = self._store.create(name)
-        return self._writers[name]
+        writer = self._store.create(name)
+        self._writers.append(writer)
+        return writer
 
     def find_written(self, name: str) -> str:
         """Return the path of a closed file; empty on a remote store."""
@@ -131,17 +132,13 @@ class JoinedPublication(Publication):
         """Do nothing: the process that began the publication commits it."""
 
     def rollback(self) -> None:
-        """Remove the files of this process; never raises.
+        """Remove unfinished files of this process; never raises.
 
-        Keeps them on a store without rename, where they may be part of the result already; there the process that began
-        the publication removes them.
+        Finished files stay: they may be part of the result already, or become part of it, since the other process may
+        be late. It removes them if it rolls back.
         """
-        if not self._store.capabilities.renames:
-            return
-        for name, writer in self._writers.items():
+        for writer in self._writers:
             writer.abort()
-            with suppress(StorageError):
-                self._store.delete(name)
 
 
 def _require_folder(path: str) -> None:

@@ -59,3 +59,13 @@ def test_a_folder_whose_parent_was_remembered_as_absent_is_seen_in_the_end(tmp_p
     monkeypatch.setattr(os, "mkdir", lambda path: (asked.append(path), make(path)))
     JoinedPublication(str(place))
     assert asked == [str(tmp_path / "run")]
+
+
+def test_a_rank_that_gives_up_keeps_what_it_finished(tmp_path: Path) -> None:
+    """Its word that rank 0 is lost may come while rank 0, which was late, renames the folder to its name."""
+    joined = JoinedPublication(str(tmp_path))
+    with joined.create("finished") as writer:
+        writer.write(b"one")
+    joined.create("unfinished").write(b"two")
+    joined.rollback()
+    assert [path.name for path in tmp_path.iterdir()] == ["finished"]
