@@ -52,9 +52,10 @@ class OpenFile:
     So eviction cannot close it during a read.
     """
 
-    __slots__ = ("fd",)
+    __slots__ = ("_close", "fd")
 
     def __init__(self, path: str) -> None:
+        self._close: Callable[[int], None] = os.close  # names of modules may be gone at interpreter exit
         # Without O_NONBLOCK a FIFO in a hostile folder would block forever.
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         mode = os.fstat(self.fd).st_mode
@@ -63,14 +64,11 @@ class OpenFile:
         if not stat.S_ISREG(mode):
             raise UnsafeError("not a regular file", where=path, fix="Remove it from the checkpoint's folder.")
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        """Close the descriptor.
-
-        `close` is bound as a default since module names may be gone at interpreter exit.
-        """
+    def __del__(self) -> None:
+        """Close the descriptor."""
         fd = getattr(self, "fd", -1)
         if fd >= 0:
-            close(fd)
+            self._close(fd)
 
 
 class LocalStore:
@@ -205,17 +203,17 @@ class LocalStore:
     def delete(self, name: str) -> None:
         """Remove a file, or a link but not its target; a missing one is not an error.
 
+        A power failure does not bring it back.
+
         Raises:
             UnsafeError: The name leaves the root.
             StorageError: The file cannot be removed.
         """
         path = self._path(name, follow=False)
         self.close()
-        with convert_os_errors("cannot delete", path):
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                return
+        with convert_os_errors("cannot delete", path), suppress(FileNotFoundError):
+            os.unlink(path)
+            sync_folder(os.path.dirname(path))
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder with all its content, without following links.

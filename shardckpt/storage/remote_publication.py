@@ -202,7 +202,7 @@ class RemoteFolder(Publication):
         gone = self._old if is_new else self._replaced()
         last.finish(is_new=is_new)
         self._is_done = True
-        for name in set(gone) - set(self._deferred) - self._keep:
+        for name in sorted(set(gone) - set(self._deferred) - self._keep):
             with suppress(StorageError):
                 self._store.delete(name)
 

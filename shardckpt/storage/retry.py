@@ -45,14 +45,14 @@ class ShortBodyError(Exception):
     """A response has fewer bytes than requested."""
 
 
-def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float], object] = time.sleep) -> T:
+def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float], object] | None = None) -> T:
     """Return the result of `action`, retried after transient errors.
 
     Args:
         action: Function that sends one request; it may be called several times.
         what: Failed action for the message, such as "cannot read".
         where: Object, and byte range if there is one.
-        pause: Waits for a number of seconds; returns True to stop retrying.
+        pause: Waits for a number of seconds; returns True to stop retrying. None to sleep.
 
     Raises:
         MissingFileError: The object does not exist.
@@ -65,7 +65,7 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
             raise
         except Exception as error:  # fsspec's back ends raise exceptions of their libraries
             seconds = FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.5, 2)  # noqa: S311 (no secret)
-            if number == ATTEMPTS or not is_transient(error) or pause(seconds):
+            if number == ATTEMPTS or not is_transient(error) or (pause or time.sleep)(seconds):
                 raise remote_error(error, what, where, tries=number) from error
             count_retry()
     raise AssertionError("unreachable")

@@ -435,3 +435,18 @@ def test_reading_into_a_read_only_buffer_is_the_callers_mistake(store):
     put(store, "a.bin")
     with pytest.raises((TypeError, BufferError, ValueError)):
         store.read([Read("a.bin", 0, memoryview(b"1234"))])
+
+
+def test_a_removed_file_does_not_come_back_after_a_power_failure(tmp_path: Path, monkeypatch) -> None:
+    """A step whose `COMMIT` came back without the files that were removed next would be found damaged for ever."""
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "COMMIT").write_bytes(b"")
+    synced: list[tuple[str, list[str]]] = []
+
+    def fsync(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        synced.append((path, os.listdir(path)))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    LocalStore(str(tmp_path)).delete("step/COMMIT")
+    assert synced == [(str(tmp_path / "step"), [])]
