@@ -1077,6 +1077,13 @@ class TestInMemory:
         with pytest.raises(NoCompleteCheckpoint):
             Checkpointer(memory).restore(state())
 
+    def test_a_run_whose_first_save_was_killed_begins_anew(self, memory):
+        ck = saved(Checkpointer(memory), 1)
+        for name in [entry.name for entry in open_store(ck.path(1)).list() if not entry.name.endswith(".safetensors")]:
+            fsspec.filesystem("memory").rm_file(f"/runs/a/{step_name(1)}/{name}")
+        assert restored(Checkpointer(memory)) == (None, 0)
+        assert restored(saved(Checkpointer(memory), 1)) == (1, 1)
+
     def test_nothing_was_ever_saved_there(self, memory):
         assert restored(Checkpointer(memory)) == (None, 0)
 

@@ -166,6 +166,8 @@ class StepFinder:
         faulty = [step for step in reversed(matching) if not step.is_complete]
         newer = [step for step in faulty if newest is None or step.number > newest.number]
         faults = [step.fault for step in newer if newest is None or not step.is_foreign]
+        if wanted is None and newest is None and all(step.has_only_begun for step in faulty):
+            faults = []  # the first save of the run was killed
         unreadable = next((step.fault for step in newer if step.is_newer), "")
         last = (run.complete[-1].branch, run.complete[-1].number) if run.complete else NO_STEP
         if newest is None or unreadable:

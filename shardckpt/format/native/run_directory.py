@@ -116,6 +116,12 @@ class StepFolder:
         return self.is_ours and not self.is_committed
 
     @property
+    def has_only_begun(self) -> bool:
+        """Whether it only has files of saves that did not get as far as their manifest: it was never complete."""
+        is_planned = any(name.endswith(MANIFEST_SUFFIX) for name in self.held)
+        return self.is_unfinished and bool(self.held) and not is_planned
+
+    @property
     def saved(self) -> frozenset[str]:
         """Names of the files in the folder that saves wrote."""
         return frozenset(self.held).difference(self.others)
