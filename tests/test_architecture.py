@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     | LEAVES,
     "offline": {"plan", "format", "storage", "plugins", "deprecation", "events", "torchrun"} | LEAVES,
     "offline.write.parallel": {"events", "plan", "format", "storage", "groups"} | LEAVES,
-    "testing": {"shardckpt", "offline", "plan", "format", "storage"} | LEAVES,
+    "testing": {"shardckpt", "checkpoint", "offline", "plan", "format", "storage"} | LEAVES,
     "integrations": {"shardckpt", "checkpoint", "events"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},
     # The package itself names everything for type checkers and resolves each name on first use.
@@ -126,11 +126,12 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"prune", "tiers"},
         {"run_history"},
     ),
+    "testing": ({"simulation"},),
 }
 
 # Third-party libraries and the packages that may know of them.
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"torch_features", "groups", "devices", "core", "state", "checkpoint", "integrations"},
+    "torch": {"torch_features", "groups", "devices", "core", "state", "checkpoint", "integrations", "testing"},
     "fsspec": {"storage", "testing"},
     "typer": {"cli"},
     "pytest": {"testing"},
@@ -495,7 +496,7 @@ class TestDependencies:
         assert third_party(all_imports(), modules) == base_dependencies()
 
     def test_training_imports_torch_and_else_only_the_base(self) -> None:
-        modules = {name for name in SOURCES if get_package(name) in LIBRARIES["torch"] - {"integrations"}}
+        modules = {name for name in SOURCES if get_package(name) in LIBRARIES["torch"] - {"integrations", "testing"}}
         assert third_party(all_imports(), modules) - base_dependencies() == {"torch"}
 
     @pytest.mark.parametrize(

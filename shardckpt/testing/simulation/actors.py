@@ -1,0 +1,166 @@
+"""Actors of a history: trainers, readers and a pruner, which call the public API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardckpt.checkpoint.manager import Checkpointer
+from shardckpt.errors import NoCompleteCheckpoint, RankError, ShardckptError
+from shardckpt.offline.prune import prune
+from shardckpt.testing.simulation.auditor import Auditor, build_state
+from shardckpt.testing.simulation.network import SimulatedRanks
+from shardckpt.testing.simulation.scheduler import Scheduler
+
+_STAGING_BYTES = 1 << 20
+_LONGEST_PAUSE_S = 5.0
+_STEPS_OF_A_START = 100
+
+
+@dataclass
+class Job:
+    """A training job: the ranks of one start.
+
+    Attributes:
+        name: Name in events.
+        start: Number of starts of all jobs before this one; attempts of different jobs differ.
+        root: Path or URL of the run.
+        keep_last: Number of newest steps to keep.
+        dedup: Whether saves are incremental.
+        background: Whether saves run in the background.
+        saves: Number of saves.
+        is_last: Whether it begins anew if no step can be loaded.
+        errors: Errors of the ranks, in order.
+        saved: Steps whose save succeeded on a rank.
+    """
+
+    name: str
+    start: int
+    root: str
+    keep_last: int
+    dedup: bool
+    background: bool
+    saves: int
+    is_last: bool = False
+
+    def __post_init__(self) -> None:
+        self.errors: list[ShardckptError] = []
+        self.saved: list[int] = []
+
+
+class Trainer:
+    """One rank of a training job: it restores, then trains and saves.
+
+    Args:
+        scheduler: Scheduler of the history.
+        auditor: Auditor of the run.
+        job: The job.
+        ranks: Ranks of the job.
+        rank: Index of this rank.
+    """
+
+    def __init__(self, scheduler: Scheduler, auditor: Auditor, job: Job, ranks: SimulatedRanks, rank: int) -> None:
+        self._scheduler, self._auditor, self._job = scheduler, auditor, job
+        self._ranks, self._rank = ranks, rank
+        self._calls = 0
+
+    def run(self) -> None:
+        """Restore, then save step after step; end when a rank is lost."""
+        job = self._job
+        link: Any = self._ranks.link(self._rank)
+        checkpointer = Checkpointer(job.root, keep_last=job.keep_last, dedup=job.dedup, process_group=link)
+        try:
+            step = self._restore(checkpointer)
+            for number in range(step + 1, step + 1 + job.saves):
+                self._save(checkpointer, number)
+        except ShardckptError as error:
+            self._fail("job", error)
+        finally:
+            self._ranks.processes[self._rank].die()
+
+    def _restore(self, checkpointer: Checkpointer) -> int:
+        self._calls += 1
+        least, state = self._auditor.newest(), build_state(0)
+        try:
+            number = checkpointer.restore(state)
+        except NoCompleteCheckpoint:
+            if least is not None or not self._job.is_last:
+                raise
+            return self._job.start * _STEPS_OF_A_START
+        self._auditor.accept((self._job.name, self._calls), number, state, least)
+        self._scheduler.record("restored", f"step {number}")
+        return number or 0
+
+    def _save(self, checkpointer: Checkpointer, number: int) -> None:
+        self._calls += 1
+        content = self._job.start * 1000 + number
+        self._auditor.begin(content, number)
+        self._scheduler.record("save", f"step {number} as attempt {content}")
+        try:
+            if self._job.background:
+                handle = checkpointer.async_save(number, build_state(content), max_staging_bytes=_STAGING_BYTES)
+                self._scheduler.sleep(0.01)
+                handle.result()
+            else:
+                checkpointer.save(number, build_state(content))
+        except RankError:
+            raise
+        except ShardckptError as error:
+            self._fail(f"step {number}", error)
+            return
+        self._auditor.acknowledge(content)
+        self._job.saved.append(number)
+        self._scheduler.record("saved", f"step {number}")
+
+    def _fail(self, subject: str, error: ShardckptError) -> None:
+        self._job.errors.append(error)
+        self._scheduler.record("failed", subject, f"{type(error).__name__}: {error}")
+
+
+def read_repeatedly(
+    scheduler: Scheduler, auditor: Auditor, name: str, ranks: SimulatedRanks, root: str, times: int
+) -> None:
+    """Restore the newest step again and again, as a job of one rank.
+
+    Args:
+        scheduler: Scheduler of the history.
+        auditor: Auditor of the run.
+        name: Name of the actor.
+        ranks: The one rank.
+        root: Path or URL of the run.
+        times: Number of restores.
+    """
+    for call in range(times):
+        scheduler.sleep(scheduler.random.random() * _LONGEST_PAUSE_S)
+        least, state = auditor.newest(), build_state(0)
+        link: Any = ranks.link(0)
+        try:
+            number = Checkpointer(root, process_group=link).restore(state)
+        except ShardckptError as error:
+            scheduler.record("failed", "restore", f"{type(error).__name__}: {error}")
+            continue
+        auditor.accept((name, call), number, state, least)
+        scheduler.record("restored", f"step {number}")
+    ranks.processes[0].die()
+
+
+def prune_repeatedly(scheduler: Scheduler, root: str, keep_last: int, times: int) -> None:
+    """Prune the run again and again.
+
+    Args:
+        scheduler: Scheduler of the history.
+        root: Path or URL of the run.
+        keep_last: Number of newest steps to keep.
+        times: Number of calls.
+    """
+    for _ in range(times):
+        scheduler.sleep(scheduler.random.random() * _LONGEST_PAUSE_S)
+        try:
+            pruned = prune(root, keep_last=keep_last)
+        except ShardckptError as error:
+            scheduler.record("failed", "prune", f"{type(error).__name__}: {error}")
+            continue
+        scheduler.record("pruned", " ".join(str(step.number) for step in pruned.removed))
+    task = scheduler.current
+    if task is not None:
+        task.process.die()

@@ -1,0 +1,256 @@
+"""Simulated local file system, and what a power failure leaves of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from random import Random
+
+PAGE_BYTES = 4096
+"""Bytes of a file that a disk writes at once, unless it loses power meanwhile."""
+
+
+class File:
+    """A file on a disk.
+
+    Attributes:
+        data: Its bytes.
+        synced: Bytes that survive a power failure.
+        version: Number of changes.
+        inode: Number of the file.
+        changed: Virtual time of the last change.
+        lock: Descriptor that has locked it; None without one.
+    """
+
+    def __init__(self, inode: int, now: float) -> None:
+        self.data, self.synced = bytearray(), b""
+        self.version = 0
+        self.inode, self.changed = inode, now
+        self.lock: int | None = None
+
+
+class Folder:
+    """A folder on a disk.
+
+    Attributes:
+        names: Its content.
+        synced: Content that survives a power failure.
+        inode: Number of the folder.
+        changed: Virtual time of the last change.
+        lock: Descriptor that has locked it; None without one.
+    """
+
+    def __init__(self, inode: int, now: float) -> None:
+        self.names: dict[str, Node] = {}
+        self.synced: dict[str, Node] = {}
+        self.inode, self.changed = inode, now
+        self.lock: int | None = None
+
+
+Node = File | Folder
+
+Change = dict[tuple[Folder, str], "Node | None"]
+"""Folder and name, to what the name stands for from now on; None for nothing."""
+
+
+class Disk:
+    """A simulated disk with POSIX names, on which unsynced changes are lost at a power failure.
+
+    A change of names is safe once a folder that it touches was synced. Until then a power failure may undo it, whatever
+    was changed before or after it. Of a file that was changed since its fsync, each page may be old, torn or new.
+
+    Attributes:
+        root: Root folder.
+        version: Number of changes.
+        is_full: Whether the disk has no space.
+    """
+
+    def __init__(self) -> None:
+        self._inodes = 1
+        self._pending: list[Change] = []
+        self._unsynced: dict[int, File] = {}
+        self.root = Folder(1, 0.0)
+        self.version = 0
+        self.is_full = False
+
+    # Names
+
+    def find(self, path: str) -> Node:
+        """Return what a path names. Raises FileNotFoundError or NotADirectoryError."""
+        node: Node = self.root
+        for part in path.split("/"):
+            if part in {"", "."}:
+                continue
+            if not isinstance(node, Folder):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+            below = node.names.get(part)
+            if below is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            node = below
+        return node
+
+    def find_folder(self, path: str) -> Folder:
+        """Return the folder that a path names. Raises OSError."""
+        node = self.find(path)
+        if not isinstance(node, Folder):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        return node
+
+    def find_parent(self, path: str) -> tuple[Folder, str]:
+        """Return the folder of a path, and the name there. Raises OSError."""
+        folder, _, name = path.rstrip("/").rpartition("/")
+        return self.find_folder(folder), name
+
+    def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
+        """Yield the files below a folder, with their paths; nothing if it does not exist."""
+        try:
+            node = self.find(path)
+        except OSError:
+            return
+        pending: list[tuple[str, Node]] = [(path.rstrip("/"), node)]
+        while pending:
+            where, node = pending.pop()
+            if isinstance(node, File):
+                yield where, node
+            else:
+                pending += [(f"{where}/{name}", below) for name, below in sorted(node.names.items(), reverse=True)]
+
+    # Changes
+
+    def create(self, path: str, now: float) -> File:
+        """Create a file. Raises OSError."""
+        folder, name = self.find_parent(path)
+        if name in folder.names:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._inodes += 1
+        file = File(self._inodes, now)
+        self._change({(folder, name): file}, now)
+        return file
+
+    def make_folder(self, path: str, now: float) -> None:
+        """Create a folder. Raises OSError."""
+        folder, name = self.find_parent(path)
+        if name in folder.names:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._inodes += 1
+        self._change({(folder, name): Folder(self._inodes, now)}, now)
+
+    def write(self, file: File, offset: int, data: bytes, now: float) -> None:
+        """Write bytes at an offset of a file."""
+        if len(file.data) < offset:
+            file.data.extend(bytes(offset - len(file.data)))
+        file.data[offset : offset + len(data)] = data
+        file.version += 1
+        file.changed = now
+        self.version += 1
+        self._unsynced[file.inode] = file
+
+    def link(self, source: str, target: str, now: float) -> None:
+        """Give a file another name. Raises OSError."""
+        node = self.find(source)
+        folder, name = self.find_parent(target)
+        if name in folder.names:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        self._change({(folder, name): node}, now)
+
+    def unlink(self, path: str, now: float) -> None:
+        """Remove a file. Raises OSError."""
+        if isinstance(self.find(path), Folder):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        self._change({self.find_parent(path): None}, now)
+
+    def remove_folder(self, path: str, now: float) -> None:
+        """Remove an empty folder. Raises OSError."""
+        if self.find_folder(path).names:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        self._change({self.find_parent(path): None}, now)
+
+    def rename(self, source: str, target: str, now: float) -> None:
+        """Rename a file or folder, and replace a file or an empty folder. Raises OSError."""
+        node, place = self.find(source), self.find_parent(target)
+        old = place[0].names.get(place[1])
+        if old is node:
+            return
+        if isinstance(old, Folder):
+            if isinstance(node, File):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+            if old.names:
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), target)
+        elif old is not None and isinstance(node, Folder):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), target)
+        self._change({self.find_parent(source): None, place: node}, now)
+
+    def exchange(self, one: str, other: str, now: float) -> None:
+        """Swap two names. Raises OSError."""
+        nodes = self.find(one), self.find(other)
+        self._change({self.find_parent(one): nodes[1], self.find_parent(other): nodes[0]}, now)
+
+    def _change(self, change: Change, now: float) -> None:
+        for (folder, name), node in change.items():
+            if node is None:
+                folder.names.pop(name, None)
+            else:
+                folder.names[name] = node
+            folder.changed = now
+        self._pending.append(change)
+        self.version += 1
+
+    # Safety
+
+    def sync(self, node: Node) -> None:
+        """Make the content of a file, or the names in a folder, survive a power failure."""
+        if isinstance(node, File):
+            node.synced = bytes(node.data)
+            self._unsynced.pop(node.inode, None)
+            return
+        for change in self._pending:
+            if any(folder is node for folder, _ in change):
+                _apply(change)
+        self._pending = [change for change in self._pending if all(folder is not node for folder, _ in change)]
+
+    def lose_power(self, random: Random) -> None:
+        """Reduce the content to what survives: all that is synced, and any part of the rest.
+
+        Args:
+            random: Chooses the part.
+        """
+        luck = random.choice((0.0, 0.5, 0.9, 1.0))
+        for change in self._pending:
+            if random.random() < luck:
+                _apply(change)
+        self._pending = []
+        folders = [self.root]
+        while folders:
+            folder = folders.pop()
+            folder.names = dict(folder.synced)
+            folder.lock = None
+            folders += [node for node in folder.names.values() if isinstance(node, Folder)]
+        for file in self._unsynced.values():
+            file.data = bytearray(_tear(file.synced, bytes(file.data), random))
+            file.synced = bytes(file.data)
+            file.version += 1
+        self._unsynced = {}
+        for _, file in self.walk():
+            file.lock = None
+        self.version += 1
+
+
+def _apply(change: Change) -> None:
+    for (folder, name), node in change.items():
+        if node is None:
+            folder.synced.pop(name, None)
+        else:
+            folder.synced[name] = node
+
+
+def _tear(synced: bytes, now: bytes, random: Random) -> bytes:
+    """Return bytes of which each page is as it was synced, torn, or new."""
+    if random.random() < 0.3:
+        return synced
+    mixed = bytearray(synced[: len(now)].ljust(len(now), b"\0"))
+    for start in range(0, len(now), PAGE_BYTES):
+        end = min(start + PAGE_BYTES, len(now))
+        end = random.choice((start, (start + end) // 2, end))
+        mixed[start:end] = now[start:end]
+    return bytes(mixed)

@@ -1,0 +1,147 @@
+"""Faults of a history: which, and from which event on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import NamedTuple
+
+READS = frozenset({"list", "open", "read", "get", "head"})
+DISK_WRITES = frozenset({"create", "write", "fsync", "mkdir", "rename", "exchange", "link", "unlink", "rmdir"})
+BUCKET_WRITES = frozenset({"put", "start", "part", "complete", "delete"})
+MESSAGES = frozenset({"send"})
+EVERYTHING = frozenset({"any"})
+"""Any event of an actor."""
+
+CLOCK_JUMPS_S = (-172_800.0, -3_600.0, -30.0, 30.0, 3_600.0, 172_800.0)
+LONGEST_STALL_S = 60.0
+
+
+class FaultKind(NamedTuple):
+    """A kind of fault.
+
+    Attributes:
+        name: Name in histories.
+        verbs: Events at which it shows.
+        shown: Fault that the operation shows, such as the name of an errno; empty for a fault of the environment.
+        lasts: Whether all such operations show it for a while.
+    """
+
+    name: str
+    verbs: frozenset[str]
+    shown: str = ""
+    lasts: bool = False
+
+
+COMMON = (
+    FaultKind("kill", EVERYTHING),
+    FaultKind("kill while writing", DISK_WRITES | BUCKET_WRITES),
+    FaultKind("stall", EVERYTHING),
+    FaultKind("stall while writing", DISK_WRITES | BUCKET_WRITES),
+    FaultKind("clock jump", EVERYTHING),
+    FaultKind("message lost", MESSAGES, "lost"),
+    FaultKind("message late", MESSAGES, "late"),
+    FaultKind("message doubled", MESSAGES, "doubled"),
+    FaultKind("flip", EVERYTHING),
+    FaultKind("flip while reading", READS),
+)
+DISK = (
+    FaultKind("power loss", EVERYTHING),
+    FaultKind("power loss while writing", DISK_WRITES),
+    FaultKind("write error", DISK_WRITES, "EIO"),
+    FaultKind("read error", READS, "EIO"),
+    FaultKind("write errors", DISK_WRITES, "EIO", lasts=True),
+    FaultKind("read errors", READS, "EIO", lasts=True),
+    FaultKind("full", frozenset({"create", "write", "mkdir"}), "ENOSPC", lasts=True),
+)
+BUCKET = (
+    FaultKind("request dropped", READS | BUCKET_WRITES, "dropped"),
+    FaultKind("request refused", READS | BUCKET_WRITES, "refused"),
+    FaultKind("answer lost", BUCKET_WRITES, "answer lost"),
+    FaultKind("put repeated below", frozenset({"put", "complete"}), "repeated below"),
+    FaultKind("short answer", frozenset({"get"}), "short"),
+    FaultKind("outage", READS | BUCKET_WRITES, "dropped", lasts=True),
+    FaultKind("refusals", BUCKET_WRITES, "refused", lasts=True),
+    FaultKind("answers lost", BUCKET_WRITES, "answer lost", lasts=True),
+    FaultKind("puts repeated below", frozenset({"put", "complete"}), "repeated below", lasts=True),
+)
+
+
+class PlannedFault(NamedTuple):
+    """A fault of a history.
+
+    Attributes:
+        at: Number of the first event at which it can show.
+        kind: Kind of fault.
+        until: Number of the event at which it ends, if it lasts.
+    """
+
+    at: int
+    kind: FaultKind
+    until: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.name} from event {self.at}" + (f" to {self.until}" if self.kind.lasts else "")
+
+
+def plan_faults(random: Random, kinds: Sequence[FaultKind], count: int, events: int) -> list[PlannedFault]:
+    """Choose the faults of a history.
+
+    Args:
+        random: Source of randomness.
+        kinds: Kinds to choose from.
+        count: Number of faults.
+        events: Number of events among which they begin.
+    """
+    planned = []
+    for _ in range(count):
+        at = random.randrange(events)
+        planned.append(PlannedFault(at, random.choice(kinds), at + random.randrange(20, 200)))
+    return sorted(planned, key=lambda fault: fault.at)
+
+
+class Faults:
+    """The faults of a running history.
+
+    Args:
+        planned: Faults in the order of their first events.
+        act: Carries out a fault of the environment; called with its kind.
+
+    Attributes:
+        fired: Faults that have shown, each once.
+    """
+
+    def __init__(self, planned: Sequence[PlannedFault], act: Callable[[FaultKind], None]) -> None:
+        self._waiting = list(planned)
+        self._act = act
+        self.fired: list[PlannedFault] = []
+
+    def stop(self) -> None:
+        """End all faults."""
+        self._waiting = []
+
+    def show(self, number: int, verb: str) -> str:
+        """Return what an event shows; empty without a fault.
+
+        Args:
+            number: Number of the event.
+            verb: Its verb.
+        """
+        for fault in self._waiting:
+            if fault.at > number:
+                return ""
+            if verb in fault.kind.verbs or fault.kind.verbs is EVERYTHING:
+                return self._fire(fault, number)
+        return ""
+
+    def _fire(self, fault: PlannedFault, number: int) -> str:
+        if fault not in self.fired:
+            self.fired.append(fault)
+        if not fault.kind.lasts or number >= fault.until:
+            self._waiting.remove(fault)
+        if fault.kind.lasts and number >= fault.until:
+            return ""
+        if not fault.kind.shown:
+            self._act(fault.kind)
+            return fault.kind.name
+        return fault.kind.shown

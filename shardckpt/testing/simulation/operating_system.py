@@ -1,0 +1,391 @@
+"""Simulated operating system: the functions of `os`, `fcntl` and `shutil` over a simulated disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import posixpath
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from shardckpt.testing.simulation.disk import Disk, File, Folder, Node
+from shardckpt.testing.simulation.scheduler import Process, Scheduler
+
+_HOME = "/home"
+_FREE_BLOCKS = 1 << 30
+
+
+class Status(NamedTuple):
+    """Result of `stat`."""
+
+    st_mode: int
+    st_ino: int
+    st_dev: int
+    st_size: int
+    st_ctime: float
+    st_mtime_ns: int
+    st_ctime_ns: int
+
+
+class FolderEntry(NamedTuple):
+    """Result of `scandir`."""
+
+    name: str
+    path: str
+    status: Status
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        """Return True for a folder."""
+        del follow_symlinks
+        return stat.S_ISDIR(self.status.st_mode)
+
+    def stat(self, *, follow_symlinks: bool = True) -> Status:
+        """Return the status of the entry."""
+        del follow_symlinks
+        return self.status
+
+
+class Descriptor:
+    """An open file.
+
+    Args:
+        node: File or folder.
+        path: Path at which it was opened.
+        process: Process that opened it.
+    """
+
+    def __init__(self, node: Node, path: str, process: Process) -> None:
+        self.node, self.path, self.process = node, path, process
+        self.offset = 0
+
+
+class SimulatedPath:
+    """The functions of `os.path` over a simulated disk, which has no links."""
+
+    def __init__(self, system: NameCalls) -> None:
+        self._system = system
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function on text alone."""
+        return getattr(posixpath, name)
+
+    def _find(self, path: str) -> Node | None:
+        try:
+            return self._system.disk.find(self._system.resolve(path))
+        except OSError:
+            return None
+
+    def exists(self, path: str) -> bool:
+        """Return True if a path exists."""
+        return self._find(path) is not None
+
+    lexists = exists
+
+    def isdir(self, path: str) -> bool:
+        """Return True for a folder."""
+        return isinstance(self._find(path), Folder)
+
+    def isfile(self, path: str) -> bool:
+        """Return True for a file."""
+        return isinstance(self._find(path), File)
+
+    def islink(self, path: str) -> bool:
+        """Return False."""
+        del path
+        return False
+
+    def ismount(self, path: str) -> bool:
+        """Return True for the root."""
+        return self._system.resolve(path) == "/"
+
+    def getsize(self, path: str) -> int:
+        """Return the size of a file. Raises OSError."""
+        return self._system.stat(path).st_size
+
+    def abspath(self, path: str) -> str:
+        """Return a path from the root."""
+        return self._system.resolve(path)
+
+    realpath = abspath
+
+    def samestat(self, one: Status, other: Status) -> bool:
+        """Return True for the status of one file."""
+        return (one.st_ino, one.st_dev) == (other.st_ino, other.st_dev)
+
+
+class NameCalls:
+    """The functions of `os` on names, over a simulated disk.
+
+    Args:
+        scheduler: Scheduler of the history.
+        disk: Disk of all processes.
+
+    Attributes:
+        disk: Disk of all processes.
+        path: Replacement of `os.path`.
+    """
+
+    def __init__(self, scheduler: Scheduler, disk: Disk) -> None:
+        self._scheduler, self.disk = scheduler, disk
+        self.path = SimulatedPath(self)
+
+    def resolve(self, path: str) -> str:
+        """Return a path from the root."""
+        return posixpath.normpath(posixpath.join(_HOME, os.fspath(path)))
+
+    def stat(self, path: str, *, follow_symlinks: bool = True) -> Status:
+        """Return the status of a path."""
+        del follow_symlinks
+        return _describe(self.disk.find(self.resolve(path)))
+
+    lstat = stat
+
+    def readlink(self, path: str) -> str:
+        """Raise OSError: the disk has no links."""
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+
+    def listdir(self, path: str) -> list[str]:
+        """Return the names in a folder."""
+        where = self._enter("list", path)
+        return list(self.disk.find_folder(where).names)
+
+    @contextmanager
+    def scandir(self, path: str) -> Iterator[Iterator[FolderEntry]]:
+        """Yield an iterator over the entries of a folder."""
+        where = self._enter("list", path)
+        names = self.disk.find_folder(where).names
+        yield iter([FolderEntry(name, posixpath.join(path, name), _describe(node)) for name, node in names.items()])
+
+    def walk(self, top: str, topdown: bool = True, onerror: Any = None) -> Iterator[tuple[str, list[str], list[str]]]:
+        """Yield the folders below a folder, with names of folders and files."""
+        try:
+            where = self._enter("list", top)
+            names = dict(self.disk.find_folder(where).names)
+        except OSError as error:
+            if onerror is not None:
+                onerror(error)
+            return
+        folders = [name for name, node in names.items() if isinstance(node, Folder)]
+        found = (top, folders, [name for name in names if name not in folders])
+        if topdown:
+            yield found
+        for name in folders:
+            yield from self.walk(posixpath.join(top, name), topdown, onerror)
+        if not topdown:
+            yield found
+
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
+        """Create a folder."""
+        del mode
+        self.disk.make_folder(self._enter("mkdir", path), self._scheduler.clock)
+
+    def makedirs(self, path: str, mode: int = 0o777, exist_ok: bool = False) -> None:
+        """Create a folder and its parents."""
+        if not self.path.exists(path):
+            self.makedirs(posixpath.dirname(self.resolve(path)), mode, exist_ok=True)
+            self.mkdir(path)
+        elif not exist_ok:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
+        self.disk.remove_folder(self._enter("rmdir", path), self._scheduler.clock)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+        self.disk.unlink(self._enter("unlink", path), self._scheduler.clock)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file or folder."""
+        old = self._enter("rename", source, target)
+        self.disk.rename(old, self.resolve(target), self._scheduler.clock)
+
+    replace = rename
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file another name."""
+        old = self._enter("link", source, target)
+        self.disk.link(old, self.resolve(target), self._scheduler.clock)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Swap two names, in place of `linux_syscalls.exchange`."""
+        self.disk.exchange(self._enter("exchange", one, other), self.resolve(other), self._scheduler.clock)
+        return True
+
+    def rmtree(self, path: str, ignore_errors: bool = False) -> None:
+        """Remove a folder with its content, in place of `shutil.rmtree`."""
+
+        def pass_or_raise(error: OSError) -> None:
+            if not ignore_errors:
+                raise error
+
+        for inner, folders, files in self.walk(path, topdown=False, onerror=pass_or_raise):
+            for name in files:
+                try:
+                    self.unlink(posixpath.join(inner, name))
+                except OSError as error:
+                    pass_or_raise(error)
+            for name in folders:
+                try:
+                    self.rmdir(posixpath.join(inner, name))
+                except OSError as error:
+                    pass_or_raise(error)
+        try:
+            self.rmdir(path)
+        except OSError as error:
+            pass_or_raise(error)
+
+    def statvfs(self, path: str) -> SimpleNamespace:
+        """Return the free space, which looks ample."""
+        del path
+        return SimpleNamespace(f_bavail=_FREE_BLOCKS, f_frsize=4096, f_blocks=_FREE_BLOCKS)
+
+    def _enter(self, verb: str, path: str, other: str = "") -> str:
+        """Begin an operation: a scheduling point, at which a fault may show. Returns the path from the root."""
+        where = self.resolve(path)
+        fault = self._scheduler.step(verb, f"{where} -> {self.resolve(other)}" if other else where)
+        if fault:
+            code = getattr(errno, fault, None)
+            if code is not None:
+                raise OSError(code, os.strerror(code), path)
+        return where
+
+
+class OperatingSystem(NameCalls):
+    """The functions of `os` that shardckpt uses, over a simulated disk; other attributes are those of `os`.
+
+    Every function that reads or changes content is a scheduling point.
+
+    Args:
+        scheduler: Scheduler of the history.
+        disk: Disk of all processes.
+    """
+
+    def __init__(self, scheduler: Scheduler, disk: Disk) -> None:
+        super().__init__(scheduler, disk)
+        self._open: dict[int, Descriptor] = {}
+        self._closed_by_death: set[int] = set()
+        self._next = 1000
+        self._observer = Process("observer", 1)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of `os`."""
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+        """Open a file or folder."""
+        del mode
+        where = self._enter("create" if flags & os.O_CREAT else "open", path)
+        if flags & os.O_CREAT:
+            node: Node = self.disk.create(where, self._scheduler.clock)
+        elif flags & os.O_DIRECTORY:
+            node = self.disk.find_folder(where)
+        else:
+            node = self.disk.find(where)
+        self._next += 1
+        process = self._scheduler.current.process if self._scheduler.current is not None else self._observer
+        self._open[self._next] = Descriptor(node, where, process)
+        return self._next
+
+    def open_stream(self, path: str, mode: str = "r", **_: Any) -> BytesIO:
+        """Open a file for reading, in place of the builtin `open`."""
+        if mode != "rb":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        node = self.disk.find(self._enter("read", path))
+        if isinstance(node, Folder):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return BytesIO(bytes(node.data))
+
+    def close(self, fd: int) -> None:
+        """Close a file, and release its lock."""
+        file = self._open.pop(fd, None)
+        if file is None and fd in self._closed_by_death:
+            return
+        if file is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        if file.node.lock == fd:
+            file.node.lock = None
+
+    def close_all(self, process: Process) -> None:
+        """Close the files of a process that has ended."""
+        for fd in [fd for fd, file in self._open.items() if file.process is process]:
+            self.close(fd)
+            self._closed_by_death.add(fd)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Append bytes at the offset of an open file."""
+        file = self._get(fd)
+        count = self.pwrite(fd, data, file.offset)
+        file.offset += count
+        return count
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write bytes at an offset."""
+        file = self._get(fd)
+        self._enter("write", file.path)
+        assert isinstance(file.node, File)
+        self.disk.write(file.node, offset, bytes(data), self._scheduler.clock)
+        return len(data)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read bytes at an offset into buffers."""
+        file = self._get(fd)
+        self._enter("read", file.path)
+        assert isinstance(file.node, File)
+        count = 0
+        for buffer in buffers:
+            part = file.node.data[offset + count : offset + count + len(buffer)]
+            buffer[: len(part)] = part
+            count += len(part)
+        return count
+
+    def lseek(self, fd: int, offset: int, whence: int) -> int:
+        """Move the offset of an open file."""
+        assert whence == os.SEEK_CUR
+        file = self._get(fd)
+        file.offset += offset
+        return file.offset
+
+    def fsync(self, fd: int) -> None:
+        """Make a file or a folder survive a power failure."""
+        file = self._get(fd)
+        self._enter("fsync", file.path)
+        self.disk.sync(file.node)
+
+    def flock(self, fd: int, operation: int) -> None:
+        """Lock an open file, in place of `fcntl.flock`."""
+        node = self._get(fd).node
+        if node.lock not in {None, fd} and operation & fcntl.LOCK_NB:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+        self._scheduler.wait(lambda: node.lock in {None, fd}, "a lock")
+        node.lock = fd
+
+    def fstat(self, fd: int) -> Status:
+        """Return the status of an open file."""
+        return _describe(self._get(fd).node)
+
+    def getpid(self) -> int:
+        """Return the id of the simulated process."""
+        return self._scheduler.current.process.number if self._scheduler.current is not None else os.getpid()
+
+    def urandom(self, nbytes: int) -> bytes:
+        """Return bytes that the seed gives."""
+        return self._scheduler.random.randbytes(nbytes)
+
+    def _get(self, fd: int) -> Descriptor:
+        file = self._open.get(fd)
+        if file is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return file
+
+
+def _describe(node: Node) -> Status:
+    changed = int(node.changed * 1e9)
+    if isinstance(node, Folder):
+        return Status(stat.S_IFDIR | 0o755, node.inode, 1, 0, node.changed, changed, changed)
+    return Status(stat.S_IFREG | 0o644, node.inode, 1, len(node.data), node.changed, changed, changed)

@@ -1,0 +1,372 @@
+"""Simulated time, threads, randomness and files in place of those that modules of shardckpt use.
+
+Every module of shardckpt refers to `os`, `time`, `threading` and others by a global. While `simulated` is active, those
+globals refer to twins of the simulation, so that product code runs unchanged.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import random
+import secrets
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property, lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from shardckpt.checkpoint.save.async_save import CAPTURES, SAVES, SaveLane
+from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
+from shardckpt.checkpoint.save.staging import BufferPool, is_unpinned, make_buffer
+from shardckpt.format.registry import iter_formats
+from shardckpt.storage.linux_syscalls import exchange, start_writeback
+from shardckpt.testing.simulation.operating_system import OperatingSystem
+from shardckpt.testing.simulation.scheduler import Process, Scheduler, Task
+
+T = TypeVar("T")
+
+_LATE = (
+    "shardckpt.storage.fsspec_store",
+    "shardckpt.format.native.reader",
+    "shardckpt.offline.prune",
+    "shardckpt.checkpoint.manager",
+)
+"""Modules that are imported on first use."""
+
+_READS_BACK = "shardckpt.format.encodings.safetensors_check"
+"""Module that uses the builtin `open`."""
+
+
+class _Twin:
+    """A module with some simulated functions.
+
+    Args:
+        real: Module to take all other attributes from.
+        simulated: Simulated attributes by name.
+    """
+
+    def __init__(self, real: ModuleType, **simulated: object) -> None:
+        self._real = real
+        self.__dict__.update(simulated)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _OwnedByProcess:
+    """A global of which each simulated process has its own.
+
+    Args:
+        machine: The machine.
+        make: Returns the value of a new process.
+    """
+
+    def __init__(self, machine: Machine, make: Callable[[], object]) -> None:
+        self._machine, self._make = machine, make
+
+    def __getattr__(self, name: str) -> Any:
+        own = self._machine.process.own
+        if self not in own:
+            own[self] = self._make()
+        return getattr(own[self], name)
+
+
+class Machine:
+    """The machine on which all processes of a history run, in place of the real one.
+
+    Args:
+        scheduler: Scheduler of the history.
+        system: Operating system of the history.
+    """
+
+    def __init__(self, scheduler: Scheduler, system: OperatingSystem) -> None:
+        self.scheduler, self.system = scheduler, system
+        self._observer = Process("observer", 1)
+
+    @property
+    def process(self) -> Process:
+        """Process of the running thread."""
+        return self.scheduler.current.process if self.scheduler.current is not None else self._observer
+
+    def clock(self) -> float:
+        """Return the time of the day as the process sees it, in seconds since the epoch."""
+        return self.scheduler.clock + self.process.clock_shift
+
+    def twins(self) -> list[tuple[object, object]]:
+        """Return pairs of a value that modules refer to, and its simulated twin."""
+        system, scheduler, chance = self.system, self.scheduler, self.scheduler.random
+        pending = _OwnedByProcess(self, PendingSave)
+        return [
+            (os, system),
+            (fcntl, _Twin(fcntl, flock=system.flock)),
+            (shutil, _Twin(shutil, rmtree=system.rmtree)),
+            (exchange, system.exchange),
+            (start_writeback, lambda *_: None),
+            (time, _Twin(time, **self._clocks())),
+            (random, _Twin(random, uniform=chance.uniform)),
+            (secrets, _Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),
+            (threading, _Twin(threading, **self._primitives())),
+            *((getattr(threading, name), twin) for name, twin in self._primitives().items()),
+            (queue.SimpleQueue, lambda: SimulatedQueue(scheduler)),
+            (ThreadPoolExecutor, InlineExecutor),
+            (PENDING_SAVE, pending),
+            (SAVES, self._own_lane(SAVES, pending)),
+            (CAPTURES, self._own_lane(CAPTURES, _OwnedByProcess(self, PendingSave))),
+        ]
+
+    def _own_lane(self, lane: SaveLane, pending: Any) -> SaveLane:
+        buffers: Any = _OwnedByProcess(self, lambda: BufferPool(make_buffer, is_unpinned))
+        return lane._replace(pending=pending, buffers=buffers)
+
+    def _clocks(self) -> dict[str, object]:
+        def monotonic() -> float:
+            return self.scheduler.now
+
+        return {
+            "time": self.clock,
+            "time_ns": lambda: int(self.clock() * 1e9),
+            "monotonic": monotonic,
+            "perf_counter": monotonic,
+            "sleep": self.scheduler.sleep,
+        }
+
+    def _primitives(self) -> dict[str, object]:
+        scheduler = self.scheduler
+        return {
+            "Thread": lambda **options: SimulatedThread(self, **options),
+            "Lock": lambda: SimulatedLock(scheduler),
+            "RLock": lambda: SimulatedLock(scheduler),
+            "Event": lambda: SimulatedFlag(scheduler),
+            "Condition": lambda: SimulatedCondition(scheduler),
+            "_register_atexit": lambda _act: None,
+        }
+
+
+@contextmanager
+def simulated(machine: Machine) -> Iterator[None]:
+    """Run all modules of shardckpt on a simulated machine inside the context."""
+    _import_late()
+    twins = {id(real): twin for real, twin in machine.twins()}
+    slots = _find_slots(tuple(twins), len(sys.modules))
+    for slot in slots:
+        slot.space[slot.name] = twins[id(slot.value)]
+    reads_back = vars(sys.modules[_READS_BACK])
+    reads_back["open"] = machine.system.open_stream
+    locked = _find_locked_properties(len(sys.modules))
+    for each, _ in locked:
+        each.lock = nullcontext()
+    try:
+        yield
+    finally:
+        for each, lock in locked:
+            each.lock = lock
+        for slot in slots:
+            slot.space[slot.name] = slot.value
+        del reads_back["open"]
+
+
+@cache
+def _import_late() -> None:
+    """Import what is imported on first use, formats of plugins included: a history must not depend on the first use."""
+    for name in _LATE:
+        import_module(name)
+    list(iter_formats())
+
+
+class _Slot(NamedTuple):
+    """A global of a module of shardckpt: namespace, name, and value outside the simulation."""
+
+    space: dict[str, object]
+    name: str
+    value: object
+
+
+@lru_cache(maxsize=2)
+def _find_slots(wanted: tuple[int, ...], _modules: int) -> list[_Slot]:
+    """Return the globals of shardckpt with some values, given by their ids. Cached until more modules are imported."""
+    ids = frozenset(wanted)
+    return [_Slot(space, name, each) for space in _list_spaces() for name, each in space.items() if id(each) in ids]
+
+
+def _list_spaces() -> list[dict[str, object]]:
+    """Return the globals of each imported module of shardckpt, without those of `testing`."""
+    modules = sorted(
+        name for name in sys.modules if name.startswith("shardckpt.") and not name.startswith("shardckpt.testing")
+    )
+    return [vars(sys.modules[name]) for name in modules]
+
+
+@lru_cache(maxsize=2)
+def _find_locked_properties(_modules: int) -> list[tuple[Any, object]]:
+    """Return the cached properties that have a lock, as before Python 3.12: threads of all processes share it."""
+    classes = (each for space in _list_spaces() for each in space.values() if isinstance(each, type))
+    members = (member for each in set(classes) for member in vars(each).values())
+    return [(each, each.lock) for each in members if isinstance(each, cached_property) and hasattr(each, "lock")]
+
+
+class SimulatedThread:
+    """A thread of a simulated process, with the interface of `threading.Thread`.
+
+    Args:
+        machine: The machine.
+        target: Function to run.
+        name: Name of the thread.
+        daemon: Ignored.
+    """
+
+    def __init__(self, machine: Machine, target: Callable[[], object], name: str = "", daemon: bool = False) -> None:
+        del daemon
+        self._machine, self._target, self._name = machine, target, name
+        self._task: Task | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        process = self._machine.process
+        self._task = self._machine.scheduler.spawn(process, f"{process.name}/{self._name}", self._target)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the thread."""
+        self._machine.scheduler.wait(lambda: not self.is_alive(), f"thread {self._name}", timeout)
+
+    def is_alive(self) -> bool:
+        """Return True until the thread ends."""
+        return self._task is not None and not self._task.is_over
+
+
+class SimulatedLock:
+    """A lock between the threads of one process; its thread may take it again.
+
+    Args:
+        scheduler: Scheduler of the history.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._owner: Task | None = None
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock."""
+        task = self._scheduler.current
+        if self._owner is not None and self._owner is not task:
+            if not blocking:
+                return False
+            self._scheduler.wait(lambda: self._owner is None, "a lock of the process")
+        if not blocking and self._depth:
+            return False
+        self._owner = task
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class SimulatedFlag:
+    """A flag that threads wait for, with the interface of `threading.Event`.
+
+    Args:
+        scheduler: Scheduler of the history.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_set = False
+
+    def set(self) -> None:
+        """Set the flag."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Return True if the flag is set."""
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the flag is set."""
+        return self._is_set or self._scheduler.wait(lambda: self._is_set, "a flag", timeout)
+
+
+class SimulatedCondition(SimulatedLock):
+    """A condition variable; only one thread runs, so its lock is never contended.
+
+    Args:
+        scheduler: Scheduler of the history.
+    """
+
+    def wait_for(self, predicate: Callable[[], object]) -> None:
+        """Wait until a condition holds, with the lock released meanwhile."""
+        self.release()
+        self._scheduler.wait(lambda: bool(predicate()) and self._owner is None, "a condition")
+        self.acquire()
+
+    def notify(self) -> None:
+        """Do nothing: conditions are evaluated again at each scheduling point."""
+
+
+class SimulatedQueue:
+    """A queue between threads, with the interface of `queue.SimpleQueue`.
+
+    Args:
+        scheduler: Scheduler of the history.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._items: deque[object] = deque()
+
+    def put(self, item: object) -> None:
+        """Append an item."""
+        self._items.append(item)
+
+    def get(self, timeout: float | None = None) -> object:
+        """Return the next item, after waiting for it. Raises Empty."""
+        if not self._items and not self._scheduler.wait(lambda: bool(self._items), "an item of a queue", timeout):
+            raise queue.Empty
+        return self._items.popleft()
+
+
+class InlineExecutor:
+    """A thread pool that runs each function when it is submitted."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, act: Callable[..., T], *args: Any) -> Future[T]:
+        """Run a function, and return its result."""
+        done: Future[T] = Future()
+        try:
+            done.set_result(act(*args))
+        except Exception as error:  # noqa: BLE001  (raised by whoever asks)
+            done.set_exception(error)
+        return done
+
+    def map(self, act: Callable[..., T], *iterables: Iterable[Any]) -> Iterator[T]:
+        """Return the results of a function for each item."""
+        return iter([act(*items) for items in zip(*iterables, strict=False)])
+
+    def shutdown(self, **_: object) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> InlineExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

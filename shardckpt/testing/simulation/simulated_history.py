@@ -1,0 +1,317 @@
+"""Histories: a seed gives a run, its actors, its faults and the order of all events."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from random import Random
+from typing import Literal
+
+from shardckpt.storage import fsspec_writer
+from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
+from shardckpt.testing.simulation.auditor import Auditor
+from shardckpt.testing.simulation.bucket import SimulatedBucket, mount
+from shardckpt.testing.simulation.disk import Disk
+from shardckpt.testing.simulation.faults import (
+    BUCKET,
+    CLOCK_JUMPS_S,
+    COMMON,
+    DISK,
+    LONGEST_STALL_S,
+    FaultKind,
+    Faults,
+    PlannedFault,
+    plan_faults,
+)
+from shardckpt.testing.simulation.network import SimulatedRanks
+from shardckpt.testing.simulation.operating_system import OperatingSystem
+from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent, Process, Scheduler, Task
+from shardckpt.testing.simulation.seams import Machine, simulated
+from shardckpt.testing.simulation.storage import BucketStorage, DiskStorage, RunStorage
+
+StoreKind = Literal["disk", "bucket"]
+
+_TIMEOUT_S = 20.0
+_FINAL_EVENTS = 8_000
+"""Number of events within which saving has to work again after the last fault."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Actors and faults of a history.
+
+    Attributes:
+        store: Kind of store.
+        worlds: Number of ranks at each start of the job.
+        saves: Number of saves of each start.
+        keep_last: Number of newest steps to keep.
+        dedup: Whether saves are incremental.
+        background: Whether saves run in the background.
+        has_zombies: Whether a start of the job begins before the previous one has ended.
+        readers: Number of restores beside the job.
+        prunes: Number of prunes beside the job.
+        faults: Planned faults.
+        stay: Probability that a thread continues at a scheduling point.
+        part_bytes: Bytes of one part of an upload.
+    """
+
+    store: StoreKind
+    worlds: tuple[int, ...] = (2, 2)
+    saves: int = 2
+    keep_last: int = 2
+    dedup: bool = True
+    background: bool = False
+    has_zombies: bool = False
+    readers: int = 0
+    prunes: int = 0
+    faults: tuple[PlannedFault, ...] = ()
+    stay: float = 0.8
+    part_bytes: int = 16 << 20
+
+    @classmethod
+    def from_seed(cls, seed: int) -> Scenario:
+        """Choose a scenario."""
+        random = Random(f"scenario {seed}")  # noqa: S311
+        scenario = cls(
+            random.choice(("disk", "bucket")),
+            worlds=tuple(random.choice((1, 2, 2, 3)) for _ in range(random.choice((1, 2, 2, 3)))),
+            saves=random.choice((1, 2, 2, 3)),
+            keep_last=random.choice((1, 2, 2, 3)),
+            dedup=random.random() < 0.6,
+            background=random.random() < 0.3,
+            has_zombies=random.random() < 0.2,
+            readers=random.choice((0, 0, 1, 2)),
+            prunes=random.choice((0, 0, 1, 2)),
+            stay=random.choice((0.5, 0.8, 0.95)),
+            part_bytes=random.choice((16 << 20, 4096)),
+        )
+        kinds = COMMON + (DISK if scenario.store == "disk" else BUCKET)
+        count = random.choice((0, 1, 1, 2, 2, 3, 5))
+        return replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
+
+    @property
+    def expected_events(self) -> int:
+        """Approximate number of events before the last fault."""
+        each_save = 60 if self.store == "disk" else 30
+        return sum(20 + 25 * world + self.saves * (each_save + 15 * world) for world in self.worlds)
+
+
+@dataclass
+class SimulatedHistory:
+    """A history that has ended.
+
+    Attributes:
+        seed: Its seed.
+        scenario: Its actors and planned faults.
+        events: Its events.
+        fired: Faults that have shown.
+        failure: Error that ended it; None if all invariants held.
+    """
+
+    seed: int
+    scenario: Scenario
+    events: list[HistoryEvent] = field(default_factory=list)
+    fired: list[PlannedFault] = field(default_factory=list)
+    failure: BaseException | None = None
+
+    def __str__(self) -> str:
+        """Return the history with one line an event."""
+        lines = [
+            f"seed {self.seed}: {replace(self.scenario, faults=())}",
+            *(f"planned: {f}" for f in self.scenario.faults),
+        ]
+        lines += map(str, self.events)
+        lines.append("all invariants hold" if self.failure is None else f"FAILED: {self.failure}")
+        return "\n".join(lines)
+
+
+def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory:
+    """Run one history.
+
+    The same seed and scenario give the same events.
+
+    Args:
+        seed: Seed of the scenario and of all choices.
+        scenario: Actors and faults; None for those that the seed gives.
+
+    Returns:
+        The history, whose `failure` is set if an invariant does not hold.
+    """
+    history = SimulatedHistory(seed, scenario or Scenario.from_seed(seed))
+    run = _HistoryRun(history)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run.run()
+        except BaseException as error:  # noqa: BLE001  (a result)
+            history.failure = error
+    history.events, history.fired = run.scheduler.events, run.faults.fired
+    return history
+
+
+class _HistoryRun:
+    """A running history."""
+
+    def __init__(self, history: SimulatedHistory) -> None:
+        self.scenario = history.scenario
+        self.scheduler = Scheduler(history.seed, history.scenario.stay)
+        self.disk, self.bucket = Disk(), SimulatedBucket(self.scheduler)
+        self.system = OperatingSystem(self.scheduler, self.disk)
+        self.faults = Faults(history.scenario.faults, self._act)
+        self.storage: RunStorage
+        if self.scenario.store == "disk":
+            for folder in ("/home", "/disk"):
+                self.disk.make_folder(folder, self.scheduler.clock)
+            self.disk.sync(self.disk.root)
+            self.storage = DiskStorage(self.disk, "/disk/run")
+        else:
+            mount(self.bucket)
+            self.storage = BucketStorage(self.bucket, "sim://bucket/run")
+        self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last)
+        self._harness = self._new_process("harness")
+        self._starts = 0
+        self._jobs: list[Job] = []
+        self._processes: list[Process] = []
+
+    def run(self) -> None:
+        """Run the history to its end. Raises the error that ended it."""
+        machine = Machine(self.scheduler, self.system)
+        log = logging.getLogger("shardckpt")
+        part_bytes, was_disabled = fsspec_writer.PART_BYTES, log.disabled
+        with simulated(machine):
+            fsspec_writer.PART_BYTES, log.disabled = self.scenario.part_bytes, True
+            try:
+                self.scheduler.before_event = self._show_faults
+                self.scheduler.after_event = self.auditor.check
+                self.scheduler.spawn(self._harness, "harness", self._direct)
+                self.scheduler.run()
+            finally:
+                fsspec_writer.PART_BYTES, log.disabled = part_bytes, was_disabled
+
+    # The harness
+
+    def _direct(self) -> None:
+        """Start the actors, end the faults, then require that saving works."""
+        scenario, random = self.scenario, self.scheduler.random
+        beside: list[Task] = []
+        if scenario.readers:
+            ranks = self._make_ranks("reader", 1)
+            beside += self._start(
+                ranks,
+                lambda _: read_repeatedly(
+                    self.scheduler, self.auditor, "reader", ranks, self.storage.root, scenario.readers
+                ),
+            )
+        if scenario.prunes:
+            pruner = self._make_ranks("pruner", 1)
+            beside += self._start(
+                pruner,
+                lambda _: prune_repeatedly(self.scheduler, self.storage.root, scenario.keep_last, scenario.prunes),
+            )
+        for world in scenario.worlds:
+            tasks = self._start_job(f"job{self._starts}", world, scenario.saves, background=scenario.background)[1]
+            if scenario.has_zombies:
+                self.scheduler.sleep(random.random() * 2)
+            else:
+                self._wait_for(tasks)
+        self._wait_for(beside)
+        self._finish()
+
+    def _finish(self) -> None:
+        """End all faults and old processes; a new job has to restore and save, and its step has to be found."""
+        self._require_reasons()
+        self.faults.stop()
+        for process in self._processes:
+            process.die()
+        self.disk.is_full = False
+        self.scheduler.record("calm", "no more faults")
+        began = len(self.scheduler.events)
+        least = self.auditor.newest()
+        for _ in range(2):
+            job, tasks = self._start_job("final", 2, 1, background=False, is_last=True)
+            self._wait_for(tasks)
+            if job.errors:
+                raise HistoryError(f"saving does not work after the last fault: {job.errors[0]}") from job.errors[0]
+            if job.saved:
+                break
+        newest = self.auditor.newest()
+        if not job.saved or newest is None or (least is not None and newest.order <= least.order):
+            raise HistoryError("no new step after the last fault")
+        if len(self.scheduler.events) - began > _FINAL_EVENTS:
+            raise HistoryError(f"saving took {len(self.scheduler.events) - began} events after the last fault")
+        ranks = self._make_ranks("last reader", 1)
+        self._wait_for(
+            self._start(
+                ranks,
+                lambda _: read_repeatedly(self.scheduler, self.auditor, "last reader", ranks, self.storage.root, 1),
+            )
+        )
+
+    def _require_reasons(self) -> None:
+        """Require that no operation failed without a fault and without another job. Raises HistoryError."""
+        errors = [error for job in self._jobs for error in job.errors]
+        if errors and not self.faults.fired and not self.scenario.has_zombies:
+            raise HistoryError(f"an operation failed without a fault: {errors[0]}") from errors[0]
+
+    def _start_job(
+        self, name: str, world: int, saves: int, *, background: bool, is_last: bool = False
+    ) -> tuple[Job, list[Task]]:
+        scenario = self.scenario
+        self._starts += 1
+        job = Job(name, self._starts, self.storage.root, scenario.keep_last, scenario.dedup, background, saves, is_last)
+        self._jobs.append(job)
+        ranks = self._make_ranks(name, world)
+        trainers = [Trainer(self.scheduler, self.auditor, job, ranks, rank) for rank in range(world)]
+        return job, self._start(ranks, lambda rank: trainers[rank].run())
+
+    def _make_ranks(self, name: str, world: int) -> SimulatedRanks:
+        processes = [self._new_process(f"{name}.{rank}" if world > 1 else name) for rank in range(world)]
+        self._processes += processes
+        return SimulatedRanks(self.scheduler, processes, _TIMEOUT_S)
+
+    def _new_process(self, name: str) -> Process:
+        process = self.scheduler.new_process(name)
+        process.at_death.append(lambda: self.system.close_all(process))
+        return process
+
+    def _start(self, ranks: SimulatedRanks, act: Callable[[int], object]) -> list[Task]:
+        return [
+            self.scheduler.spawn(process, process.name, partial(act, rank))
+            for rank, process in enumerate(ranks.processes)
+        ]
+
+    def _wait_for(self, tasks: Iterable[Task]) -> None:
+        tasks = list(tasks)
+        self.scheduler.wait(lambda: all(task.is_over for task in tasks), "the end of actors")
+
+    # Faults
+
+    def _show_faults(self, verb: str, subject: str) -> str:
+        del subject
+        task = self.scheduler.current
+        if task is None or task.process is self._harness:
+            return ""
+        return self.faults.show(len(self.scheduler.events), verb)
+
+    def _act(self, kind: FaultKind) -> None:
+        """Carry out a fault of the environment."""
+        task, random = self.scheduler.current, self.scheduler.random
+        assert task is not None
+        if kind.name.startswith("kill"):
+            task.process.die()
+        elif kind.name.startswith("stall"):
+            self.scheduler.sleep(random.random() * LONGEST_STALL_S)
+        elif kind.name == "clock jump":
+            task.process.clock_shift += random.choice(CLOCK_JUMPS_S)
+        elif kind.name.startswith("flip"):
+            self.auditor.check()
+            self.scheduler.record("flip", self.auditor.flip())
+        elif kind.name.startswith("power loss"):
+            self.auditor.check()
+            for process in self._processes:
+                process.die(silently=True)
+            self.disk.lose_power(random)
+            self.auditor.lose_power()

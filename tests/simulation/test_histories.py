@@ -1,0 +1,56 @@
+"""Simulated histories: all invariants hold under faults, and a seed gives the same events again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardckpt.testing.simulation import Scenario, run_history
+
+ROOT = Path(__file__).resolve().parents[2]
+HISTORIES = 200
+MANY = 20_000
+
+
+def failures(seeds: range) -> dict[int, str]:
+    histories = ((seed, run_history(seed)) for seed in seeds)
+    return {seed: str(history.failure) for seed, history in histories if history.failure is not None}
+
+
+def test_all_invariants_hold_in_every_history() -> None:
+    assert failures(range(HISTORIES)) == {}, "python -m tests.simulation --seed N prints the events of one"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_invariants_hold_in_many_histories() -> None:
+    assert failures(range(HISTORIES, MANY)) == {}, "python -m tests.simulation --seed N prints the events of one"
+
+
+def test_a_seed_gives_the_same_history_in_every_process() -> None:
+    seeds = range(12)
+    command = [sys.executable, "-m", "tests.simulation", "--seed", *map(str, seeds)]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}  # another than that of this process
+    shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert shown == "".join(f"{run_history(seed)}\n" for seed in seeds)
+
+
+@pytest.mark.parametrize("store", ["disk", "bucket"])
+def test_a_history_without_faults_has_no_errors(store: str) -> None:
+    history = run_history(1, Scenario(store, worlds=(2, 1), saves=2, readers=1, prunes=1))
+    assert history.failure is None
+    verbs = [event.verb for event in history.events]
+    assert "failed" not in verbs
+    assert verbs.count("saved") == 2 * 2 + 1 * 2 + 2, "each rank reports each save"
+
+
+def test_a_history_is_printed_with_one_line_an_event() -> None:
+    history = run_history(1, Scenario("disk", worlds=(1,), saves=1))
+    lines = str(history).splitlines()
+    assert len(lines) == len(history.events) + 2
+    assert lines[0].startswith("seed 1: Scenario(store='disk'")
+    assert lines[-1] == "all invariants hold"
