@@ -15,11 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType, broadcast_object_list
+from typing_extensions import Unpack
 
 import shardckpt
-from shardckpt import PerRank, RNGState, SaveHandle, SourceNotFoundError, UnsupportedError, UsageError
+from shardckpt import (
+    RNGState,
+    SaveHandle,
+    SourceNotFoundError,
+    TargetExistsError,
+    UnsupportedError,
+    UsageError,
+)
+from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
+from shardckpt.integrations.accelerate_state import LoaderPosition, LoopState
 
 __all__ = ["AcceleratorCheckpoints", "register"]
 
@@ -33,7 +42,9 @@ _HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
-def register(accelerator: Accelerator, *, background: bool = False, **options: Any) -> AcceleratorCheckpoints:
+def register(
+    accelerator: Accelerator, *, background: bool = False, **options: Unpack[AsyncSaveParams]
+) -> AcceleratorCheckpoints:
     """Make `save_state` and `load_state` of an accelerator save and load with shardckpt.
 
     A checkpoint has everything that Accelerate saves; every rank writes its shards. `load_state` also loads folders
@@ -48,6 +59,7 @@ def register(accelerator: Accelerator, *, background: bool = False, **options: A
     Raises:
         UnsupportedError: The accelerator uses DeepSpeed, Megatron-LM or XLA, or this version of Accelerate differs.
         UsageError: `background` is not a bool.
+        TypeError: An option is unknown.
 
     Examples:
         >>> register(accelerator)  # doctest: +SKIP
@@ -55,6 +67,7 @@ def register(accelerator: Accelerator, *, background: bool = False, **options: A
     """
     if not isinstance(background, bool):
         raise UsageError("`background` must be True or False", found=repr(background))
+    require_known_options("register", options, background=background)
     if accelerator.distributed_type in _REFUSED:
         raise UnsupportedError(
             f"register does not support {accelerator.distributed_type.value}",
@@ -68,7 +81,7 @@ def register(accelerator: Accelerator, *, background: bool = False, **options: A
     earlier = getattr(accelerator.save_state, "__self__", None)
     if isinstance(earlier, AcceleratorCheckpoints):
         earlier.remove()
-    return AcceleratorCheckpoints(accelerator, background, options)
+    return AcceleratorCheckpoints(accelerator, background, {**options})
 
 
 class AcceleratorCheckpoints:
@@ -107,14 +120,15 @@ class AcceleratorCheckpoints:
                 replaced. Ignored if `automatic_checkpoint_naming` is on.
 
         Raises:
-            UsageError: The folder of `automatic_checkpoint_naming` has a checkpoint, or a hook changed weights.
+            UsageError: The folder is a file; that of `automatic_checkpoint_naming` has a checkpoint, or is not local; a
+                hook changed weights.
             ShardckptError: As for `shardckpt.save`.
         """
         self.wait()
         project = self._accelerator.project_configuration
         folder = self._find_new_folder() if project.automatic_checkpoint_naming else _as_text(output_dir)
         if not _is_url(folder):
-            os.makedirs(folder, exist_ok=True)
+            _make_folder(folder)
         state, path = self._build_state(self._call_save_hooks(folder)), f"{folder}/{_STEP}"
         self._newest, options = folder, {"overwrite": True, **self._options}
         if self._background:
@@ -135,11 +149,12 @@ class AcceleratorCheckpoints:
 
         Raises:
             SourceNotFoundError: The folder is missing or has no complete checkpoint.
-            ShardckptError: As for `shardckpt.load`.
+            ShardckptError: As for `shardckpt.load`; or some objects of `register_for_checkpointing` are registered, but
+                fewer than were saved.
         """
         self.wait()
         is_named = input_dir is None and self._accelerator.project_configuration.automatic_checkpoint_naming
-        folder = self._find_newest_folder() if is_named else os.path.expanduser(_as_text(input_dir))
+        folder = self._find_newest_folder() if is_named else _as_text(input_dir)
         is_step = _is_url(folder) or os.path.isdir(f"{folder}/{_STEP}")
         is_step, is_complete = broadcast_object_list([(is_step, is_step or _is_complete(folder))])[0]
         if not is_complete:
@@ -172,13 +187,13 @@ class AcceleratorCheckpoints:
         held = self._accelerator
         loaders = _number("dataloader", held._dataloaders).items()
         return {
+            "loop": LoopState(held),
             **models,
             **_number("optimizer", (each.optimizer for each in held._optimizers)),
             **_number("scheduler", held._schedulers),
             **_number("custom", held._custom_objects),
-            **{name: _Position(each) for name, each in loaders if getattr(each, "use_stateful_dataloader", False)},
+            **{name: LoaderPosition(each) for name, each in loaders if getattr(each, "use_stateful_dataloader", False)},
             **({} if held.scaler is None else {"scaler": held.scaler}),
-            "loop": _Loop(held),
             "rng": RNGState(),
         }
 
@@ -207,7 +222,11 @@ class AcceleratorCheckpoints:
 
     @property
     def _project_folder(self) -> str:
-        return os.path.join(_as_text(self._accelerator.project_dir), "checkpoints")
+        folder = _as_text(self._accelerator.project_dir)
+        if _is_url(folder):
+            fix = "Pass the URL to save_state, without automatic_checkpoint_naming."
+            raise UsageError("automatic_checkpoint_naming needs a local project_dir", found=folder, fix=fix)
+        return os.path.join(folder, "checkpoints")
 
     def _find_new_folder(self) -> str:
         """Return the next folder of `automatic_checkpoint_naming`. Collective."""
@@ -237,40 +256,6 @@ class AcceleratorCheckpoints:
                     warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=3)
 
 
-class _Loop:
-    """Counters of the accelerator and order of its data, those of rank 0, as an object with `state_dict`."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator, self._project = accelerator, accelerator.project_configuration
-        order = [[loader.iteration, sampler.initial_seed, sampler.epoch] for loader, sampler in self._samplers()]
-        values = {"step": accelerator.step, "iteration": self._project.iteration, "order": order}
-        self._values: dict[str, Any] = broadcast_object_list([values])[0]
-
-    def _samplers(self) -> list[tuple[Any, Any]]:
-        """Return the data loaders whose order is known by a seed, with their samplers."""
-        loaders = self._accelerator._dataloaders
-        pairs = [(each, each.get_sampler()) for each in loaders if hasattr(each, "get_sampler")]
-        return [(loader, sampler) for loader, sampler in pairs if isinstance(sampler, SeedableRandomSampler)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._values
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._accelerator.step = saved["step"]
-        self._project.iteration = max(self._project.iteration, saved["iteration"] + 1)
-        for (loader, sampler), order in zip(self._samplers(), saved["order"], strict=False):
-            loader.iteration, sampler.initial_seed, sampler.epoch = order
-
-
-class _Position(PerRank):
-    """Position of a stateful data loader, which counts the batches of one rank."""
-
-    def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
-        text = f"a data loader was saved by {len(states)} ranks, not by {world}: rank {rank} begins its epoch again"
-        warnings.warn(text, stacklevel=8)  # the caller of `load_state`
-        return True
-
-
 def _number(kind: str, objects: Iterable[Any], kept: list[Any] | None = None) -> dict[str, Any]:
     """Return objects, or those that are kept, by the names that Accelerate gives them: `model`, `model_1`, ..."""
     named = {f"{kind}_{i}" if i else kind: each for i, each in enumerate(objects)}
@@ -284,7 +269,17 @@ def _is_url(folder: str) -> bool:
 def _as_text(folder: Folder) -> str:
     if folder is None:
         raise UsageError("no folder is given", fix="Pass one, or set project_dir and automatic_checkpoint_naming.")
-    return os.fspath(folder)
+    if not isinstance(folder, (str, os.PathLike)):
+        raise UsageError("the folder must be a path or a URL", found=repr(folder))
+    text = os.fspath(folder)
+    return text if _is_url(text) else os.path.expanduser(text)
+
+
+def _make_folder(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise TargetExistsError("a file is in place of the folder", where=folder) from error
 
 
 def _is_complete(folder: str) -> bool:

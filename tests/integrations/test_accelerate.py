@@ -319,3 +319,126 @@ def test_unsupported_accelerators_are_refused() -> None:
         register(SimpleNamespace(distributed_type=DistributedType.NO))
     with pytest.raises(shardckpt.UsageError, match="`background` must be True or False"):
         register(SimpleNamespace(distributed_type=DistributedType.NO), background="yes")
+
+
+def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
+    """Call what strangers call; return the names of a folder of the user's home."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from shardckpt.integrations.accelerate import register
+
+    training, _ = start(rank, world, "ddp")
+    for background, typo in ((False, "max_staging_bytes"), (False, "chekcsums"), (True, "chekcsums")):
+        with pytest.raises(TypeError, match=rf"register\(\) got an unexpected keyword argument '{typo}'"):
+            register(training.accelerator, background=background, **{typo: True})
+    (folder / "file").write_text("mine")
+    with pytest.raises(shardckpt.TargetExistsError, match="a file is in place of the folder"):
+        training.accelerator.save_state(folder / "file")
+    with pytest.raises(shardckpt.UsageError, match="must be a path or a URL; found 3"):
+        training.accelerator.save_state(3)
+    os.environ["HOME"] = str(folder)
+    os.chdir(folder)
+    for training.average.values in (torch.ones(2), torch.zeros(2)):
+        (training.accelerator.load_state if training.average.values[0] == 0 else training.accelerator.save_state)("~/a")
+    assert training.average.values[0] == 1
+    project = ProjectConfiguration(project_dir="memory://run", automatic_checkpoint_naming=True, total_limit=1)
+    remote = Accelerator(cpu=True, project_config=project)
+    register(remote)
+    for call in (remote.save_state, remote.load_state):
+        with pytest.raises(shardckpt.UsageError, match="needs a local project_dir; found memory://run"):
+            call()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_wrong_calls_are_named_and_a_home_is_found(tmp_path: Path) -> None:
+    assert run(1, register_wrongly, tmp_path) == [["a", "file"]]
+
+
+def load_with_other_objects(rank: int, world: int, folder: Path) -> None:
+    """Objects have no names, so that fewer of them may be any of those that were saved."""
+    import accelerators
+
+    training, _ = start(rank, world, "ddp")
+    training.accelerator.register_for_checkpointing(accelerators.Average())
+    training.accelerator.save_state(folder)
+    training.accelerator.free_memory()
+    training, _ = start(rank, world, "ddp")
+    with pytest.raises(shardckpt.ShardckptError, match="too few objects are registered; found 1; expected 2"):
+        training.accelerator.load_state(folder)
+    training.accelerator._custom_objects.clear()
+    training.accelerator.load_state(folder)
+
+
+def test_a_checkpoint_with_more_objects_is_not_loaded_into_fewer(tmp_path: Path) -> None:
+    run(1, load_with_other_objects, tmp_path)
+
+
+def be_killed_while_saving(rank: int, world: int, kind: str, folder: Path) -> None:
+    """Save, train, and lose rank 1 before it has written its files of the second save."""
+    import accelerators
+
+    from shardckpt.checkpoint.save import session
+
+    training, checkpoints = start(rank, world, kind, background=kind == "fsdp2")
+    training.run(0, SAVED)
+    training.accelerator.save_state(folder)
+    checkpoints.wait()
+    training.run(SAVED, SAVED + 2)
+    if rank == 1:
+        session.write_payloads = lambda *_, **__: accelerators.kill()
+    with contextlib.suppress(shardckpt.ShardckptError):
+        training.accelerator.save_state(folder)
+        checkpoints.wait()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_save_that_is_killed_leaves_the_earlier_one_to_resume_from(kind: str, tmp_path: Path) -> None:
+    expected = run(2, train_alone, kind, tmp_path / "alone")
+    outcomes(2, be_killed_while_saving, kind, tmp_path / "ours")
+    for rank, losses in enumerate(run(2, resume, kind, tmp_path / "ours")):
+        assert losses == after(SAVED, expected[rank])
+
+
+def load_what_accelerate_saved(rank: int, world: int, folder: Path) -> list[bool]:
+    """Load an old folder of two models, save into it, and load again."""
+    import accelerators
+    from accelerate import Accelerator
+
+    from shardckpt.integrations.accelerate import register
+
+    def build(accelerator: Any, seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        models = [torch.nn.Linear(2, 2) for _ in range(2)]
+        optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizers[0], [1, 3])
+        return list(accelerator.prepare(*models, *optimizers, schedule))
+
+    accelerators.be_rank(rank, world)
+    accelerator = Accelerator(cpu=True)
+    first, second, adam, _, schedule = build(accelerator, 0)
+    (first(torch.ones(1, 2)) + second(torch.ones(1, 2))).sum().backward()
+    adam.step()
+    schedule.step()
+    accelerator.save_state(folder)
+    expected = [next(model.parameters()).detach().clone() for model in (first, second)]
+    accelerator.free_memory()
+    register(accelerator)
+    first, second, adam, _, schedule = build(accelerator, 1)
+    found = []
+    for save in (True, False):
+        accelerator.load_state(folder)
+        weights = [next(model.parameters()) for model in (first, second)]
+        found += map(torch.equal, weights, expected)
+        found += [len(adam.state) == 2, schedule.scheduler.last_epoch == 1]
+        if save:
+            accelerator.save_state(folder)
+            for parameter in first.parameters():
+                parameter.data.zero_()
+    return found
+
+
+def test_an_old_folder_of_two_models_is_loaded_and_then_has_a_checkpoint_too(tmp_path: Path) -> None:
+    (found,) = run(1, load_what_accelerate_saved, tmp_path / "old")
+    assert all(found) and len(found) == 8
+    assert {"model_1.safetensors", "shardckpt"} <= {path.name for path in (tmp_path / "old").iterdir()}

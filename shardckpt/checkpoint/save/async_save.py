@@ -6,6 +6,7 @@ The training loop waits for copies of CPU memory, but not for copies from device
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
@@ -33,11 +34,36 @@ from shardckpt.checkpoint.save.staging import (
     make_buffer,
 )
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import UsageError
+from shardckpt.errors import UsageError, unknown_keyword_error
 from shardckpt.format.budget import gc_paused
 from shardckpt.plan.layout.output_files import parse_size
 
 OnBusy = Literal["wait", "raise"]
+
+
+class AsyncSaveParams(SaveParams, total=False):
+    """Keyword parameters of `async_save`."""
+
+    max_staging_bytes: int | str | None
+    on_busy: OnBusy
+
+
+def require_known_options(function: str, names: Iterable[str], *, background: bool) -> None:
+    """Require options of `async_save`, or of `save`, long before they are used.
+
+    Args:
+        function: Name of the function that was called, for the message.
+        names: Names of the options.
+        background: Whether they are for `async_save`.
+
+    Raises:
+        TypeError: A name is unknown.
+    """
+    known = AsyncSaveParams if background else SaveParams
+    unknown = {*names} - known.__annotations__.keys()
+    if unknown:
+        raise unknown_keyword_error(function, unknown)
+
 
 BUFFERS = BufferPool(make_buffer, is_unpinned)
 """Staging buffers of this process, for all saves in the background but captures."""

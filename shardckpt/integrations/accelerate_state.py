@@ -1,0 +1,59 @@
+"""Counters and positions in a checkpoint of an `accelerate.Accelerator`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import broadcast_object_list
+
+from shardckpt import PerRank, UsageError
+
+__all__ = ["LoaderPosition", "LoopState"]
+
+
+class LoopState:
+    """Counters of the accelerator and order of its data, those of rank 0, as an object with `state_dict`."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._project = accelerator, accelerator.project_configuration
+        order = [[loader.iteration, sampler.initial_seed, sampler.epoch] for loader, sampler in self._samplers()]
+        self._custom = len(accelerator._custom_objects)
+        values = {"step": accelerator.step, "iteration": self._project.iteration, "order": order}
+        self._values: dict[str, Any] = {**broadcast_object_list([values])[0], "custom": self._custom}
+
+    def _samplers(self) -> list[tuple[Any, Any]]:
+        """Return the data loaders whose order is known by a seed, with their samplers."""
+        loaders = self._accelerator._dataloaders
+        pairs = [(each, each.get_sampler()) for each in loaders if hasattr(each, "get_sampler")]
+        return [(loader, sampler) for loader, sampler in pairs if isinstance(sampler, SeedableRandomSampler)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of rank 0."""
+        return self._values
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue at saved values; they say nothing about gradients.
+
+        Raises:
+            UsageError: Objects have no names, and fewer are registered than were saved.
+        """
+        if 0 < self._custom < saved.get("custom", 0):
+            expected, fix = saved["custom"], "Register the same objects, in the same order."
+            raise UsageError("too few objects are registered", found=self._custom, expected=expected, fix=fix)
+        self._accelerator.step = saved["step"]
+        self._project.iteration = max(self._project.iteration, saved["iteration"] + 1)
+        for (loader, sampler), order in zip(self._samplers(), saved["order"], strict=False):
+            loader.iteration, sampler.initial_seed, sampler.epoch = order
+
+
+class LoaderPosition(PerRank):
+    """Position of a stateful data loader, which counts the batches of one rank."""
+
+    def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
+        """Leave the loader at the begin of its epoch, with a warning."""
+        text = f"a data loader was saved by {len(states)} ranks, not by {world}: rank {rank} begins its epoch again"
+        warnings.warn(text, stacklevel=8)  # the caller of `load_state`
+        return True
