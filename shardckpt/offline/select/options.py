@@ -117,6 +117,7 @@ class TargetParams(TypedDict, total=False):
     """Keyword parameters of conversions that choose the format that they write."""
 
     to: str
+    tp: int
     quantize: str
     quantize_include: str | Iterable[str]
     quantize_exclude: str | Iterable[str]
@@ -124,8 +125,6 @@ class TargetParams(TypedDict, total=False):
 
 class ConversionParams(RekeyParams, TargetParams, total=False):
     """Keyword parameters of `consolidate` and `convert`."""
-
-    tp: int
 
 
 class MergeParams(CommonParams, TargetParams, total=False):
