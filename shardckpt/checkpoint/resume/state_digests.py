@@ -61,7 +61,8 @@ class TrainedObjects:
 def find_trained_objects(state: Any) -> TrainedObjects:
     """Find the models, optimizers, schedules and scalers of a state.
 
-    Loaders and other objects are left out: their `state_dict` may be slow, or change them.
+    Loaders and other objects are left out: their `state_dict` may be slow, or change them. The optimizer of a schedule
+    counts too if it is not in the state.
 
     Args:
         state: State as the user passed it.
@@ -85,8 +86,20 @@ def find_trained_objects(state: Any) -> TrainedObjects:
 
     kept = visit(as_root(state), ())
     models = tuple(each for each in found.values() if isinstance(each, nn.Module))
+    for path, part in list(parts.items()) if models and isinstance(kept, dict) else ():
+        optim = getattr(_get_at(kept, path), "optimizer", None) if part == "schedule" else None
+        if isinstance(optim, torch.optim.Optimizer) and id(optim) not in found:
+            name = f"{dotted(path)}.optimizer"  # a fresh one is a fault that its schedule shows
+            kept[name], parts[name,], found[id(optim)] = optim, "optimizer", optim
     optimizers = tuple(each for each in found.values() if isinstance(each, torch.optim.Optimizer))
     return TrainedObjects({} if kept is None else kept, parts, models, optimizers)
+
+
+def _get_at(value: Any, path: Path) -> Any:
+    """Return the value at a path of nested dicts and lists."""
+    for key in path:
+        value = value[key]
+    return value
 
 
 def _describe_style(model: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardckpt.errors import ShardckptError
@@ -343,7 +343,18 @@ def _check_results(pair: _Pair) -> Divergence | None:
     found = _check_state_after(pair)
     if found is None or found.cause in ("schedule", "precision"):
         return found
-    return _check_flags(pair) or found
+    return _check_flags(pair) or _blame_missing_optimizer(pair, found)
+
+
+def _blame_missing_optimizer(pair: _Pair, found: Divergence) -> Divergence:
+    """Name the optimizer if parameters differ after equal gradients, and the state has no optimizer."""
+    after = pair.recorded.after
+    if found.cause != "parameter" or after is None:
+        return found
+    if "optimizer" in {each.part for each in after.tensors.values()} | {each.part for each in after.settings.values()}:
+        return found
+    sentence = f"{found.sentence}, and the state has no optimizer"
+    return replace(found, cause="optimizer", name="", sentence=sentence, fix=_FIX_STATE["optimizer", "load"])
 
 
 def _results(pair: _Pair) -> Iterator[tuple[str, RankValues, RankValues]]:

@@ -98,6 +98,29 @@ def test_steps_that_are_saved_each_have_all_of_their_steps_recorded(tmp_path: Pa
         assert record.steps[0].before is not None
 
 
+def test_a_resumed_run_that_saves_again_is_compared_to_the_end_of_its_record(tmp_path: Path) -> None:
+    job(tmp_path, deep=2).train(saved_at=SAVED_AT)
+    clean = resumed(tmp_path, deep=2)
+    clean.train(saved_at=SAVED_AT + 1)
+    other = job(tmp_path, 2, deep=2)
+    other.step = other.checkpointer.restore(other.state, step=SAVED_AT)
+    other.train(SAVED_AT + 1)
+    other.change(lambda shard: shard.tensor.mul_(0.5), "model", "head.weight")
+    with pytest.raises(shardckpt.ResumeDivergence, match="loss of step 5"):
+        other.train()
+
+
+def test_the_optimizer_of_a_schedule_counts_if_it_is_not_in_the_state(tmp_path: Path) -> None:
+    first = job(tmp_path)
+    del first.state["optim"]
+    first.train(saved_at=SAVED_AT)
+    other = job(tmp_path, 2)
+    del other.state["optim"]
+    other.restore()
+    with pytest.raises(shardckpt.ResumeDivergence, match=r"schedule\.optimizer\.state\.\*\.step is missing"):
+        other.train()
+
+
 def test_copies_of_a_run_and_of_a_step_have_the_record(tmp_path: Path) -> None:
     job(tmp_path / "run").train(saved_at=SAVED_AT)
     shardckpt.copy(tmp_path / "run", tmp_path / "all")

@@ -150,6 +150,19 @@ def test_another_dtype_is_a_matter_of_precision() -> None:
     assert told(verdict(replace(STEP, before=replace(STATE, tensors=half)))) == ("precision", "model.w")
 
 
+def test_the_optimizer_is_named_if_the_state_has_none_and_parameters_differ_after_equal_gradients() -> None:
+    bare = StateDigests({"model.w": TENSORS["model.w"]}, {})
+    other = StateDigests({"model.w": TENSORS["model.w"]._replace(digest=9)}, {})
+    recorded = replace(RECORD, steps=(replace(STEP, before=bare, after=bare),))
+    found = verdict(replace(STEP, before=bare, after=other), record=recorded)
+    assert found.cause == "optimizer"
+    assert "the state has no optimizer" in found.sentence
+
+
+def test_a_step_that_is_not_deep_is_compared_by_settings() -> None:
+    assert verdict(replace(STEP, before=replace(STATE, tensors={}), after=replace(STATE, tensors={}))) is None
+
+
 def test_parts_that_are_missing_after_the_load_are_named() -> None:
     bare = StateDigests({"model.w": TENSORS["model.w"], "model.mean": TENSORS["model.mean"]}, {})
     found = verdict(replace(STEP, before=bare))
