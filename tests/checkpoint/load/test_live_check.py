@@ -58,6 +58,16 @@ def test_an_object_that_changes_a_tensor_when_it_is_loaded_is_found(store_digest
     assert (caught.value.divergence.cause, caught.value.divergence.since) == ("parameter", "load")
 
 
+def test_a_parameter_that_was_replaced_is_found(tmp_path: Path) -> None:
+    state = model_and_optimizer(1)
+    meddler = Meddler(torch.ones(3))
+    shardckpt.save({"model": state["model"], "meddler": meddler}, tmp_path / "a", store_digests=True)
+    first = state["model"].first
+    meddler.load_state_dict = lambda saved: setattr(first, "weight", torch.nn.Parameter(torch.zeros(6, 5)))
+    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.first\.weight"):
+        shardckpt.load({"model": state["model"], "meddler": meddler}, tmp_path / "a", verify="live")
+
+
 @DIGESTS
 def test_tensors_in_one_memory_are_found(store_digests: bool, tmp_path: Path) -> None:
     shardckpt.save({"a": torch.zeros(4, 4), "b": torch.ones(4, 4)}, tmp_path / "a", store_digests=store_digests)

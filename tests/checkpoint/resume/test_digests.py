@@ -73,6 +73,12 @@ def test_sums_on_devices_change_with_every_element_and_place(dtype: torch.dtype,
         assert digests._sum_rows(other.reshape(1, -1)).item() != before
 
 
+def test_sums_on_devices_change_if_elements_swap_places() -> None:
+    tensor = torch.arange(64.0, dtype=torch.float64)  # a word each
+    swapped = tensor.flip(0)
+    assert digests._sum_rows(tensor.view(1, -1)).item() != digests._sum_rows(swapped.view(1, -1)).item()
+
+
 def test_sums_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.rand(3, 1000)
     whole = digests._sum_rows(tensor).tolist()

@@ -100,14 +100,29 @@ def test_steps_that_are_saved_each_have_all_of_their_steps_recorded(tmp_path: Pa
 
 def test_a_resumed_run_that_saves_again_is_compared_to_the_end_of_its_record(tmp_path: Path) -> None:
     job(tmp_path, deep=2).train(saved_at=SAVED_AT)
-    clean = resumed(tmp_path, deep=2)
-    clean.train(saved_at=SAVED_AT + 1)
-    other = job(tmp_path, 2, deep=2)
-    other.step = other.checkpointer.restore(other.state, step=SAVED_AT)
-    other.train(SAVED_AT + 1)
-    other.change(lambda shard: shard.tensor.mul_(0.5), "model", "head.weight")
-    with pytest.raises(shardckpt.ResumeDivergence, match="loss of step 5"):
-        other.train()
+    other = resumed(tmp_path, deep=2)
+    exact = other.train_step
+
+    def train_step(batch: Any) -> torch.Tensor:
+        loss = exact(batch)
+        if other.step == STEPS:
+            other.change(lambda shard: shard.tensor.mul_(0.5), "model", "head.weight")
+        return loss
+
+    other.train_step = train_step
+    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight differs after step 5"):
+        other.train(STEPS, SAVED_AT + 1)
+
+
+def test_a_record_waits_for_the_end_of_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over: list[bool] = []
+    monkeypatch.setattr(shardckpt.SaveHandle, "done", lambda handle: bool(is_over))
+    made = job(tmp_path)
+    made.train(STEPS, SAVED_AT, in_background=True)
+    assert names(tmp_path) == []
+    is_over.append(True)
+    made.train(STEPS + 1)
+    assert names(tmp_path) == [witness_name(step_name(SAVED_AT))]
 
 
 def test_the_optimizer_of_a_schedule_counts_if_it_is_not_in_the_state(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from shardckpt.errors import CheckpointError, ChecksumError, FormatError, UnsupportedError
 from shardckpt.format.native.run_directory import witness_name
+from shardckpt.format.witness import record_json
 from shardckpt.format.witness.record_file import copy_record, read_record, write_record
 from shardckpt.format.witness.record_json import decode_record, encode_record
 from shardckpt.plan.resume.step_records import (
@@ -92,12 +93,21 @@ def test_a_table_that_expands_a_thousandfold_is_refused_early() -> None:
         decode_record(json.dumps(content).encode(), where="x")
 
 
-def test_columns_that_expand_to_millions_of_numbers_are_refused() -> None:
+def test_a_table_behind_those_that_use_up_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.loads(encode_record(make_record(2)))
+    first = len(zlib.decompress(base64.b64decode(content["tables"][0])))
+    monkeypatch.setattr(record_json, "_MOST_TEXT", first)
+    with pytest.raises(FormatError, match="too large"):
+        decode_record(json.dumps(content).encode(), where="x")
+
+
+def test_columns_that_expand_to_millions_of_numbers_are_refused() -> None:
+    content = json.loads(encode_record(make_record(1)))
     one = base64.b64encode(bytes(4)).decode()
     content["environment"]["world"] = 1 << 19
-    content["steps"] = [{**content["steps"][0], "random_before": {str(at): one for at in range(1000)}}]
-    with pytest.raises(FormatError):
+    content["first_batch"] = None
+    content["steps"] = [{**content["steps"][0], "batch": None, "random_before": {str(at): one for at in range(64)}}]
+    with pytest.raises(FormatError, match="column"):
         decode_record(json.dumps(content).encode(), where="x")
 
 
