@@ -114,7 +114,9 @@ class Task:
         """Return where the task is, for a report."""
         frame = sys._current_frames().get(self.thread.ident or 0) if self.thread is not None else None
         stack = traceback.extract_stack(frame) if frame is not None else []
-        shown = [each for each in stack if "/simulation/" not in each.filename and "threading" not in each.filename]
+        shown = [
+            each for each in stack if "/testing/simulation/" not in each.filename and "threading" not in each.filename
+        ]
         lines = " < ".join(f"{each.name}:{each.lineno}" for each in shown[: -_SHOWN_FRAMES - 1 : -1])
         return f"{self.name} waits for {self.waits_for or 'its turn'} at {lines}"
 

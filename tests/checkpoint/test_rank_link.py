@@ -1,0 +1,63 @@
+"""A coordinator over a link: messages of a round are not taken for those of another."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+
+import pytest
+import torch
+
+from shardckpt.checkpoint.coordinator import Coordinator
+from shardckpt.checkpoint.rank_link import RankLink, Transfer
+from shardckpt.errors import RankError
+
+
+class QueueLink(RankLink):
+    """The link of rank 0 of 2, with messages that a test puts there."""
+
+    def __init__(self, *messages: bytes) -> None:
+        super().__init__(0, 2, timedelta(seconds=1))
+        self.arrived, self.sent, self.notes = deque(messages), [], {}
+
+    def send_message(self, data: bytes, dst: int) -> None:
+        self.sent.append(data)
+
+    def recv_message(self, src: int, deadline: float) -> bytes:
+        if not self.arrived:
+            raise RuntimeError("timed out")
+        return self.arrived.popleft()
+
+    def start_send(self, tensor: torch.Tensor, dst: int) -> Transfer:
+        raise NotImplementedError
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        raise NotImplementedError
+
+    def leave_note(self, key: str, text: str) -> None:
+        self.notes[key] = text
+
+    def find_note(self, key: str, *, wait_s: float = 0.0) -> str:
+        return self.notes.get(key, "")
+
+    def renew(self) -> RankLink:
+        raise NotImplementedError
+
+
+def message(number: int, text: bytes) -> bytes:
+    return number.to_bytes(8, "little") + b"\0" + text
+
+
+def test_a_message_that_comes_twice_counts_once() -> None:
+    coordinator = Coordinator(QueueLink(message(1, b"one"), message(1, b"one"), message(2, b"two")))
+    for expected in (b"one", b"two"):
+        got: list[bytes] = []
+        coordinator.coordinate("step", b"", lambda messages, got=got: got.extend(messages) or messages)
+        assert got == [b"", expected]
+
+
+def test_a_rank_that_is_ahead_counts_as_lost() -> None:
+    coordinator = Coordinator(QueueLink(message(2, b"two")))
+    with pytest.raises(RankError, match="rank 1 is in round 2 of messages, not in 1"):
+        coordinator.coordinate("step", b"", lambda messages: messages)
+    assert coordinator.has_lost_rank
