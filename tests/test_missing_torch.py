@@ -19,13 +19,16 @@ PAGE = ROOT / "docs" / "installation.md"
 BLOCKED = "import sys; sys.modules['torch'] = None; "
 IN_A_JOB = {
     "Checkpointer",
+    "Durability",
     "MismatchError",
+    "PeerMemory",
     "PerRank",
     "RNGState",
     "ResumeReport",
     "SaveHandle",
     "SaveTimings",
     "StateKind",
+    "StepCopy",
     "Variant",
     "Witness",
     "async_save",
