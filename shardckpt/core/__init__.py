@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardckpt.core.errors import StateProviderMissing
 from shardckpt.errors import require_torch
 
 require_torch("shardckpt.core")
@@ -24,6 +23,7 @@ from shardckpt.core.api import (
     StateDictType,
 )
 from shardckpt.core.config import OptimStateKeyType
+from shardckpt.core.errors import StateProviderMissing
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.fsdp2.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardckpt.core.modules.fqn_and_params import mark_incompatible
