@@ -22,9 +22,14 @@ from shardckpt.format.encodings.pickle_stubs import Hole, InstanceStub, Ordered,
 
 __all__ = ["PickleSeries"]
 
-_MOST_HOLES = 1 << 16
-_MOST_REFUSED = 3
-"""Skeletons that may be refused; each costs as much as a pickle."""
+_FEW_HOLES, _BYTES_PER_HOLE, _MOST_HOLES = 64, 64, 1 << 16
+"""Bytes that may differ in any pickle, bytes of a larger pickle for each of them, and the most.
+
+A hole costs as much as some dozen bytes.
+"""
+
+_MOST_TRIES = 6
+"""Skeletons that are made; each costs more than a pickle."""
 
 _HOLES = frozenset({Hole, TextHole})
 _NESTED = frozenset({tuple, list, dict, Ordered, set, frozenset, InstanceStub})
@@ -83,7 +88,7 @@ class PickleSeries:
         self._limits = limits
         self._skeleton: _Skeleton | None = None
         self._last = b""
-        self._refused = 0
+        self._tries = 0
 
     def load(self, raw: bytes, *, where: str, budget: ReadBudget) -> object:
         """Return the object of a pickle; arguments and errors as for `pickle_reader.load`."""
@@ -102,12 +107,14 @@ class PickleSeries:
 
     def _make_skeleton(self, raw: bytes, left: int) -> _Skeleton | None:
         """Return the skeleton of a pickle and the one before it; None if they differ in more than small values."""
-        if len(raw) != len(self._last) or len(raw) > self._limits.nbytes or self._refused >= _MOST_REFUSED:
+        if len(raw) != len(self._last) or len(raw) > self._limits.nbytes or self._tries >= _MOST_TRIES:
             return None
-        places = frozenset(islice(_differing(raw, self._last), _MOST_HOLES + 1))
+        most = min(_FEW_HOLES + len(raw) // _BYTES_PER_HOLE, _MOST_HOLES)
+        places = frozenset(islice(_differing(raw, self._last), most + 1))
         places |= self._skeleton.places if self._skeleton else frozenset()
-        if len(places) > _MOST_HOLES:
+        if len(places) > most:
             return None
+        self._tries += 1
         budget = ReadBudget(0)
         budget.left = left
         try:
@@ -115,7 +122,6 @@ class PickleSeries:
             found: dict[int, bool] = {}
             _find_changed(value, found)
         except ShardckptError:
-            self._refused += 1
             return None
         changed = frozenset(key for key, differs in found.items() if differs)
         return _Skeleton(_mask(raw, places), places, value, holes, changed, left, left - budget.left)

@@ -242,20 +242,23 @@ def test_values_that_differed_before_stay_open(made):
     assert len(made) == 2
 
 
-def test_pickles_that_never_fit_cost_three_tries(made):
+@pytest.mark.parametrize("value", [lambda n: n + 0.5, lambda n: [int(n == place) for place in range(9)]])
+def test_pickles_that_never_fit_cost_six_tries(value, made):
     series = PickleSeries(lambda: None, Limits())
     for number in range(9):
-        assert series.load(pickle.dumps(number + 0.5, 2), where="x", budget=ReadBudget(100)) == number + 0.5
-    assert len(made) == 3
+        assert series.load(pickle.dumps(value(number), 2), where="x", budget=ReadBudget(100)) == value(number)
+    assert len(made) == 6
 
 
-def test_pickles_that_differ_in_very_many_values_are_not_tried(made, monkeypatch):
-    monkeypatch.setattr(pickle_series, "_MOST_HOLES", 8)
-    for count, tries in ((8, 1), (9, 0)):
+@pytest.mark.parametrize(("size", "most"), [(640, 64 + 10), (6400, 64 + 100), (1 << 23, 1 << 16)])
+def test_pickles_that_differ_in_very_many_values_are_not_tried(size, most, made):
+    for count, tries in ((most, 1), (most + 1, 0)):
         made.clear()
         series = PickleSeries(lambda: None, Limits())
-        for number in range(3):
-            series.load(pickle.dumps([number] * count, 2), where="x", budget=ReadBudget(100))
+        for number in range(2):
+            raw = b"\x80\x02(" + (b"K" + bytes((number,))) * count + b"l."
+            raw = raw.ljust(size, b"\0")
+            assert series.load(raw, where="x", budget=ReadBudget(10_000_000)) == [number] * count
         assert len(made) == tries
 
 
