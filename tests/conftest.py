@@ -19,6 +19,7 @@ from faulty import Faulty, faulty
 from forks import make_forks_cheap
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
+from interpreters import RunScript, start_interpreters
 from patient_epoll import preload
 from seeding import seed_without_traces
 
@@ -78,6 +79,13 @@ def holders_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def fixtures() -> Path:
     """Folder of checkpoints that real frameworks wrote."""
     return Path(__file__).with_name("fixtures")
+
+
+@pytest.fixture(scope="session")
+def run_script() -> Iterator[RunScript]:
+    """Runs a script in an interpreter that has imported torch and shardckpt already, and ends as any other."""
+    with start_interpreters() as run:
+        yield run
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreters import RunScript
 
 import shardckpt
 from shardckpt.errors import UsageError
@@ -55,8 +54,10 @@ def test_without_a_block_it_closes_when_nothing_refers_to_it(step: Path) -> None
 
 
 @pytest.mark.parametrize("source", ["step", "torch"])
-def test_one_that_is_open_at_the_end_prints_nothing(source: str, step: Path, tmp_path: Path) -> None:
+def test_one_that_is_open_at_the_end_prints_nothing(
+    run_script: RunScript, source: str, step: Path, tmp_path: Path
+) -> None:
     torch.save({"w": torch.arange(10.0)}, tmp_path / "torch")
     code = f"import shardckpt, builtins; builtins.kept = c = shardckpt.open({str(tmp_path / source)!r}); c['w'][1:2]"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout + done.stderr == ""
+    done = run_script(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

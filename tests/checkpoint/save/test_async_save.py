@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import posix
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import mark, outcomes, raised_everywhere, run, since, stored_bytes
+from interpreters import RunScript
 from states import FRONT_ENDS, Net, differing, flat, step, whole
 from torch import nn
 
@@ -410,15 +409,10 @@ print("the script is over", flush=True)
 """
 
 
-def ended(path: Path, end: str = "", fault: str = "") -> subprocess.CompletedProcess:
-    script = ENDS.format(end=end, fault=fault)
-    return subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=False)
-
-
 class TestProcess:
     @pytest.mark.parametrize("first", ["thread", "call"])
     def test_a_process_ends_whose_call_was_ended_by_a_signal_when_the_thread_had_started(
-        self, tmp_path: Path, first: str
+        self, run_script: RunScript, tmp_path: Path, first: str
     ) -> None:
         """A thread that was started may not run yet: then the call takes the save back, and the thread does nothing."""
         script = """
@@ -441,25 +435,22 @@ AsyncSaveTask.claim, threading.Thread.start = claim_in_turn, start_and_signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a suite in the background of a shell ignores
 shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
 """
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / "c"), first],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
+        done = run_script(script, str(tmp_path / "c"), first)
         assert "KeyboardInterrupt" in done.stderr and "AssertionError" not in done.stderr
         assert ("the copy of the state was interrupted" in done.stderr) == (first == "thread")
         assert os.listdir(tmp_path) == []
 
-    def test_a_process_that_ends_waits_for_its_save(self, tmp_path: Path) -> None:
-        done = ended(tmp_path / "c", end="raise KeyError('in the loop')")
+    def test_a_process_that_ends_waits_for_its_save(self, run_script: RunScript, tmp_path: Path) -> None:
+        done = run_script(ENDS.format(end="raise KeyError('in the loop')", fault=""), str(tmp_path / "c"))
         assert (done.stdout, done.returncode) == ("the script is over\n", 1)
         assert torch.equal(shardckpt.load(tmp_path / "c")["t"], torch.arange(400_000))
         assert "shutdown" not in done.stderr
 
-    def test_a_failure_nobody_can_ask_about_is_printed_and_nothing_is_left(self, tmp_path: Path) -> None:
-        done = ended(tmp_path / "c", fault='raise OSError(28, "No space left on device")')
+    def test_a_failure_nobody_can_ask_about_is_printed_and_nothing_is_left(
+        self, run_script: RunScript, tmp_path: Path
+    ) -> None:
+        fault = 'raise OSError(28, "No space left on device")'
+        done = run_script(ENDS.format(end="", fault=fault), str(tmp_path / "c"))
         assert "in the background" in done.stderr and "No space left" in done.stderr
         assert "before this one" not in done.stderr, "there is none"
         assert os.listdir(tmp_path) == []
