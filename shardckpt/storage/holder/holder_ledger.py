@@ -114,10 +114,11 @@ class HolderLedger:
 
         Raises:
             TargetExistsError: The file has to be new, and another one has its name; it is removed.
-            StorageError: The client does not write this file, or the file is larger than its reserved memory.
+            StorageError: The client does not write this file; or it is larger than its reserved memory, and removed.
         """
         file = self._require_open(client, number)
         if nbytes > file.nbytes:
+            self.abort(client, number)
             raise StorageError("the file is larger than its reserved memory", found=nbytes, expected=file.nbytes)
         if file.is_new and file.name in self._files:
             self.abort(client, number)

@@ -301,7 +301,7 @@ def test_too_little_memory_is_one_warning_that_names_the_limit_and_no_claim(tmp_
 
 
 def test_a_holder_that_hangs_costs_one_time_limit_and_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(holder_connection, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(holder_connection, "TIMEOUT_S", 1.0)
     ck = make(tmp_path / "run", save_every=4)
     save(ck, 1)
     (holder,) = shardckpt.tiers().holders
