@@ -114,7 +114,7 @@ class StateOnRank:
 
     Attributes:
         digests: Digests of this rank's shards, and plain values.
-        layout: Digest of the boxes that this rank holds.
+        layout: Digest of the boxes of parameters that this rank holds; an optimizer may be missing.
         factors: Properties of the parameters that the tolerance of the loss depends on.
     """
 
@@ -138,13 +138,13 @@ def digest_state(objects: TrainedObjects, rank: int, world: int, *, is_deep: boo
     flat = flatten_state(objects.state, rank, world)
     settings = dict(_settings(flat, objects))
     arrays = {dotted(path): (path, array) for path, array in flat.arrays.items()}
-    layout = repr([(name, array.shape, [s.box for s in array.shards]) for name, (_, array) in arrays.items()])
-    params = [array for path, array in arrays.values() if _part(flat, objects, path) == "parameter"]
+    named = {name: array for name, (path, array) in arrays.items() if _part(flat, objects, path) == "parameter"}
+    layout = repr([(name, array.shape, [shard.box for shard in array.shards]) for name, array in named.items()])
     tensors = dict(_digest_arrays(flat, objects, arrays)) if is_deep else {}
     steps = _join_equal_steps({name: each for name, each in settings.items() if name.endswith(".step")})
     others = {name: each for name, each in settings.items() if not name.endswith(".step")}
     return StateOnRank(
-        StateDigests(tensors, {**others, **steps}), digest_bytes(layout.encode()), _describe_params(params)
+        StateDigests(tensors, {**others, **steps}), digest_bytes(layout.encode()), _describe_params(named.values())
     )
 
 
@@ -183,14 +183,14 @@ def _settings(flat: FlattenedState, objects: TrainedObjects) -> Iterator[tuple[s
 
 
 def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(tree, TensorRef):  # a tuple, too
+        return
     if isinstance(tree, (Mapping, list, tuple)):
         items: Iterable[tuple[Any, Any]] = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         for key, item in items:
             yield from _leaves(item, (*path, path_key(key)))
     elif tree is None or isinstance(tree, (bool, int, float, str)):
         yield path, tree
-    elif isinstance(tree, TensorRef):
-        pass
 
 
 def _join_equal_steps(steps: dict[str, Setting]) -> dict[str, Setting]:

@@ -189,6 +189,7 @@ class WitnessSession(NoWitness):
         error = ResumeDivergence(divergence, raw["where"])
         if self._options.on_divergence == "raise" and not raw["is_noise"]:
             self._due = {step: rest for step, saved in self._due.items() if (rest := saved - {raw["number"]})}
+            self._start = self._start if self._due else None
             raise error
         if self._coordinator.rank == 0:
             warnings.warn(str(error), stacklevel=5)
@@ -223,7 +224,7 @@ def open_session(options: Witness | None, finder: StepFinder) -> NoWitness:
         finder: Finder of the run's steps.
 
     Raises:
-        UsageError: The options are none.
+        UsageError: The options are not a `Witness`.
     """
     if options is None:
         return NoWitness()

@@ -125,6 +125,15 @@ def test_a_record_waits_for_the_end_of_its_save(tmp_path: Path, monkeypatch: pyt
     assert names(tmp_path) == [witness_name(step_name(SAVED_AT))]
 
 
+def test_an_optimizer_that_was_not_restored_is_named_by_what_it_lacks(tmp_path: Path) -> None:
+    job(tmp_path).train(saved_at=SAVED_AT)
+    other = job(tmp_path, 2)
+    other.restore("optim")
+    with pytest.raises(shardckpt.ResumeDivergence, match=r"optim\.state\.\*\.step is missing after the load") as caught:
+        other.train()
+    assert caught.value.divergence.step == SAVED_AT + 1
+
+
 def test_the_optimizer_of_a_schedule_counts_if_it_is_not_in_the_state(tmp_path: Path) -> None:
     first = job(tmp_path)
     del first.state["optim"]
