@@ -118,6 +118,8 @@ class TieredFinder(StepFinder):
         store = self._memory.open_store()
         is_empty = root.newest == NO_STEP and not root.faults
         for step in self._memory.read().complete:
+            if (step.branch, step.number) <= root.newest:
+                continue  # the root has a newer step, which may have been complete before the next capture
             position = RootPosition.decode(_read_about(store, step).get(AFTER, ""))
             if position is not None and not position.leads_to(root.newest, is_empty=is_empty):
                 _LOG.warning("step %d in memory does not belong to the steps in %s: dropped", step.number, self.root)

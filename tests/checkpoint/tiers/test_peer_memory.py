@@ -240,6 +240,14 @@ def test_captures_of_a_course_that_was_given_up_without_tiers_are_dropped(tmp_pa
     assert restore(root) == 6
 
 
+def test_a_capture_is_kept_if_the_next_step_was_complete_in_the_root_only(tmp_path):
+    root = tmp_path / "run"
+    save(make(root, save_every=5), 4)
+    Checkpointer(root).save(5, state(5))
+    assert restore(root) == 5
+    assert [holder.steps for holder in shardckpt.tiers().holders] == [(4,)]
+
+
 def test_captures_are_given_if_the_root_has_lost_the_steps_that_they_followed(tmp_path):
     root = tmp_path / "run"
     ck = make(root, save_every=5)
