@@ -1077,6 +1077,24 @@ class TestInMemory:
         with pytest.raises(NoCompleteCheckpoint):
             Checkpointer(memory).restore(state())
 
+    def test_a_step_that_another_job_completes_meanwhile_is_not_replaced(self, memory, monkeypatch):
+        """Its files were there without a `COMMIT` when this job looked whether it may replace them."""
+        saved(Checkpointer(memory), 1)
+        fs, commit = fsspec.filesystem("memory"), f"/runs/a/{step_name(1)}/COMMIT"
+        data = fs.cat_file(commit)
+        fs.rm_file(commit)
+        look = step_finder.StepFinder.is_replaceable
+
+        def meanwhile(self, number: int) -> bool:
+            found = look(self, number)
+            fs.pipe_file(commit, data)
+            return found
+
+        monkeypatch.setattr(step_finder.StepFinder, "is_replaceable", meanwhile)
+        with pytest.raises(TargetExistsError):
+            Checkpointer(memory).save(1, state(9.0))
+        assert restored(Checkpointer(memory)) == (1, 1)
+
     def test_a_run_whose_first_save_was_killed_begins_anew(self, memory):
         ck = saved(Checkpointer(memory), 1)
         for name in [entry.name for entry in open_store(ck.path(1)).list() if not entry.name.endswith(".safetensors")]:

@@ -23,6 +23,7 @@ from shardckpt.format.native.run_directory import (
     step_name,
 )
 from shardckpt.format.run_start import require_start_of_run
+from shardckpt.storage.publication import target_exists_error
 from shardckpt.storage.resolve_url import as_url, local_path, open_store
 from shardckpt.storage.store import Store
 
@@ -222,6 +223,15 @@ class StepFinder:
                 fix="Update shardckpt, or choose another folder.",
             )
         return bool(step.held) and step.is_ours and not self.is_good(step)
+
+    def require_incomplete(self, number: int) -> None:
+        """Require that the stored step of a number is not complete, or was found damaged. On rank 0.
+
+        Raises:
+            TargetExistsError: Another process has completed it.
+        """
+        if self.is_good(read_step(self.open_store(), number)):
+            raise target_exists_error(self.path(step_name(number)))
 
     def build_no_checkpoint_error(self, wanted: int | None, damages: list[str], faults: list[str]) -> Exception:
         """Return the error for a run without a step that can be loaded.

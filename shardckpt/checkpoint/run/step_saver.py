@@ -147,6 +147,8 @@ class StepSaver:
         number = require_step_number(step)
         if branch:
             notes[BRANCH] = str(branch)
+        if replaces and not options.get("overwrite", False):
+            notes.require_replaceable = lambda: self._finder.require_incomplete(number)
         if self._dedup:
             options = {"base": lambda: self._finder.find_base(number), "store_digests": True, **options}
         options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}

@@ -154,11 +154,18 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
         key_map,
         options.get("on_event"),
         stats,
+        getattr(options.get("custom_metadata"), "require_replaceable", None),
     )
 
 
 class RunNotes(dict[str, str]):
-    """Custom metadata of a `Checkpointer`, which may have reserved names."""
+    """Custom metadata of a `Checkpointer`, which may have reserved names.
+
+    Attributes:
+        require_replaceable: As in `SaveOptions`.
+    """
+
+    require_replaceable: Callable[[], object] | None = None
 
 
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -95,6 +95,8 @@ class SaveOptions:
         base_key_map: Replacements by regular expression, which change names of the model to names in the base.
         on_event: Called with the event of the save; None without a callback.
         stats: Whether to store statistics of the values.
+        require_replaceable: Called on rank 0 before the commit; raises an error if `overwrite` holds no longer, because
+            another process has completed the checkpoint meanwhile. None if it holds in any case.
     """
 
     path: str
@@ -107,6 +109,7 @@ class SaveOptions:
     base_key_map: Mapping[str, str] = field(default_factory=dict)
     on_event: OnEvent | None = None
     stats: bool = False
+    require_replaceable: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -542,6 +545,8 @@ class SaveSession:
         # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
         if base is not None and not base.is_kept(files):
             return _BASE_REMOVED
+        if self._options.require_replaceable is not None:
+            self._options.require_replaceable()
         commit = encode_commit(contents.save, manifest, contents.files, read_branch(contents.about))
         _write_file(self._publication, COMMIT, commit)
         self._publication.commit()
