@@ -313,7 +313,7 @@ def test_a_prune_that_is_killed_at_any_operation_leaves_every_step_whole_or_not_
 ) -> None:
     operations = kill_matrix(tmp_path)
     print(f"killed at each of {operations} operations")
-    assert operations == 8, "of each of two steps: COMMIT, the manifest, a payload file, the folder"
+    assert operations == 10, "of each of two steps: COMMIT, its fsync, the manifest, a payload file, the folder"
     days_pass(monkeypatch)
     for root in tmp_path.iterdir():
         shardckpt.prune(str(root))

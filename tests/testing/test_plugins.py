@@ -27,7 +27,7 @@ from shardckpt.testing import ReaderSuite, TargetSuite
 from shardckpt.testing.target_suite import write_source
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
-READER, TARGET, SUITES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+READER, TARGET, SUITES, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 BOTH = "[shardckpt.formats]\nnpy = npy_reader:FORMAT\n[shardckpt.targets]\nnpy = npy_target:TARGET\n"
 
 
