@@ -172,6 +172,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.open_checkpoint", "shardckpt.checkpoint.load.lazy"): "arrays need no torch",
     ("shardckpt.open_checkpoint", "shardckpt.offline.open_arrays"): "tensors need no arrays",
     ("shardckpt.plugins", "importlib.metadata"): "0.03 s, which most commands can do without",
+    ("shardckpt.storage.resolve_url", "shardckpt.storage.holder.holder_store"): "sockets; most commands need none",
     ("shardckpt.storage.resolve_url", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
 }
 

@@ -6,11 +6,15 @@ import errno
 import os
 import re
 import stat
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingFileError, UsageError
-from shardckpt.storage.holder.holder_store import SCHEME, HolderStore
+from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import ObjectStore, Store, convert_os_errors, storage_error
+
+if TYPE_CHECKING:
+    from shardckpt.storage.holder.holder_store import HolderStore
 
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
@@ -65,7 +69,7 @@ def open_store(url: str) -> Store:
 def open_remote(url: str) -> ObjectStore:
     """Return the store of a folder that is not on a disk. Raises UsageError like `open_store`."""
     if _is_held(url):
-        return HolderStore(url)
+        return _open_held(url)
     from shardckpt.storage.fsspec_store import FsspecStore  # noqa: PLC0415  (fsspec costs a tenth of a second)
 
     return FsspecStore(url)
@@ -74,6 +78,13 @@ def open_remote(url: str) -> ObjectStore:
 def _is_held(url: str) -> bool:
     """Return True if a URL names the memory of a holder."""
     return url.startswith(f"{SCHEME}://")
+
+
+def _open_held(url: str) -> HolderStore:
+    """Return the store of a URL that names the memory of a holder."""
+    from shardckpt.storage.holder.holder_store import HolderStore  # noqa: PLC0415  (sockets; most commands need none)
+
+    return HolderStore(url)
 
 
 def split(url: str) -> tuple[str, str]:
@@ -101,7 +112,7 @@ def kind(url: str) -> str:
     """
     path = local_path(url)
     if _is_held(url):
-        return HolderStore(url).find_kind()
+        return _open_held(url).find_kind()
     if path is None:
         from shardckpt.storage.fsspec_store import find_kind  # noqa: PLC0415  (as above)
 

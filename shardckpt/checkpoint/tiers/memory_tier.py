@@ -21,7 +21,7 @@ from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, deliver, em
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
-from shardckpt.storage.holder.holder_store import SCHEME
+from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.holder.holders import start_holder
 
 _MOST_SKIPPED = 64

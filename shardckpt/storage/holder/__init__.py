@@ -1,1 +1,6 @@
 """Holder: a process that keeps files in shared memory, outside of the processes that write them."""
+
+__all__ = ["SCHEME"]
+
+SCHEME = "shardckpt-memory"
+"""Scheme of the URLs of held files."""

@@ -11,12 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError
+from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.holder.holder_connection import HolderConnection, HolderGoneError, get_holder_connection
 from shardckpt.storage.holder.holder_sockets import require_run
 from shardckpt.storage.local import consecutive_reads, fill
 from shardckpt.storage.store import Capabilities, ClosingWriter, Listed, Read, Store, check_name
-
-SCHEME = "shardckpt-memory"
 
 RESERVED_BYTES = 16 << 20
 """Bytes that a writer reserves at a time, at least."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardckpt.errors import ShardckptError, StorageError, UsageError
+from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.holder.holder_connection import TIMEOUT_S, HolderGoneError, get_holder_connection
 from shardckpt.storage.holder.holder_messages import receive, send
 from shardckpt.storage.holder.holder_sockets import (
@@ -23,7 +24,6 @@ from shardckpt.storage.holder.holder_sockets import (
     require_sockets,
     socket_folder,
 )
-from shardckpt.storage.holder.holder_store import SCHEME
 
 IDLE_S = 3600.0
 """Seconds without a client after which a holder ends."""
