@@ -56,6 +56,11 @@ def pytest_collection() -> Iterator[None]:
         seed_without_traces()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that take long: what a worker has left is given to others, a test that has begun is not."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(autouse=True)
 def hasty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No disk is waited for but where `tests/storage` shows what of a save survives a power cut.

@@ -250,6 +250,7 @@ class TestPages:
     def test_every_block_runs_or_says_why_not(self, page: Path) -> None:
         assert unexplained(page.read_text(encoding="utf-8")) == []
 
+    @pytest.mark.long
     @each_page([page for page in PAGES if page not in CONTINUES.values()])
     def test_what_it_shows_is_what_happens(
         self, page: Path, samples: Path, tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch

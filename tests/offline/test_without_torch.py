@@ -64,6 +64,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return dict(zip(ways, (each["results"] for each in found), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # two processes, each with thousands of files
 def test_every_verb_does_the_same_without_torch(results: dict[str, dict[str, Any]]) -> None:
     without, with_torch = results["blocked"], results["imported"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_each_form_is_read_bit_for_bit_and_another_value_is_found(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
