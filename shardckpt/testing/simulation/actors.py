@@ -29,7 +29,7 @@ class Job:
         dedup: Whether saves are incremental.
         background: Whether saves run in the background.
         saves: Number of saves.
-        is_last: Whether it begins anew if no step can be loaded.
+        is_last: Whether it begins anew if no step can be loaded, and takes numbers that no other start has.
         errors: Errors of the ranks, in order.
         saved: Steps whose save succeeded on a rank.
     """
@@ -71,6 +71,8 @@ class Trainer:
         checkpointer = Checkpointer(job.root, keep_last=job.keep_last, dedup=job.dedup, process_group=link)
         try:
             step = self._restore(checkpointer)
+            if job.is_last:  # steps that the run has left for an older one may have the next numbers
+                step = max(step, job.start * _STEPS_OF_A_START)
             for number in range(step + 1, step + 1 + job.saves):
                 self._save(checkpointer, number)
         except ShardckptError as error:
@@ -86,7 +88,7 @@ class Trainer:
         except NoCompleteCheckpoint:
             if least is not None or not self._job.is_last:
                 raise
-            return self._job.start * _STEPS_OF_A_START
+            return 0
         self._auditor.accept((self._job.name, self._calls), number, state, least)
         self._scheduler.record("restored", f"step {number}")
         return number or 0
