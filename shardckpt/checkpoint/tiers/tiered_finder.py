@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from shardckpt.checkpoint.run.durability import PROCESS, StepCopy
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep, StepFinder, find_next_branch
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
 from shardckpt.format.native.run_directory import AFTER, StepFolder, read_about
+from shardckpt.storage.holder.holders import is_reachable
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
@@ -33,6 +35,10 @@ def choose_newest(held: FoundStep, root: FoundStep) -> FoundStep:
     chosen = held if is_held else root
     branch = find_next_branch(chosen.order, newest)
     return chosen._replace(faults=root.faults, unreadable=root.unreadable, branch=branch, newest=newest)
+
+
+_MOST_STARTED = 4096
+"""Maximum number of steps whose last save is remembered."""
 
 
 class RootPosition(NamedTuple):
@@ -92,6 +98,8 @@ class TieredFinder(StepFinder):
         self.has_other_places = True
         self.position: RootPosition | None = None
         memory.damaged = self.damaged
+        self._run = memory.root.partition("://")[2]
+        self._started: dict[int, float] = {}
 
     def find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
         """Return the newest step that can be loaded, in memory or in the root. On rank 0."""
@@ -143,15 +151,32 @@ class TieredFinder(StepFinder):
             held = 0
         return max(held, super().newest_branch())
 
+    def record_start(self, number: int) -> None:
+        """Record that a save of a step starts now: an older copy of this number has another state. On rank 0."""
+        self._started.pop(number, None)
+        self._started[number] = time.time_ns() // 1_000_000 / 1000  # milliseconds, as in the id of a save
+        if len(self._started) > _MOST_STARTED:
+            del self._started[next(iter(self._started))]
+
     def list_copies(self, number: int) -> list[StepCopy]:
-        """Return the complete copies of a step, the nearest first. On rank 0."""
-        copies = []
+        """Return the complete copies of a step, the nearest first. On rank 0.
+
+        A copy that is older than this process's last save of the step is not one of it, and a capture that a new
+        process would not find is none.
+        """
+        copies = [*self._list_held_copies(number), *super().list_copies(number)]
+        started = self._started.get(number, 0.0)
+        return [copy for copy in copies if not started or (copy.saved_at or 0.0) >= started]
+
+    def _list_held_copies(self, number: int) -> list[StepCopy]:
         try:
             held = [step for step in self._memory.read().complete if step.number == number and self.is_good(step)]
-            copies = [StepCopy("memory", self._memory.path(step.name), (PROCESS,), step.saved_at) for step in held]
+            if not held or not is_reachable(self._run):
+                return []
         except ShardckptError as error:
             _LOG.warning("captures in memory cannot be read: %s", error)
-        return [*copies, *super().list_copies(number)]
+            return []
+        return [StepCopy("memory", self._memory.path(step.name), (PROCESS,), step.saved_at) for step in held]
 
 
 def _read_about(store: Store, step: StepFolder) -> Mapping[str, str]:

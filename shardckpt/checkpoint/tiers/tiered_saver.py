@@ -192,6 +192,7 @@ class TieredSaver:
         in_memory = not number % self._tier.every and self._tier.prepare(set(nodes))
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
+        self._finder.record_start(number)
         position = self._finder.find_position()
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))

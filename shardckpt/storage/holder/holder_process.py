@@ -43,6 +43,7 @@ _LOCK_S = 20.0
 _LOCK = "lock"
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PROBE_S = 2.0
+_MOST_WAIT_S = 3600.0  # the system refuses to wait for more than 24 days
 
 
 class Holder:
@@ -74,7 +75,7 @@ class Holder:
             left = self._idle_s if self._clients else self._idle_since + self._idle_s - time.monotonic()
             if left <= 0:
                 return
-            for key, _ in self._selector.select(left):
+            for key, _ in self._selector.select(min(left, _MOST_WAIT_S)):
                 if key.data:
                     self._answer(key.data)
                 else:

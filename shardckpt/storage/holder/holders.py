@@ -14,7 +14,12 @@ from pathlib import Path
 
 from shardckpt.errors import ShardckptError, StorageError, UsageError
 from shardckpt.storage.holder import SCHEME
-from shardckpt.storage.holder.holder_connection import TIMEOUT_S, HolderGoneError, get_holder_connection
+from shardckpt.storage.holder.holder_connection import (
+    TIMEOUT_S,
+    HolderConnection,
+    HolderGoneError,
+    get_holder_connection,
+)
 from shardckpt.storage.holder.holder_messages import receive, send
 from shardckpt.storage.holder.holder_sockets import (
     connect_socket,
@@ -63,7 +68,8 @@ class RunningHolder:
 def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S) -> None:
     """Start the holder of a run on this node, unless it is there; it survives this process.
 
-    Holders of other runs without a client for `SUPERSEDED_S` seconds are ended.
+    One whose socket was removed is ended: no new process would find it. Holders of other runs without a client for
+    `SUPERSEDED_S` seconds are ended too.
 
     Args:
         run: Id of the run.
@@ -78,16 +84,44 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
     require_sockets()
     for attempt in range(_STARTS):
         try:
-            get_holder_connection(require_run(run)).request("limit", max_bytes=max_bytes)
+            connection = get_holder_connection(require_run(run))
+            connection.request("limit", max_bytes=max_bytes)
+            if is_reachable(run):
+                return
+            connection.request("stop")
+            connection.close()
         except HolderGoneError as error:
             if isinstance(error.__cause__, TimeoutError):  # it is there, and stopped or hanging
                 raise
-        else:
-            return
         _start_process([run, str(max_bytes), str(idle_s), last])
         if not attempt:
             stop_holders(idle_s=SUPERSEDED_S)
     raise StorageError("the holder was started and does not answer", where=run)
+
+
+def is_reachable(run: str) -> bool:
+    """Return True if a new process would find the holder that this process is connected to.
+
+    Otherwise somebody removed the socket, for example the system at the end of a session of the user.
+
+    Args:
+        run: Id of the run.
+
+    Raises:
+        StorageError: The holder does not answer.
+        UnsafeError: The folder of sockets is not this user's alone.
+    """
+    known = get_holder_connection(run).request("hello")
+    new = HolderConnection(run, socket_folder())
+    try:
+        found = new.request("hello")
+    except HolderGoneError as error:
+        if isinstance(error.__cause__, TimeoutError):
+            raise
+        return False
+    finally:
+        new.close()
+    return (known["pid"], known["started_at"]) == (found["pid"], found["started_at"])
 
 
 def _start_process(args: list[str]) -> None:

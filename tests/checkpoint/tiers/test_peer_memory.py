@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -306,6 +307,35 @@ def test_too_little_memory_is_one_warning_that_names_the_limit_and_no_claim(tmp_
     assert ck.durability(4).survives == {"process"}
     with pytest.raises(StorageError, match="does not survive the loss of the node"):
         ck.wait(4, survives="node")
+
+
+def test_an_older_copy_of_a_step_that_could_not_be_captured_again_is_not_claimed(tmp_path):
+    save(make(tmp_path / "run", save_every=5), 5, 8)
+    ck = make(tmp_path / "run", save_every=5, max_bytes=1000)
+    assert ck.restore(state(), step=5) == 5
+    assert ck.durability(8).survives == {"process"}
+    with pytest.warns(UserWarning, match="not captured in memory"):
+        save(ck, 8)
+    with pytest.raises(StorageError, match="step 8 does not survive"):
+        ck.wait(8, survives="process")
+
+
+def test_a_holder_whose_socket_was_removed_is_not_claimed_and_the_next_capture_starts_another(tmp_path):
+    ck = make(tmp_path / "run")
+    save(ck, 1)
+    (holder,) = shardckpt.tiers().holders
+    shutil.rmtree(tmp_path / "shardckpt")
+    assert ck.durability(1).survives == set()
+    save(ck, 2)
+    wait_for(lambda: not is_alive(holder.pid))
+    assert ck.durability(2).survives == {"process"}
+    assert restore(tmp_path / "run") == 2
+
+
+def test_a_holder_waits_for_more_than_the_days_that_the_system_waits_at_once(tmp_path):
+    ck = make(tmp_path / "run", idle_s=30 * 86400)
+    save(ck, 1)
+    assert ck.durability(1).survives == {"process"}
 
 
 def test_a_holder_that_hangs_costs_one_time_limit_and_one_warning(tmp_path, monkeypatch):
