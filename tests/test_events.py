@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 
 import pytest
 
@@ -75,6 +76,18 @@ def test_an_event_has_the_step_the_phases_the_retries_and_the_error() -> None:
     assert (event.step, event.store, event.retries, list(event.phases)) == (12, "s3", 2, ["write"])
     assert isinstance(event.error, ValueError)
     assert OperationEvent("runs/step-5/model").step is None
+
+
+def test_a_retry_draws_no_random_number_of_the_training() -> None:
+    answers = iter([ConnectionError("reset")])
+
+    def request() -> None:
+        for error in answers:
+            raise error
+
+    before = random.getstate()
+    retry(request, "cannot read", "b", pause=lambda _: None)
+    assert random.getstate() == before
 
 
 def test_an_event_is_json() -> None:

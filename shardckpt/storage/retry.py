@@ -20,6 +20,8 @@ ATTEMPTS = 4
 FIRST_PAUSE_S = 0.5
 """Seconds before the second attempt, times a random factor of 0.5 to 2; each further pause is twice as long."""
 
+_PAUSES = random.Random()  # noqa: S311 (no secret; Python's own generator belongs to training)
+
 _PERMANENT = {
     errno.ENOENT,
     errno.EACCES,
@@ -64,7 +66,7 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
         except ShardckptError:
             raise
         except Exception as error:  # fsspec's back ends raise exceptions of their libraries
-            seconds = FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.5, 2)  # noqa: S311 (no secret)
+            seconds = FIRST_PAUSE_S * 2 ** (number - 1) * _PAUSES.uniform(0.5, 2)
             if number == ATTEMPTS or not is_transient(error) or (pause or time.sleep)(seconds):
                 raise remote_error(error, what, where, tries=number) from error
             count_retry()
