@@ -235,18 +235,29 @@ def _check_state_before(pair: _Pair) -> Divergence | None:
 
 
 def _check_state_in_use(pair: _Pair) -> Divergence | None:
-    """Compare the state at the first step of the optimizer; buffers have changed by then.
+    """Explain other results by the state at the first step of the optimizer; buffers have changed by then.
 
-    What is missing there was put elsewhere for the step: it was in the state after the load.
+    A step may itself set a learning rate, or change a parameter, before the optimizer: then its results are equal, or
+    the setting is that after the recorded step. What is missing was put elsewhere for the step: it was in the state
+    after the load.
     """
-    recorded, used = pair.recorded.before, pair.now.used
-    if recorded is None or used is None:
+    recorded, used, after = pair.recorded.before, pair.now.used, pair.recorded.after
+    if recorded is None or used is None or not _has_other_results(pair):
         return None
+    of_step = after.settings if after is not None else {}
     found = StateDigests(
         {name: each for name, each in recorded.tensors.items() if name in used.tensors},
-        {name: each for name, each in recorded.settings.items() if name in used.settings},
+        {
+            name: each
+            for name, each in recorded.settings.items()
+            if name in used.settings and used.settings[name] != of_step.get(name)
+        },
     )
     return _compare_states(pair, found, used, "use", ("parameter", "optimizer", "schedule"))
+
+
+def _has_other_results(pair: _Pair) -> bool:
+    return (_check_results(pair) or _check_random_after(pair)) is not None
 
 
 def _check_settings_before(pair: _Pair) -> Divergence | None:

@@ -140,9 +140,19 @@ def test_ranks_with_another_random_state_are_named() -> None:
 
 
 def test_a_change_between_the_load_and_the_first_use_is_told_from_one_by_the_load() -> None:
-    used = verdict(replace(STEP, used=changed("model.w", 9)))
+    other = (float_bits(1.25), float_bits(2.5))
+    used = verdict(replace(STEP, used=changed("model.w", 9), loss=other))
     loaded = verdict(replace(STEP, before=changed("model.w", 9), used=changed("model.w", 9)))
     assert (used.since, loaded.since) == ("use", "load")
+
+
+def test_what_a_step_itself_changes_before_its_optimizer_is_no_divergence() -> None:
+    assert verdict(replace(STEP, used=changed("model.w", 9))) is None
+    rate = changed("optim.param_groups.0.lr", "0.2")
+    assert verdict(replace(STEP, used=rate)) is None
+    recorded = replace(RECORD, steps=(replace(STEP, after=rate), NEXT))
+    found = verdict(replace(STEP, used=rate, after=rate, loss=(float_bits(1.25), float_bits(2.5))), record=recorded)
+    assert told(found) == ("loss", "loss")
 
 
 def test_another_dtype_is_a_matter_of_precision() -> None:
