@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects
 from shardckpt.plan.resume.step_records import StateDigests
 
@@ -23,7 +25,9 @@ class FirstUse:
         self._has_looked = False
         self._digests: StateDigests | None = None
         self._fault: Exception | None = None
-        self._hooks = [optim.register_step_pre_hook(self._look) for optim in objects.optimizers]
+        self._hooks = [
+            optim.register_step_pre_hook(self._look) for optim in map(_unwrap, objects.optimizers) if optim is not None
+        ]
 
     def _look(self, *_args: object) -> None:
         if self._has_looked:
@@ -42,3 +46,9 @@ class FirstUse:
         if self._fault is not None:
             raise self._fault
         return self._digests
+
+
+def _unwrap(optim: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer that has hooks: a wrapper such as that of accelerate may lack them; None without one."""
+    inner = optim if hasattr(optim, "_optimizer_step_pre_hooks") else getattr(optim, "optimizer", None)
+    return inner if hasattr(inner, "_optimizer_step_pre_hooks") else None

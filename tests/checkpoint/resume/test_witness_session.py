@@ -157,6 +157,34 @@ def test_copies_of_a_run_and_of_a_step_have_the_record(tmp_path: Path) -> None:
             other.train()
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Optimizer that holds another, and calls no constructor of its class, as that of accelerate."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def test_a_wrapper_of_an_optimizer_is_looked_at_in_its_first_step(tmp_path: Path) -> None:
+    first = job(tmp_path)
+    first.state["optim"] = Wrapper(first.optim)
+    first.train(saved_at=SAVED_AT)
+    other = job(tmp_path, 2)
+    other.state["optim"] = Wrapper(other.optim)
+    other.restore()
+    other.change(lambda shard: shard.tensor.mul_(0.5), "model", "head.weight")
+    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight differs in step 4"):
+        other.train()
+
+
 def test_the_record_of_a_replaced_step_is_not_compared(tmp_path: Path) -> None:
     job(tmp_path).train(saved_at=SAVED_AT)
     other = job(tmp_path, 5)
