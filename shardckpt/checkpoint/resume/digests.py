@@ -99,48 +99,117 @@ def digest_batch(batch: Any) -> SampleDigests:
     """Return digests of a batch and of each of its samples.
 
     A sample is a row: the elements of all tensors, arrays and lists at one index of dimension 0. Values of another
-    length than the first belong to the batch alone.
+    length than the first, and single values, belong to the batch alone. Items of a list that are alike, such as the
+    batches of an accumulated gradient, are batches of their own. Of objects only the class counts.
 
     Args:
         batch: Tensors, numpy arrays, and lists of plain values, in dicts, lists and tuples.
     """
-    columns = list(_columns(batch, ""))
-    count = next((len(rows) for _, rows in columns if rows), 0)
+    samples: list[int] = []
+    parts = []
+    for part in _split(batch):
+        columns = list(_columns(part, ""))
+        parts.append(columns)
+        samples += _digest_samples(columns)
+    return SampleDigests(digest_bytes(repr((parts, samples)).encode("utf-8", "replace")), tuple(samples))
+
+
+def _split(batch: Any) -> Sequence[Any]:
+    """Return the batches in a list of batches; other ranks may have another number of them."""
+    if not isinstance(batch, (list, tuple)) or _is_plain(batch):
+        return (batch,)
+    return batch if len({repr(_shape(item)) for item in batch}) == 1 else (batch,)
+
+
+def _shape(value: Any) -> object:
+    """Return the structure of a value, which batches of one loader have in common."""
+    if isinstance(value, Mapping):
+        return {str(key): _shape(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return None if _is_plain(value) else [_shape(item) for item in value]
+    return (str(value.dtype), value.ndim) if isinstance(value, (torch.Tensor, np.ndarray)) else type(value).__name__
+
+
+def _digest_samples(columns: Sequence[_Column]) -> list[int]:
+    count = next((len(each.rows) for each in columns if each.has_samples and each.rows), 0)
+    if not count and columns and not any(each.has_samples for each in columns):
+        return [digest_bytes(repr(columns).encode("utf-8", "replace"))]
     hashers = [xxhash.xxh3_64() for _ in range(count)]
-    for name, rows in columns:
-        if len(rows) == count:
-            for hasher, row in zip(hashers, rows, strict=True):
-                hasher.update(f"{name}={row};".encode("utf-8", "replace"))
-    samples = tuple(hasher.intdigest() & _DIGEST_MASK for hasher in hashers)
-    return SampleDigests(digest_bytes(repr((columns, samples)).encode("utf-8", "replace")), samples)
+    for each in columns:
+        if each.has_samples and len(each.rows) == count:
+            for hasher, row in zip(hashers, each.rows, strict=True):
+                hasher.update(f"{each.name}={row};".encode("utf-8", "replace"))
+    return [hasher.intdigest() & _DIGEST_MASK for hasher in hashers]
 
 
-def _columns(value: Any, name: str) -> Iterator[tuple[str, list[int]]]:
+class _Column(NamedTuple):
+    """Digests of one value of a batch, by sample; or one digest that belongs to no sample."""
+
+    name: str
+    rows: list[int]
+    has_samples: bool = True
+
+
+def _columns(value: Any, name: str) -> Iterator[_Column]:
     """Yield the digests of the rows of each tensor, array and list in a batch, by its place."""
     if isinstance(value, torch.Tensor):
-        yield name, _digest_rows(value)
+        yield from _tensor_columns(value, name)
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        yield name, _digest_rows(torch.from_numpy(np.ascontiguousarray(value)))
+        yield from _tensor_columns(_read_array(value), name)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _columns(item, f"{name}.{key}")
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, _CONTAINERS) for item in value):
+    elif isinstance(value, (list, tuple)) and not _is_plain(value) and any(map(_is_container, value)):
         for at, item in enumerate(value):
             yield from _columns(item, f"{name}.{at}")
-    elif isinstance(value, (list, tuple, np.ndarray)):
-        yield name, [digest_bytes(repr(item).encode("utf-8", "replace")) for item in value]
-    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
-        yield name, [digest_bytes(repr(value).encode("utf-8", "replace"))]
+    elif isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim):
+        yield _Column(name, [_digest_plain(item) for item in value])
+    else:
+        yield _Column(name, [_digest_plain(value)], has_samples=False)
 
 
-_CONTAINERS = (torch.Tensor, np.ndarray, Mapping, list, tuple)
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray, Mapping, list, tuple))
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for values whose text says all, in every process."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, (np.ndarray, np.generic)):
+        return not value.dtype.hasobject
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+
+
+def _digest_plain(value: Any) -> int:
+    text = repr(value) if _is_plain(value) else type(value).__qualname__
+    return digest_bytes(text.encode("utf-8", "replace"))
+
+
+def _read_array(value: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return an array as a tensor; one of a dtype that torch lacks is converted."""
+    if value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
+        value = value.astype(np.complex128 if value.dtype.kind == "c" else np.float64)
+    return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
+
+
+def _tensor_columns(tensor: torch.Tensor, name: str) -> Iterator[_Column]:
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if own.is_nested:
+        yield _Column(name, [digest_tensors([each])[0] for each in own.unbind()])
+    elif own.layout == torch.sparse_coo:
+        own = own.coalesce()
+        yield _Column(name, digest_tensors([own.indices(), own.values()]), has_samples=False)
+    elif own.layout != torch.strided or own.is_meta or own.is_quantized:
+        yield _Column(name, [_digest_plain(str(own.dtype))], has_samples=False)
+    else:
+        yield _Column(name, _digest_rows(own), has_samples=own.dim() > 0)
 
 
 def _digest_rows(tensor: torch.Tensor) -> list[int]:
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not own.numel():
-        return [0] * (own.shape[0] if own.dim() else 0)
-    return [_fold(total) for total in _sum_rows(own.reshape(own.shape[0] if own.dim() else 1, -1)).tolist()]
+    if not tensor.numel():
+        return [0] * (tensor.shape[0] if tensor.dim() else 0)
+    return [_fold(total) for total in _sum_rows(tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)).tolist()]
 
 
 def digest_random_states() -> dict[str, int]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.resume.digests import SampleDigests
@@ -104,6 +105,8 @@ def read_float(name: str, value: Any) -> int:
         return NO_FLOAT
     if isinstance(value, DTensor):
         value = value.full_tensor()
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
     try:
         return float_bits(float(value))
     except Exception as error:  # any type may define __float__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,35 @@ def test_each_part_of_a_sample_changes_its_digest_alone(name: str) -> None:
 )
 def test_batches_of_any_kind_have_a_digest(batch: Any) -> None:
     assert digest_batch(batch) == digest_batch(batch)
+
+
+UNUSUAL = {
+    "objects": lambda: [object(), object()],
+    "array of objects": lambda: np.array([object()], dtype=object),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "other byte order": lambda: np.arange(3, dtype=">f4"),
+    "long double": lambda: np.arange(3, dtype=np.longdouble),
+}
+
+
+@pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_batches_that_are_equal_have_equal_digests(make: Callable[[], Any]) -> None:
+    kept = make()
+    assert digest_batch(kept) == digest_batch(make())
+
+
+def test_an_accumulated_gradient_has_the_samples_of_its_batches() -> None:
+    on_one = digest_batch([rows_of(BATCH, rows) for rows in ([0, 1], [2, 3], [4, 5])])
+    on_two = [digest_batch([rows_of(BATCH, rows)]) for rows in ([0, 2, 4], [1, 3, 5])]
+    assert Counter(on_one.samples) == Counter(on_two[0].samples) + Counter(on_two[1].samples)
+
+
+def test_a_single_value_beside_samples_belongs_to_none() -> None:
+    assert digest_batch({"epoch": 3, **BATCH}).samples == digest_batch(BATCH).samples
+    assert digest_batch({"epoch": 3, **BATCH}) != digest_batch({"epoch": 4, **BATCH})
 
 
 def test_arrays_and_tensors_of_equal_values_have_equal_samples() -> None:
