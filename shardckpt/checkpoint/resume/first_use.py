@@ -30,7 +30,7 @@ class FirstUse:
         ]
 
     def _look(self, *_args: object) -> None:
-        if self._has_looked:
+        if self._has_looked or torch.compiler.is_compiling():  # a compiled step cannot digest
             return
         self._has_looked = True
         try:

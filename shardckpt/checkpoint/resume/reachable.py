@@ -76,9 +76,13 @@ def _open_callable(function: Any, name: str, depth: int) -> Iterator[tuple[str, 
         used = inspect.getclosurevars(function)
         for key, value in {**used.globals, **used.nonlocals}.items():
             yield key, value, depth
+    elif hasattr(function, "__wrapped__"):
+        yield from _open_callable(inspect.unwrap(function), name, depth)
     else:
         yield name or "self", function, depth
-        yield from _open_callable(type(function).__call__, name, depth)
+        call = type(function).__call__
+        if isinstance(call, types.FunctionType):
+            yield from _open_callable(call, name, depth)
 
 
 def _get_module_name(function: Any) -> str:

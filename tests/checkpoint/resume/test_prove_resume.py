@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import shardckpt
+from shardckpt.checkpoint.resume.reachable import digest_reachable
 from shardckpt.errors import UsageError
 
 
@@ -167,3 +169,22 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], tmp_path: Path) 
 def test_a_step_that_returns_unknown_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="accuracy"):
         shardckpt.prove_resume(lambda: {"accuracy": 1}, {"w": torch.ones(1)}, tmp_path / "a")
+
+
+def test_a_cached_function_and_a_built_in_one_are_looked_at_too() -> None:
+    counts = {"at": 1}
+    assert "counts (dict)" in digest_reachable(functools.lru_cache(lambda: counts))
+    assert digest_reachable(dict)
+
+
+def test_a_compiled_step_is_proven(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train_step() -> None:
+        model(torch.ones(2)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+
+    compiled = torch.compile(train_step, backend="eager")
+    assert shardckpt.prove_resume(compiled, {"model": model, "optim": optim}, tmp_path / "drill").ok
