@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from typing import Any
 
 from shardckpt.errors import StorageError
@@ -18,6 +19,10 @@ from shardckpt.storage.holder.holder_sockets import (
 
 TIMEOUT_S = 10.0
 """Maximum seconds to wait for one answer; the holder answers each request at once."""
+
+
+_PAUSE_S = 10.0
+"""Seconds after a holder did not answer in which requests fail at once, so that many requests wait only once."""
 
 
 class HolderGoneError(StorageError):
@@ -36,6 +41,7 @@ class HolderConnection:
         self._run, self._folder = run, folder
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
+        self._hung_at: float | None = None
 
     def request(self, op: str, *, shown: str = "", **fields: object) -> dict[str, Any]:
         """Send a request and return its answer.
@@ -79,6 +85,7 @@ class HolderConnection:
     def _exchange(self, message: dict[str, Any], shown: str) -> tuple[dict[str, Any], int | None]:
         with self._lock:
             try:
+                self._require_no_pause()
                 if self._connection is None:
                     self._connection = self._connect()
                 send(self._connection, message)
@@ -87,6 +94,8 @@ class HolderConnection:
                 self._drop()
                 if isinstance(error, StorageError):
                     raise
+                if isinstance(error, TimeoutError) and self._hung_at is None:
+                    self._hung_at = time.monotonic()
                 raise self._gone(error) from error
             except BaseException:  # an answer that is still to come would be taken for that of another request
                 self._drop()
@@ -97,6 +106,13 @@ class HolderConnection:
                 os.close(fd)
             raise refusal
         return answer, fd
+
+    def _require_no_pause(self) -> None:
+        """Raise TimeoutError if the holder did not answer shortly before."""
+        if self._hung_at is not None:
+            if time.monotonic() - self._hung_at < _PAUSE_S:
+                raise TimeoutError(f"timed out in the last {_PAUSE_S:.0f} s")
+            self._hung_at = None
 
     def _connect(self) -> socket.socket:
         """Return a new connection, after a check of the holder's version and run."""

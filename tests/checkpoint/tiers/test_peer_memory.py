@@ -349,8 +349,23 @@ def test_a_holder_that_hangs_costs_one_time_limit_and_one_warning(tmp_path, monk
             save(ck, 2, 3, 4)
         assert len(warned) == 1
         assert restore(tmp_path / "run") == 4
+        monkeypatch.setattr(HolderConnection, "_connect", count_connections(waited := []))
+        holder_connection._forget_connections()
+        ck = make(tmp_path / "run", save_every=4)
+        assert ck.restore(state()) == 4 and ck.durability(4).survives == {"process"}
+        assert len(waited) == 1, "the second request to a holder that hangs fails at once"
     finally:
         os.kill(holder.pid, signal.SIGCONT)
+
+
+def count_connections(found: list[HolderConnection]) -> Callable[[HolderConnection], object]:
+    connect = HolderConnection._connect
+
+    def counted(self: HolderConnection) -> object:
+        found.append(self)
+        return connect(self)
+
+    return counted
 
 
 def test_a_holder_of_another_version_is_named_and_can_be_ended(tmp_path, monkeypatch):

@@ -131,6 +131,7 @@ def test_a_killed_holder_leaves_no_memory_and_its_socket_is_removed_by_the_next_
 
 def test_a_holder_that_is_stopped_by_a_signal_is_an_error_within_the_time_limit(monkeypatch):
     monkeypatch.setattr(holder_connection, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(holder_connection, "_PAUSE_S", 0.0)
     pid = start()
     HolderStore(URL).list()
     os.kill(pid, signal.SIGSTOP)
