@@ -287,6 +287,7 @@ class Checkpointer:
             ShardckptError: A save in the background failed.
         """
         self._saver.settle()
+        self._witness.write_finished()
         if step is not None:
             require_durable(self.durability(step), survives)
 

@@ -65,6 +65,9 @@ class NoWitness:
     def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
         """Do nothing."""
 
+    def write_finished(self) -> None:
+        """Do nothing."""
+
 
 class WitnessSession(NoWitness):
     """Recorder and comparer of the steps of one run, on one rank.
@@ -98,8 +101,7 @@ class WitnessSession(NoWitness):
             self._is_new = False
             self._first_batch = None if batch is None else digest_batch(batch)
         self._last = (number, batch)
-        if self._records.is_waiting:
-            self._records.write_finished()
+        self.write_finished()
         if not self._due:
             return
         if number in self._due:
@@ -140,6 +142,11 @@ class WitnessSession(NoWitness):
             self._due.update({step: {restored.number} for step in steps})
             if self._start is not None and self._options.deep:
                 self._first_use = FirstUse(self._start.objects, self._digest)
+
+    def write_finished(self) -> None:
+        """Write the records that waited for the end of their saves."""
+        if self._records.is_waiting:
+            self._records.write_finished()
 
     @property
     def _coordinator(self) -> Coordinator:
