@@ -420,7 +420,7 @@ def test_states_that_are_saved_in_turn_are_not_flattened_again(tmp_path: Path) -
 def test_a_save_in_the_background_does_not_flatten_the_same_layout_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_ALONE", Saver(ALONE))
+    monkeypatch.setattr(saving.SAVERS, "_alone", Saver(ALONE))
     state = build_state()
     shardckpt.async_save(state, str(tmp_path / "first")).result()
     write_in_place(state)
