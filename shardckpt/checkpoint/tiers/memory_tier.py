@@ -121,18 +121,18 @@ class MemoryTier:
         Raises:
             Exception: The state could not be saved; an error of the memory is a warning.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        number, handle = pending
+        number, handle = self._pending
         try:
-            handle.result()
-        except (StorageError, RankError) as error:
-            if get_channels(self._group).has_lost_rank:
+            handle.result()  # after Ctrl-C the capture is still pending
+        except Exception as error:
+            self._pending = None
+            if not isinstance(error, (StorageError, RankError)) or get_channels(self._group).has_lost_rank:
                 raise
             self._withdraw(number, error)
         else:
-            self._failures = 0
+            self._pending, self._failures = None, 0
 
     def _withdraw(self, number: int, error: Exception) -> None:
         """Emit that a step is not in memory; on rank 0 warn too."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.plan.layout.output_files import parse_size
-from shardckpt.storage.holder.holder_sockets import NODE
+from shardckpt.storage.holder.holder_sockets import NODE, socket_folder
 from shardckpt.storage.holder.holders import IDLE_S
 from shardckpt.storage.resolve_url import local_path
 
@@ -98,4 +98,8 @@ def find_node_id() -> str:
     boot = ""
     with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
         boot = file.read().strip()
-    return f"{boot} {os.environ.get(NODE, '')}"
+    place = ""
+    with suppress(OSError, UsageError):  # containers of one machine have folders of their own
+        status = os.stat(os.path.dirname(socket_folder()))
+        place = f"{status.st_dev} {status.st_ino}"
+    return f"{boot} {place} {os.environ.get(NODE, '')}"

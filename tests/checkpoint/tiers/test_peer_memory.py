@@ -20,7 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt import Checkpointer, PeerMemory
-from shardckpt.checkpoint.tiers import memory_tier, tiered_saver
+from shardckpt.checkpoint.save.handle import SaveHandle
+from shardckpt.checkpoint.tiers import memory_tier, peer_memory, tiered_saver
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.storage.holder import holder_connection
 from shardckpt.storage.holder.holder_connection import HolderConnection
@@ -385,6 +386,31 @@ def test_ranks_on_two_nodes_are_one_warning(tmp_path, monkeypatch):
         assert not tier.prepare({"a", "b"})
     assert not tier.prepare({"a"}), "the next attempt is left out"
     assert tier.prepare({"a"})
+
+
+def test_processes_with_other_folders_of_sockets_are_on_other_nodes(tmp_path, monkeypatch):
+    node = peer_memory.find_node_id()
+    assert peer_memory.find_node_id() == node
+    (tmp_path / "container").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "container"))
+    assert peer_memory.find_node_id() != node
+
+
+def test_a_wait_that_is_interrupted_can_be_repeated(tmp_path, monkeypatch):
+    ck, results = make(tmp_path / "run"), []
+
+    def interrupt(handle: SaveHandle) -> None:
+        results.append(handle)
+        raise KeyboardInterrupt
+
+    ck.save(1, state(1))
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(SaveHandle, "result", interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                ck.wait()
+    assert len(results) == 2
+    ck.wait(1, survives="process")
 
 
 def test_a_fault_of_the_state_is_raised_not_taken_for_one_of_the_memory(tmp_path):
