@@ -20,7 +20,8 @@ ATTEMPTS = 4
 FIRST_PAUSE_S = 0.5
 """Seconds before the second attempt, times a random factor of 0.5 to 2; each further pause is twice as long."""
 
-_PAUSES = random.Random()  # noqa: S311 (no secret; Python's own generator belongs to training)
+PAUSES = random.Random()  # noqa: S311 (no secret; Python's own generator belongs to training)
+"""Source of that factor."""
 
 _PERMANENT = {
     errno.ENOENT,
@@ -66,7 +67,7 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
         except ShardckptError:
             raise
         except Exception as error:  # fsspec's back ends raise exceptions of their libraries
-            seconds = FIRST_PAUSE_S * 2 ** (number - 1) * _PAUSES.uniform(0.5, 2)
+            seconds = FIRST_PAUSE_S * 2 ** (number - 1) * PAUSES.uniform(0.5, 2)
             if number == ATTEMPTS or not is_transient(error) or (pause or time.sleep)(seconds):
                 raise remote_error(error, what, where, tries=number) from error
             count_retry()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import queue
-import random
 import secrets
 import shutil
 import sys
@@ -29,6 +28,7 @@ from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
 from shardckpt.checkpoint.save.staging import BufferPool, is_unpinned, make_buffer
 from shardckpt.format.registry import iter_formats
 from shardckpt.storage.linux_syscalls import exchange, start_writeback
+from shardckpt.storage.retry import PAUSES
 from shardckpt.testing.simulation.operating_system import OperatingSystem
 from shardckpt.testing.simulation.scheduler import Process, Scheduler, Task
 
@@ -112,7 +112,7 @@ class Machine:
             (exchange, system.exchange),
             (start_writeback, lambda *_: None),
             (time, _Twin(time, **self._clocks())),
-            (random, _Twin(random, uniform=chance.uniform)),
+            (PAUSES, chance),
             (secrets, _Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),
             (threading, _Twin(threading, **self._primitives())),
             *((getattr(threading, name), twin) for name, twin in self._primitives().items()),
