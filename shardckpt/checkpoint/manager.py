@@ -250,7 +250,8 @@ class Checkpointer:
             step: Number of the step.
             loss: Loss of this rank, a number or a tensor.
             grad_norm: Norm of the gradients.
-            batch: Batch of this rank: tensors, arrays and lists by sample along dimension 0, in dicts and lists.
+            batch: Batch of this rank: tensors, arrays and lists by sample along dimension 0, in dicts, lists and
+                dataclasses.
 
         Raises:
             ResumeDivergence: The resumed run differs from the one that was saved.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,18 +101,41 @@ def digest_batch(batch: Any) -> SampleDigests:
 
     A sample is a row: the elements of all tensors, arrays and lists at one index of dimension 0. Values of another
     length than the first, and single values, belong to the batch alone. Items of a list that are alike, such as the
-    batches of an accumulated gradient, are batches of their own. Of objects only the class counts.
+    batches of an accumulated gradient, are batches of their own. Of other objects, and of a container inside itself,
+    only the class counts.
 
     Args:
-        batch: Tensors, numpy arrays, and lists of plain values, in dicts, lists and tuples.
+        batch: Tensors, numpy arrays, and lists of plain values, in dicts, lists, tuples and dataclasses.
     """
     samples: list[int] = []
     parts = []
-    for part in _split(batch):
+    for part in _split(_open_containers(batch, ())):
         columns = list(_columns(part, ""))
         parts.append(columns)
         samples += _digest_samples(columns)
     return SampleDigests(digest_bytes(repr((parts, samples)).encode("utf-8", "replace")), tuple(samples))
+
+
+def _open_containers(value: Any, outer: tuple[int, ...]) -> Any:
+    """Return a batch as a tree of dicts and lists: with the fields of dataclasses, and without cycles.
+
+    Args:
+        value: Batch, or a value in it.
+        outer: Ids of the containers around the value.
+    """
+    if id(value) in outer:
+        return type(value).__qualname__
+    inner = (*outer, id(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _open_containers(getattr(value, each.name, None), inner) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _open_containers(item, inner) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not all(type(item) in _SCALARS for item in value):
+        return [_open_containers(item, inner) for item in value]
+    return value
+
+
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 def _split(batch: Any) -> Sequence[Any]:

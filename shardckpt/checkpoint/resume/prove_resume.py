@@ -159,8 +159,10 @@ class _Drill:
         messages, random = [], digest_random_states()
         for number in range(1, self._steps + 1):
             use = FirstUse(objects, self._digest) if is_resumed and number == 1 else None
-            results = _read_results(self._train_step())
-            used = None if use is None else use.end()
+            try:
+                results = _read_results(self._train_step())
+            finally:  # a step that raises leaves no hook on the optimizer
+                used = None if use is None else use.end()
             before, random = random, digest_random_states()
             part = RankStep(
                 number,

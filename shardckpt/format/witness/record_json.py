@@ -162,6 +162,8 @@ class _RecordDecoder:
 
     def record(self, value: object) -> WitnessRecord:
         version = read_fields(value, {"version": int}, self._where)["version"]
+        if type(version) is not int or version < 1:
+            raise self._error("its version must be an integer from 1", version)
         if version > VERSION:
             raise UnsupportedError("a newer version wrote this record", where=self._where, found=version, fix=NEWER)
         kinds = {"save": str, "number": int, "environment": dict, "steps": list, "tables": list}

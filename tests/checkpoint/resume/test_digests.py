@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,32 @@ def test_an_accumulated_gradient_has_the_samples_of_its_batches() -> None:
     on_one = digest_batch([rows_of(BATCH, rows) for rows in ([0, 1], [2, 3], [4, 5])])
     on_two = [digest_batch([rows_of(BATCH, rows)]) for rows in ([0, 2, 4], [1, 3, 5])]
     assert Counter(on_one.samples) == Counter(on_two[0].samples) + Counter(on_two[1].samples)
+
+
+@dataclass
+class Example:
+    """Batch, or sample, with fields."""
+
+    tokens: Any
+    weight: Any = None
+
+
+def test_the_fields_of_a_dataclass_have_samples() -> None:
+    of_fields = digest_batch(Example(BATCH["tokens"], BATCH["weights"]))
+    of_dict = digest_batch({"tokens": BATCH["tokens"], "weight": BATCH["weights"]})
+    assert of_fields == of_dict
+    assert digest_batch([Example(1), Example(2)]).samples == digest_batch([Example(2), Example(1)]).samples[::-1]
+    assert len(set(digest_batch([Example(1), Example(2)]).samples)) == 2
+
+
+def test_a_container_inside_itself_counts_once() -> None:
+    def make(value: int) -> dict[str, Any]:
+        batch: dict[str, Any] = {"tokens": torch.full((2, 3), value)}
+        batch |= {"self": batch, "all": [batch, batch]}
+        return batch
+
+    assert digest_batch(make(1)) == digest_batch(make(1))
+    assert digest_batch(make(1)).samples != digest_batch(make(2)).samples
 
 
 def test_a_single_value_beside_samples_belongs_to_none() -> None:

@@ -171,6 +171,19 @@ def test_a_step_that_returns_unknown_results_is_refused(tmp_path: Path) -> None:
         shardckpt.prove_resume(lambda: {"accuracy": 1}, {"w": torch.ones(1)}, tmp_path / "a")
 
 
+def test_a_step_that_raises_leaves_no_hook_on_the_optimizer(tmp_path: Path) -> None:
+    training, steps = Training(), iter(range(3))
+
+    def train_step() -> dict[str, Any]:
+        if next(steps) == 2:
+            raise ValueError("no more data")
+        return training.step()
+
+    with pytest.raises(ValueError, match="no more data"):
+        shardckpt.prove_resume(train_step, training.state, tmp_path / "drill")
+    assert not training.optim._optimizer_step_pre_hooks
+
+
 def test_a_cached_function_and_a_built_in_one_are_looked_at_too() -> None:
     counts = {"at": 1}
     assert "counts (dict)" in digest_reachable(functools.lru_cache(lambda: counts))

@@ -117,6 +117,13 @@ def test_a_record_of_a_newer_version_is_named_as_such() -> None:
         decode_record(json.dumps({**content, "version": 2}).encode(), where="x")
 
 
+@pytest.mark.parametrize("version", [0, -1, True])
+def test_a_version_below_the_first_is_refused(version: object) -> None:
+    content = json.loads(encode_record(make_record(1)))
+    with pytest.raises(FormatError, match="version"):
+        decode_record(json.dumps({**content, "version": version}).encode(), where="x")
+
+
 def test_a_record_lies_beside_its_step_and_a_flipped_bit_in_it_is_found(tmp_path: Path) -> None:
     record = make_record(3)
     write_record(LocalStore(str(tmp_path)), "step-00000008", record)
