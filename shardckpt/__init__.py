@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint.stateful.rng_state import RNGState
     from shardckpt.checkpoint.stateful.stateful import PerRank
     from shardckpt.checkpoint.stateful.variant import Variant
+    from shardckpt.checkpoint.tiers.local_folder import Local
     from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
     from shardckpt.errors import (
         AmbiguousError,
@@ -112,6 +113,7 @@ _HOMES = {
     "shardckpt.checkpoint.save.handle": ("SaveHandle", "SaveTimings"),
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
     "shardckpt.checkpoint.load.load": ("MismatchError", "load"),
+    "shardckpt.checkpoint.tiers.local_folder": ("Local",),
     "shardckpt.checkpoint.tiers.peer_memory": ("PeerMemory",),
     "shardckpt.open_checkpoint": ("open",),
     "shardckpt.checkpoint.stateful.rng_state": ("RNGState",),
@@ -198,6 +200,7 @@ __all__ = [
     "LayerDifference",
     "LayerStats",
     "LoadEvent",
+    "Local",
     "MismatchError",
     "MissingFileError",
     "MissingTorchError",

@@ -20,6 +20,7 @@ BLOCKED = "import sys; sys.modules['torch'] = None; "
 IN_A_JOB = {
     "Checkpointer",
     "Durability",
+    "Local",
     "MismatchError",
     "PeerMemory",
     "PerRank",

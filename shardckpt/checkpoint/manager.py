@@ -23,7 +23,7 @@ from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import check_options, join_on_event
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, SaveParams
-from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, require_memory_tier
+from shardckpt.checkpoint.tiers.tier_settings import TierSettings, require_tiers
 from shardckpt.checkpoint.tiers.tiered_saver import build_run
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import require_bools
@@ -56,10 +56,11 @@ class Checkpointer:
         save_every: `should_save` returns True for multiples of this.
         dedup: Write only tensors that changed since the newest complete step, and refer to older steps for the others.
             Removing a step keeps the files that other steps refer to.
-        tiers: Tiers in front of the root, such as `[PeerMemory(every=10)]`; they need `save_every`. Then `save` and
-            `async_save` return when the state is copied, each tier takes the steps that its `every` names, and the
-            root those of `save_every`, a step that a signal requested, and those that no tier takes. `restore` loads
-            the newest step, wherever it is; `steps`, `latest`, `best` and retention are about the root.
+        tiers: Tiers in front of the root, the nearest first, such as `[PeerMemory(every=10), Local("/nvme/run",
+            every=100)]`; they need `save_every`. Then `save` and `async_save` return when the state is copied, each
+            tier takes the steps that its `every` names, and the root those of `save_every`, a step that a signal
+            requested, and those that no tier takes. `restore` loads the newest step, wherever it is, and of equal
+            copies the nearest; `steps`, `latest`, `best` and the rules are about the root.
         process_group: Ranks that call the methods; None for all ranks.
         on_event: Called with an event at the end of each save, load, restore, removal of old steps and fallback.
         witness: Record the training steps behind each save, and compare them after a restore; see `witness`.
@@ -86,7 +87,7 @@ class Checkpointer:
         *,
         save_every: int | None = None,
         dedup: bool = False,
-        tiers: Sequence[PeerMemory] = (),
+        tiers: Sequence[TierSettings] = (),
         process_group: dist.ProcessGroup | None = None,
         on_event: OnEvent | None = None,
         witness: Witness | None = None,
@@ -94,14 +95,14 @@ class Checkpointer:
     ) -> None:
         require_bools(dedup=dedup)
         require_on_event(on_event)
-        config = require_memory_tier(tiers, save_every)
-        self._schedule = SaveSchedule(save_every, () if config is None else (config.every,))
+        settings = require_tiers(tiers, save_every)
+        self._schedule = SaveSchedule(save_every, [tier.every for tier in settings])
         self._finder, self._saver, self._retention, self._witness = build_run(
             root,
             process_group,
             Retention.from_params("Checkpointer", **rules),
             self._schedule,
-            config,
+            settings,
             witness,
             dedup=dedup,
             on_event=on_event,

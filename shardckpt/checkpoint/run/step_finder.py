@@ -33,6 +33,9 @@ SHOWN = 5
 NO_STEP = (-1, -1)
 """Order before that of every step."""
 
+StepKey = tuple[str, str]
+"""Path or URL of a step's folder, and the id of the save that wrote it: a step may have copies of one save."""
+
 _MAX_STEP = 10**18
 
 
@@ -60,6 +63,11 @@ class FoundStep(NamedTuple):
     order: tuple[int, int] = NO_STEP
     newest: tuple[int, int] = NO_STEP
     path: str = ""
+
+    @property
+    def key(self) -> StepKey:
+        """Path or URL of its folder, and the id of its save."""
+        return self.path, self.save or ""
 
 
 class StepFinder:
@@ -149,20 +157,21 @@ class StepFinder:
                 fix="Update shardckpt, or choose another folder.",
             )
 
-    def find_step(self, wanted: int | None, passed: Collection[str], fault: Exception | None) -> FoundStep:
+    def find_step(self, wanted: int | None, passed: Collection[StepKey], fault: Exception | None) -> FoundStep:
         """Return the newest step that can be loaded. Collective.
 
         Args:
             wanted: Number of the step; None for any.
-            passed: Ids of saves that were tried already.
+            passed: Copies that were tried already.
             fault: Error of this rank, which all ranks raise; None without an error.
         """
         return FoundStep(*self.ask_rank0("looking for a step", lambda: self.find_on_rank0(wanted, passed), fault))
 
-    def find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
+    def find_on_rank0(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
         """Return the newest step that can be loaded. On rank 0; arguments as for `find_step`."""
         run = self.read()
-        matching = [s for s in run.steps if wanted in (None, s.number) and s.save not in passed and not s.is_base]
+        untried = [s for s in run.steps if not s.is_base and (self.path(s.name), s.save) not in passed]
+        matching = [s for s in untried if wanted in (None, s.number)]
         newest = next((step for step in reversed(run.complete) if step in matching), None)
         faulty = [step for step in reversed(matching) if not step.is_complete]
         newer = [step for step in faulty if newest is None or step.number > newest.number]
@@ -178,13 +187,17 @@ class StepFinder:
         path = self.path(newest.name)
         return FoundStep(faults, newest.number, newest.name, newest.save, branch, "", order, last, path)
 
-    def has_save(self, save: str) -> bool:
-        """Return True if the step that a save wrote is still complete. Collective."""
-        return save in self.ask_rank0("looking again for a step", self.list_saves)
+    def is_still_here(self, found: FoundStep) -> bool:
+        """Return True if a step that was found is still complete. Collective."""
+        return [*found.key] in self.ask_rank0("looking again for a step", self.list_keys)
 
-    def list_saves(self) -> list[str]:
-        """Return the ids of the saves of the complete steps. On rank 0."""
-        return [step.save for step in self.read().complete]
+    def list_keys(self) -> list[StepKey]:
+        """Return the keys of the complete steps. On rank 0."""
+        return [(self.path(step.name), step.save) for step in self.read().complete]
+
+    def mark_damaged(self, found: FoundStep) -> None:
+        """Record that a load found a step damaged."""
+        self.damaged.add(found.save or "")
 
     def list_copies(self, number: int) -> list[StepCopy]:
         """Return the complete copies of a step, the nearest first. On rank 0."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import MIXED, load
-from shardckpt.checkpoint.run.step_finder import StepFinder
+from shardckpt.checkpoint.run.step_finder import StepFinder, StepKey
 from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
@@ -95,7 +95,7 @@ def _load_newest(
     fault: Exception | None,
 ) -> RestoredStep | None:
     """Load the newest step that can be loaded. Collective."""
-    damages: dict[str, str] = {}
+    damages: dict[StepKey, str] = {}
     removed_meanwhile = 0
     while removed_meanwhile < _LOOKS:
         latest = finder.find_step(wanted, damages, fault)
@@ -108,9 +108,9 @@ def _load_newest(
         if not damage:
             faults = (*latest.faults, *damages.values())
             return RestoredStep(latest.number, latest.name, latest.save, latest.branch, faults)
-        if finder.has_save(latest.save):
-            damages[latest.save] = damage
-            finder.damaged.add(latest.save)
+        if finder.is_still_here(latest):
+            damages[latest.key] = damage
+            finder.mark_damaged(latest)
             rank = get_channels(finder.group).main.rank
             emit(FallbackEvent(path, step=latest.number, rank=rank, warnings=(damage,)), on_event)
         else:

@@ -87,10 +87,12 @@ class SaveLane(NamedTuple):
 
 SAVES = SaveLane("", PENDING_SAVE, BUFFERS, SAVERS)
 CAPTURES = SaveLane("captures", PendingSave(), BufferPool(make_buffer, is_unpinned), SaverCache())
+LOCAL_CAPTURES = SaveLane("local captures", PendingSave(), BufferPool(make_buffer, is_unpinned), SaverCache())
 
-for _lane in (SAVES, CAPTURES):
+for _lane in (SAVES, CAPTURES, LOCAL_CAPTURES):
     os.register_at_fork(after_in_child=_lane.buffers.forget)
-os.register_at_fork(after_in_child=CAPTURES.pending.forget)
+for _lane in (CAPTURES, LOCAL_CAPTURES):
+    os.register_at_fork(after_in_child=_lane.pending.forget)
 
 
 @renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")

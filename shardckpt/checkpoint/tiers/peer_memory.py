@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -63,23 +62,6 @@ class PeerMemory:
     def limit(self, memory_bytes: int) -> int:
         """Return the maximum bytes of a holder, on a machine with so many bytes of memory."""
         return memory_bytes // 2 if self.max_bytes is None else parse_size(self.max_bytes)
-
-
-def require_memory_tier(tiers: object, save_every: int | None) -> PeerMemory | None:
-    """Return the memory tier among the tiers of a run; None without one.
-
-    Args:
-        tiers: Argument of the user.
-        save_every: Schedule of the root.
-
-    Raises:
-        UsageError: They are not a list of at most one PeerMemory, or the root has no schedule.
-    """
-    if not isinstance(tiers, Sequence) or not all(isinstance(tier, PeerMemory) for tier in tiers) or len(tiers) > 1:
-        raise UsageError("`tiers` must be a list of at most one PeerMemory", found=repr(tiers)[:200])
-    if tiers and save_every is None:
-        raise UsageError("`tiers` need `save_every`, which names the steps for the root", fix="Pass save_every=1000.")
-    return tiers[0] if tiers else None
 
 
 def find_run_id(root: str) -> str:

@@ -1,4 +1,4 @@
-"""Find the steps of a run with a memory tier: the newest one that can be loaded, in memory or in the root."""
+"""Find the steps of a run with tiers: the newest one that can be loaded, in a tier or in the root."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.run.durability import PROCESS, StepCopy
-from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep, StepFinder, find_next_branch
+from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep, StepFinder, StepKey, find_next_branch
+from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
-from shardckpt.format.native.run_directory import AFTER, StepFolder, read_about
-from shardckpt.storage.holder.holders import is_reachable
+from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
 
 
-def choose_newest(held: FoundStep, root: FoundStep) -> FoundStep:
-    """Return the newer of two steps; of equal ones that in memory, which is nearer.
+def choose_newest(found: Sequence[FoundStep]) -> FoundStep:
+    """Return the newest of some steps; of equal ones the nearest.
 
     Args:
-        held: Newest step in memory that can be loaded.
-        root: The same of the root.
+        found: Newest step of each place that can be loaded, the nearest first, that of the root last.
     """
-    newest = max(held.newest, root.newest)
-    if held.save is None and root.save is None:
+    root, newest = found[-1], max(each.newest for each in found)
+    loadable = [each for each in found if each.save is not None]
+    if not loadable:
         return root._replace(newest=newest)
-    is_held = held.save is not None and (root.save is None or held.order >= root.order)
-    chosen = held if is_held else root
+    chosen = max(loadable, key=lambda each: each.order)  # the first of equal ones
     branch = find_next_branch(chosen.order, newest)
     return chosen._replace(faults=root.faults, unreadable=root.unreadable, branch=branch, newest=newest)
 
@@ -81,31 +82,31 @@ class RootPosition(NamedTuple):
 
 
 class TieredFinder(StepFinder):
-    """Finder of the steps of a run with a memory tier.
+    """Finder of the steps of a run with tiers.
 
     Args:
         root: Path or URL of the run's folder.
         group: Process group of the ranks; None for all ranks.
-        memory: Finder of the captures.
+        places: The tiers, the nearest first.
 
     Attributes:
         position: Steps of the root that this process knows; None before it has looked. On rank 0.
     """
 
-    def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None, memory: StepFinder) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], group: dist.ProcessGroup | None, places: Sequence[TierPlace]
+    ) -> None:
         super().__init__(root, group)
-        self._memory = memory
+        self._places = tuple(places)
         self.has_other_places = True
         self.position: RootPosition | None = None
-        memory.damaged = self.damaged
-        self._run = memory.root.partition("://")[2]
         self._started: dict[int, float] = {}
 
-    def find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
-        """Return the newest step that can be loaded, in memory or in the root. On rank 0."""
+    def find_on_rank0(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
+        """Return the newest step that can be loaded, in a tier or in the root. On rank 0."""
         root = super().find_on_rank0(wanted, passed)
         self.position = RootPosition(root.newest)
-        return choose_newest(self._find_held(wanted, passed, root), root)
+        return choose_newest([*(self._find_in_tier(place, wanted, passed, root) for place in self._places), root])
 
     def find_position(self) -> RootPosition:
         """Return the steps of the root that this process knows; read them if it has not looked. On rank 0."""
@@ -113,43 +114,46 @@ class TieredFinder(StepFinder):
             self.position = RootPosition(super().find_on_rank0(None, ()).newest)
         return self.position
 
-    def _find_held(self, wanted: int | None, passed: Collection[str], root: FoundStep) -> FoundStep:
-        """Return the newest capture that can be loaded; without one if the memory cannot be read."""
-        try:
-            self._drop_captures_of_another_run(root)
-            return self._memory.find_on_rank0(wanted, passed)._replace(faults=[], unreadable="")
-        except ShardckptError as error:
-            _LOG.warning("captures in memory cannot be read: %s", error)
-            return FoundStep([])
+    def _find_in_tier(
+        self, place: TierPlace, wanted: int | None, passed: Collection[StepKey], root: FoundStep
+    ) -> FoundStep:
+        """Return the newest step of a tier that can be loaded; without one if the tier cannot be read."""
 
-    def _drop_captures_of_another_run(self, root: FoundStep) -> None:
-        store = self._memory.open_store()
+        def find() -> FoundStep:
+            self._drop_captures_of_another_run(place, root)
+            return place.finder.find_on_rank0(wanted, passed)._replace(faults=[], unreadable="")
+
+        return _read_tier(place, find, FoundStep([]))
+
+    def _drop_captures_of_another_run(self, place: TierPlace, root: FoundStep) -> None:
+        store, run = place.finder.open_store(), place.finder.read()
         is_empty = root.newest == NO_STEP and not root.faults
-        for step in self._memory.read().complete:
+        for step in run.complete:
             if (step.branch, step.number) <= root.newest:
                 continue  # the root has a newer step, which may have been complete before the next capture
             position = RootPosition.decode(_read_about(store, step).get(AFTER, ""))
             if position is not None and not position.leads_to(root.newest, is_empty=is_empty):
-                _LOG.warning("step %d in memory does not belong to the steps in %s: dropped", step.number, self.root)
-                store.delete_folder(step.name)
+                shown = f"step {step.number} in {place.finder.root}"
+                _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
+                delete_steps(store, run, [step.name])
 
-    def list_saves(self) -> list[str]:
-        """Return the ids of the saves of the complete steps in memory and in the root. On rank 0."""
-        return [*self._list_held_saves(), *super().list_saves()]
+    def mark_damaged(self, found: FoundStep) -> None:
+        """Record that a load found a step damaged, in the place of that copy alone."""
+        for place in self._places:
+            if place.finder.path(found.name) == found.path:
+                place.finder.mark_damaged(found)
+                return
+        super().mark_damaged(found)
 
-    def _list_held_saves(self) -> list[str]:
-        try:
-            return self._memory.list_saves()
-        except ShardckptError:
-            return []
+    def list_keys(self) -> list[StepKey]:
+        """Return the keys of the complete steps in the tiers and in the root. On rank 0."""
+        held = [_read_tier(place, place.finder.list_keys, list[StepKey]()) for place in self._places]
+        return [*chain.from_iterable(held), *super().list_keys()]
 
     def newest_branch(self) -> int:
-        """Return the branch of the newest complete step, in memory or in the root. On rank 0."""
-        try:
-            held = self._memory.newest_branch()
-        except ShardckptError:
-            held = 0
-        return max(held, super().newest_branch())
+        """Return the branch of the newest complete step, in a tier or in the root. On rank 0."""
+        held = [_read_tier(place, place.finder.newest_branch, 0) for place in self._places]
+        return max(*held, super().newest_branch())
 
     def record_start(self, number: int) -> None:
         """Record that a save of a step starts now: an older copy of this number has another state. On rank 0."""
@@ -164,19 +168,32 @@ class TieredFinder(StepFinder):
         A copy that is older than this process's last save of the step is not one of it, and a capture that a new
         process would not find is none.
         """
-        copies = [*self._list_held_copies(number), *super().list_copies(number)]
+        held = [
+            _read_tier(place, partial(_list_held_copies, place, number), list[StepCopy]()) for place in self._places
+        ]
+        copies = [*chain.from_iterable(held), *super().list_copies(number)]
         started = self._started.get(number, 0.0)
         return [copy for copy in copies if not started or (copy.saved_at or 0.0) >= started]
 
-    def _list_held_copies(self, number: int) -> list[StepCopy]:
-        try:
-            held = [step for step in self._memory.read().complete if step.number == number and self.is_good(step)]
-            if not held or not is_reachable(self._run):
-                return []
-        except ShardckptError as error:
-            _LOG.warning("captures in memory cannot be read: %s", error)
-            return []
-        return [StepCopy("memory", self._memory.path(step.name), (PROCESS,), step.saved_at) for step in held]
+
+_T = TypeVar("_T")
+
+
+def _read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
+    """Return what a function reads from a tier; another value if the tier cannot be read."""
+    try:
+        return read()
+    except ShardckptError as error:
+        _LOG.warning("steps in %s cannot be read: %s", place.finder.root, error)
+        return otherwise
+
+
+def _list_held_copies(place: TierPlace, number: int) -> list[StepCopy]:
+    finder = place.finder
+    held = [step for step in finder.read().complete if step.number == number and finder.is_good(step)]
+    if not held or not place.is_found_again():
+        return []
+    return [StepCopy(place.name, finder.path(step.name), (PROCESS,), step.saved_at) for step in held]
 
 
 def _read_about(store: Store, step: StepFolder) -> Mapping[str, str]:

@@ -1,10 +1,11 @@
-"""Save the steps of a run with a memory tier in front of its root."""
+"""Save the steps of a run with tiers in front of its root."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
@@ -25,9 +26,14 @@ from shardckpt.checkpoint.run.step_saver import (
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
 from shardckpt.checkpoint.save.save import RunNotes
+from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
+from shardckpt.checkpoint.tiers.local_folder import Local
+from shardckpt.checkpoint.tiers.local_tier import LocalTier
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
-from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node_id
+from shardckpt.checkpoint.tiers.peer_memory import find_node_id
+from shardckpt.checkpoint.tiers.tier_settings import TierSettings
 from shardckpt.checkpoint.tiers.tiered_finder import TieredFinder
+from shardckpt.errors import UsageError
 from shardckpt.events import OnEvent, OperationEvent
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import AFTER
@@ -44,14 +50,14 @@ class _Places(NamedTuple):
         number: Number of the step.
         branch: Branch of the run that the step belongs to.
         after: Position in the root, as text.
-        in_memory: Whether it is captured.
+        in_tiers: Whether it is captured in each of the tiers.
         in_root: Whether it is saved in the root.
     """
 
     number: int
     branch: int
     after: str
-    in_memory: bool
+    in_tiers: list[bool]
     in_root: bool
 
 
@@ -76,52 +82,73 @@ def build_run(
     group: dist.ProcessGroup | None,
     rules: Retention,
     schedule: SaveSchedule,
-    config: PeerMemory | None,
+    settings: Sequence[TierSettings],
     witness: Witness | None,
     *,
     dedup: bool,
     on_event: OnEvent | None,
 ) -> RunParts:
-    """Return the parts of a run, with or without a memory tier.
+    """Return the parts of a run, with or without tiers.
 
     Args:
         root: Path or URL of the run's folder.
         group: Process group of the ranks; None for all ranks.
         rules: Rules that select the steps of the root to keep.
         schedule: Schedule of the saves.
-        config: Settings of the memory tier; None without one.
+        settings: Settings of the tiers, the nearest first.
         witness: Options of the witness; None without one.
         dedup: Whether unchanged tensors refer to the newest complete step of the root.
         on_event: Called with events; None without a callback.
 
     Raises:
-        UsageError: The root is not a folder's path or URL, or the witness has no options.
+        UsageError: The root is not a folder's path or URL, a tier's folder overlaps it, or the witness has no options.
     """
-    plain = StepFinder(root, group)
-    tier = None if config is None else MemoryTier(config, plain.root, group, on_event)
-    tiered = None if tier is None else TieredFinder(root, group, tier.finder)
-    finder = tiered or plain
+    finder = StepFinder(root, group)
+    tiers = [build_tier(each, finder.root, group, on_event) for each in settings]
+    tiered = TieredFinder(root, group, [tier.place for tier in tiers]) if tiers else None
+    finder = tiered or finder
     retention = StepRetention(rules, finder, on_event)
     saver = StepSaver(finder, retention, schedule, dedup=dedup, on_event=on_event)
     session = open_session(witness, finder)
     saver.on_saved = session.begin_record
-    if tier is None or tiered is None:
+    if tiered is None:
         return RunParts(finder, saver, retention, session)
-    return RunParts(finder, TieredSaver(saver, schedule, tier, tiered), retention, session)
+    return RunParts(finder, TieredSaver(saver, schedule, tiers, tiered), retention, session)
+
+
+def build_tier(
+    settings: TierSettings, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
+) -> CaptureTier:
+    """Return the tier of some settings.
+
+    Args:
+        settings: Settings of the tier.
+        root: Path or URL of the run.
+        group: Process group of the ranks; None for all ranks.
+        on_event: Called with the events of captures; None without a callback.
+
+    Raises:
+        UsageError: The tier's folder overlaps the root.
+    """
+    if isinstance(settings, Local):
+        return LocalTier(settings, root, group, on_event)
+    return MemoryTier(settings, root, group, on_event)
 
 
 class TieredSaver:
-    """Saver of the steps of a run with a memory tier; every method is collective.
+    """Saver of the steps of a run with tiers; every method is collective.
 
     Args:
         saver: Saver of the root.
-        schedule: Schedule of the root and the tier.
-        tier: Memory tier.
-        finder: Finder of the steps in both.
+        schedule: Schedule of the root and the tiers.
+        tiers: The tiers, the nearest first.
+        finder: Finder of the steps in all places.
     """
 
-    def __init__(self, saver: StepSaver, schedule: SaveSchedule, tier: MemoryTier, finder: TieredFinder) -> None:
-        self._saver, self._schedule, self._tier, self._finder = saver, schedule, tier, finder
+    def __init__(
+        self, saver: StepSaver, schedule: SaveSchedule, tiers: Sequence[CaptureTier], finder: TieredFinder
+    ) -> None:
+        self._saver, self._schedule, self._tiers, self._finder = saver, schedule, tuple(tiers), finder
 
     def record_restore(self, number: int, branch: int) -> None:
         """Record that a step was restored, and the branch of the steps that are saved from now on."""
@@ -141,7 +168,7 @@ class TieredSaver:
         Returns:
             A handle of the save in the root; of a capture, one that is done.
         """
-        self._tier.settle()
+        self._settle_tiers(step)
         notes = RunNotes()
         message: bytes | Exception
         try:
@@ -153,15 +180,16 @@ class TieredSaver:
         coordinator = get_channels(self._finder.group).main
         answer = coordinator.coordinate(f"preparing to save a step of {self._finder.root}", message, self._choose)
         places = _Places(*json.loads(answer))
-        if places.in_memory:
-            notes.update({BRANCH: str(places.branch)} if places.branch else {})
-            notes[AFTER] = places.after
-            copy_options = {name: given[name] for name in _FOR_COPY if name in given}
-            self._tier.capture(places.number, state, notes, copy_options)
+        notes.update({BRANCH: str(places.branch)} if places.branch else {})
+        notes[AFTER] = places.after
+        copy_options = {name: given[name] for name in _FOR_COPY if name in given}
+        for tier, is_in_tier in zip(self._tiers, places.in_tiers, strict=True):
+            if is_in_tier:
+                tier.capture(places.number, state, notes, copy_options)
         if places.in_root:
             return self._save_in_root(places, state, metrics, options)
         self._saver.record_save(places.number, places.branch, None)
-        return SaveHandle(AsyncSaveTask(self._tier.finder.root, None))
+        return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
 
     def _save_in_root(
         self, places: _Places, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
@@ -181,19 +209,28 @@ class TieredSaver:
             Exception: The save in the root failed; of captures only an error of the state.
         """
         try:
-            self._tier.settle()
+            for tier in self._tiers:
+                tier.settle()
         finally:
             self._saver.settle()
+
+    def _settle_tiers(self, step: Any) -> None:
+        """Wait for the last captures in the tiers that take a step, which has to be equal on every rank."""
+        with suppress(UsageError):  # all ranks raise it below
+            number = require_step_number(step)
+            for tier in self._tiers:
+                if tier.takes(number):
+                    tier.settle()
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose the places of a step. On rank 0."""
         numbers, nodes = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
-        in_memory = not number % self._tier.every and self._tier.prepare(set(nodes))
+        in_tiers = [tier.takes(number) and tier.prepare(set(nodes)) for tier in self._tiers]
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
         self._finder.record_start(number)
         position = self._finder.find_position()
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
-        return [json.dumps(_Places(number, branch, position.encode(), in_memory, in_root)).encode()] * len(messages)
+        return [json.dumps(_Places(number, branch, position.encode(), in_tiers, in_root)).encode()] * len(messages)

@@ -23,7 +23,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from shardckpt.checkpoint.save.async_save import CAPTURES, SAVES, SaveLane
+from shardckpt.checkpoint.save.async_save import CAPTURES, LOCAL_CAPTURES, SAVES, SaveLane
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
 from shardckpt.checkpoint.save.staging import BufferPool, is_unpinned, make_buffer
 from shardckpt.format.registry import iter_formats
@@ -120,7 +120,7 @@ class Machine:
             (ThreadPoolExecutor, InlineExecutor),
             (PENDING_SAVE, pending),
             (SAVES, self._own_lane(SAVES, pending)),
-            (CAPTURES, self._own_lane(CAPTURES, _OwnedByProcess(self, PendingSave))),
+            *((lane, self._own_lane(lane, _OwnedByProcess(self, PendingSave))) for lane in (CAPTURES, LOCAL_CAPTURES)),
         ]
 
     def _own_lane(self, lane: SaveLane, pending: Any) -> SaveLane:

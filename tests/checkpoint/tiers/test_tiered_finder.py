@@ -23,7 +23,7 @@ def places(draw, name):
 
 @given(places("memory"), places("root"))
 def test_the_newest_step_that_can_be_loaded_is_chosen_and_its_successors_are_newer_than_all(held, root):
-    chosen = choose_newest(held, root)
+    chosen = choose_newest([held, root])
     loadable = [place for place in (held, root) if place.save is not None]
     if not loadable:
         assert chosen.save is None and chosen.faults == ["root"]

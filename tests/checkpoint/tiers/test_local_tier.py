@@ -1,0 +1,218 @@
+"""The tier in a folder of the node: what a killed trainer leaves, what is restored, which folders are refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from forks import is_killed
+from harness import run
+
+import shardckpt
+from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory
+from shardckpt.errors import StorageError, UsageError
+from shardckpt.storage.holder import holder_connection
+
+
+@pytest.fixture(autouse=True)
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of sockets for one test, whose holders are ended after it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield
+    shardckpt.stop_tiers()
+
+
+def make(folder: Path, *, every: int = 1, save_every: int = 100, on_event=None, **rules: object) -> Checkpointer:
+    tiers = [Local(folder / "local", every=every, **rules)]
+    return Checkpointer(folder / "run", save_every=save_every, tiers=tiers, on_event=on_event)
+
+
+def state(value: float = 0.0) -> dict:
+    return {"w": torch.full((300,), float(value)), "step": int(value)}
+
+
+def save(ck: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        ck.save(step, state(step))
+    ck.wait()
+
+
+def restore(ck: Checkpointer, **options: object) -> int | None:
+    """Restore as a new process does, and return the step, whose values all have to be its own."""
+    holder_connection._forget_connections()
+    into = state(-1.0)
+    step = ck.restore(into, **options)
+    assert step is None or (into["step"] == step and torch.equal(into["w"], torch.full((300,), float(step))))
+    return step
+
+
+def flip(step: Path) -> None:
+    """Change one bit of the data of a step."""
+    file = next(step.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_step_survives_a_killed_trainer_as_a_step_that_every_command_reads(tmp_path):
+    def train() -> None:
+        ck = make(tmp_path, every=2, save_every=4, keep_last=2)
+        assert [step for step in range(1, 10) if ck.should_save(step)] == [2, 4, 6, 8]
+        save(ck, 2, 4, 6)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert is_killed(train)
+    local = tmp_path / "local"
+    assert Checkpointer(tmp_path / "run").steps() == (4,)
+    assert [step.number for step in shardckpt.ls(local).complete] == [4, 6], "the rules of the tier are its own"
+    assert not shardckpt.verify(local / "step-00000006").problems
+    ck = make(tmp_path, every=2, save_every=4)
+    assert restore(ck) == 6 and restore(make(tmp_path), step=4) == 4
+    copies = ck.durability(4).copies
+    assert [(copy.tier, copy.survives) for copy in copies] == [("local", ("process",)), ("root", ("process",))]
+    assert copies[0].path == str(local / "step-00000004")
+
+
+def test_rules_of_the_tier_keep_steps_and_every_rule_is_checked(tmp_path):
+    save(make(tmp_path, keep_last=1, keep_every=3), 1, 3, 4, 5)
+    assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [3, 5]
+    for name, value in {"every": 0, "keep_last": 0, "keep_every": -1, "keep_for": "x"}.items():
+        with pytest.raises(UsageError, match=f"{name}|not a time"):
+            Local("folder", **{name: value})
+
+
+def test_a_damaged_copy_falls_to_the_next_copy_then_to_the_step_before_each_with_a_word(tmp_path):
+    save(make(tmp_path, keep_last=3, save_every=2), 1, 2, 3)
+    events: list[FallbackEvent] = []
+    ck = make(tmp_path, on_event=lambda event: events.append(event) if isinstance(event, FallbackEvent) else None)
+    for name in ("step-00000003", "step-00000002"):
+        flip(tmp_path / "local" / name)
+    with pytest.warns(UserWarning, match=r"cannot be loaded, restored step 2.*local/step-00000003"):
+        assert restore(ck) == 2
+    assert [event.path for event in events] == [str(tmp_path / "local" / f"step-0000000{n}") for n in (3, 2)]
+    assert [copy.tier for copy in ck.durability(2).copies] == ["root"], "a copy that was found damaged is not claimed"
+    flip(tmp_path / "run" / "step-00000002")
+    with pytest.warns(UserWarning, match="restored step 1"):
+        assert restore(make(tmp_path)) == 1
+
+
+def test_of_three_equal_copies_the_nearest_that_verifies_is_restored(tmp_path):
+    tiers = [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]
+    save(Checkpointer(tmp_path / "run", save_every=1, tiers=tiers), 1)
+    loads: list[str] = []
+
+    def note(event: shardckpt.OperationEvent) -> None:
+        loads.extend([event.path] * (event.operation == "load"))
+
+    def again() -> Checkpointer:
+        return Checkpointer(tmp_path / "run", save_every=1, tiers=tiers, on_event=note)
+
+    assert [copy.tier for copy in again().durability(1).copies] == ["memory", "local", "root"]
+    assert restore(again()) == 1
+    shardckpt.stop_tiers()
+    assert restore(again()) == 1
+    shutil.rmtree(tmp_path / "local")
+    assert restore(again()) == 1
+    schemes = [path.partition("://")[0] for path in loads]
+    assert schemes == ["shardckpt-memory", str(tmp_path / "local/step-00000001"), str(tmp_path / "run/step-00000001")]
+
+
+def test_a_folder_that_is_lost_is_not_claimed_and_the_next_capture_makes_it_again(tmp_path):
+    ck = make(tmp_path)
+    save(ck, 1)
+    shutil.rmtree(tmp_path / "local")
+    assert ck.durability(1).survives == set()
+    with pytest.raises(StorageError, match="step 1 does not survive"):
+        ck.wait(1, survives="process")
+    save(ck, 2)
+    assert ck.durability(2).survives == {"process"} and restore(make(tmp_path)) == 2
+
+
+def test_a_full_disk_of_the_tier_is_one_warning_and_the_root_has_its_steps(tmp_path, monkeypatch):
+    write = os.write
+
+    def refuse(fd: int, data: bytes) -> int:
+        if "/local/" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    ck = make(tmp_path, save_every=4)
+    with monkeypatch.context() as full, pytest.warns(UserWarning, match="not captured in .*local.*No space") as warned:
+        full.setattr(os, "write", refuse)
+        save(ck, 2, 3, 4)
+    assert len(warned) == 1 and ck.steps() == (4,)
+    assert [copy.tier for step in (2, 3, 4) for copy in ck.durability(step).copies] == ["root"]
+    save(ck, 5, 6, 7, 9)
+    assert [copy.tier for copy in ck.durability(9).copies] == ["local"], "after failures, an attempt is made again"
+
+
+def test_the_folder_of_another_run_is_neither_read_nor_changed(tmp_path):
+    save(make(tmp_path), 1)
+    other = Checkpointer(tmp_path / "other", save_every=5, tiers=[Local(tmp_path / "local")])
+    assert restore(other) is None
+    with pytest.warns(UserWarning, match=r"steps of another run.*found .*run.*expected .*other") as warned:
+        save(other, 2, 3, 5)
+    assert len(warned) == 1 and other.durability(3).survives == set()
+    assert restore(other) == 5 and restore(make(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("owner", [None, b"", b"{", b"[1]", b"[" * 70_000, b'{"run": "abc"}', b"\xff"])
+def test_a_folder_of_steps_whose_run_is_unknown_is_another_run(tmp_path, owner):
+    local = tmp_path / "local"
+    save(make(tmp_path), 1)
+    (local / ".shardckpt-tier.json").unlink()
+    if owner is not None:
+        (local / ".shardckpt-tier.json").write_bytes(owner)
+    ck = make(tmp_path)
+    assert restore(ck) is None
+    with pytest.warns(UserWarning, match="steps of another run"):
+        save(ck, 2)
+    assert [step.number for step in shardckpt.ls(local).complete] == [1]
+
+
+@pytest.mark.parametrize("place", ["run", "run/local", ".", "link"])
+def test_a_folder_that_overlaps_the_root_is_refused(tmp_path, place):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(UsageError, match="the folder of Local and the root must be apart"):
+        Checkpointer(tmp_path / "run", save_every=1, tiers=[Local(tmp_path / place)])
+
+
+def test_a_tier_is_a_folder_of_this_node_and_tiers_are_listed_nearest_first(tmp_path):
+    with pytest.raises(UsageError, match="must be a folder of this node"):
+        Local("s3://bucket/run")
+    assert Local("relative").folder == os.path.abspath("relative")
+    for tiers in ([Local("a"), Local("b")], [Local("a"), PeerMemory()]):
+        with pytest.raises(UsageError, match="at most one PeerMemory and one Local, in this order"):
+            Checkpointer(tmp_path, save_every=1, tiers=tiers)
+
+
+def test_steps_of_a_course_that_was_given_up_are_dropped(tmp_path):
+    save(make(tmp_path, save_every=5), 5, 6, 7)
+    shutil.rmtree(tmp_path / "run")
+    assert restore(make(tmp_path)) is None
+    assert shardckpt.ls(tmp_path / "local").complete == ()
+
+
+def test_ranks_of_one_node_capture_together_and_ranks_of_two_are_one_warning(tmp_path):
+    def train(rank: int, world: int, folder: str) -> list:
+        texts = []
+        for node in ("", "other"):
+            os.environ["SHARDCKPT_NODE"] = node if rank else ""
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                ck = make(Path(folder), save_every=5)
+                save(ck, *((1, 2) if not node else (3, 5)))
+            texts.append(sum("ranks on 2 nodes" in str(each.message) for each in warned))
+        return [texts, ck.steps()]
+
+    assert run(2, train, str(tmp_path)) == [[[0, 1], (5,)], [[0, 0], (5,)]]
+    assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [2]
+    assert restore(make(tmp_path)) == 5
