@@ -110,7 +110,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"rendezvous"},
         {"rank_link"},
         {"coordinator"},
-        {"load"},
+        {"load", "peers"},
         {"incremental"},
         {"save"},
         {"run", "dcp_storage"},

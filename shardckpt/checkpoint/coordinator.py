@@ -49,6 +49,11 @@ class Coordinator:
         self.rank = link.rank if link is not None else 0
         self.size = link.size if link is not None else 1
 
+    @property
+    def timeout_s(self) -> float:
+        """Maximum seconds that ranks wait for each other; 0 for a single rank."""
+        return 0.0 if self._given is None else self._given.timeout.total_seconds()
+
     def coordinate(
         self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:

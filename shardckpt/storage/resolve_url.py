@@ -6,12 +6,14 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingFileError, UsageError
 from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.store import ObjectStore, Store, convert_os_errors, storage_error
+from shardckpt.storage.store import ObjectStore, Store, SubfolderStore, convert_os_errors, storage_error
 
 if TYPE_CHECKING:
     from shardckpt.storage.holder.holder_store import HolderStore
@@ -63,7 +65,50 @@ def open_store(url: str) -> Store:
         UsageError: The protocol is unknown, or its package is not installed.
     """
     path = local_path(url)
-    return open_remote(url) if path is None else LocalStore(path)
+    if path is not None:
+        return LocalStore(path)
+    return _find_mounted(url) or open_remote(url)
+
+
+_MOUNTED: dict[str, Store] = {}
+"""Stores by the URL of their root, which replace what the URL names otherwise."""
+
+
+@contextmanager
+def mount_store(url: str, store: Store) -> Iterator[None]:
+    """Open a URL, and the folders below it, as a given store in this process within the context.
+
+    Args:
+        url: URL with a protocol, without a slash at the end.
+        store: Store to open; it is only read, except that folders may be deleted.
+    """
+    _MOUNTED[url] = store
+    try:
+        yield
+    finally:
+        del _MOUNTED[url]
+
+
+def _find_mounted(url: str) -> Store | None:
+    """Return the mounted store of a folder; None without one."""
+    for root, store in [*_MOUNTED.items()]:
+        folder = url.rstrip("/").removeprefix(root)
+        if url.startswith(root) and (not folder or folder.startswith("/")):
+            return SubfolderStore(store, folder.lstrip("/")) if folder else store
+    return None
+
+
+def _find_mounted_kind(url: str) -> str:
+    """Return the kind of a URL in a mounted store, as `kind`; empty if it is in none."""
+    for root, store in [*_MOUNTED.items()]:
+        name = url.rstrip("/").removeprefix(root).lstrip("/")
+        if url.startswith(f"{root}/") and name:
+            entries = store.list(name.rpartition("/")[0])
+            kinds = ["folder" if entry.is_folder else "file" for entry in entries if entry.name == name]
+            return (*kinds, "missing")[0]
+        if url == root:
+            return "folder" if store.list() else "missing"
+    return ""
 
 
 def open_remote(url: str) -> ObjectStore:
@@ -111,6 +156,8 @@ def kind(url: str) -> str:
         StorageError: The store does not answer.
     """
     path = local_path(url)
+    if path is None and (mounted := _find_mounted_kind(url)):
+        return mounted
     if _is_held(url):
         return _open_held(url).find_kind()
     if path is None:

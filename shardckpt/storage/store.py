@@ -51,12 +51,14 @@ class Capabilities:
     Attributes:
         renames: Whether folders can be renamed atomically, so that a result appears at once.
         is_local: Whether files are on this machine, so that reads are cheap and small ones need not be merged.
+        is_shared: Whether every rank reaches the same files in the same way, so that one may read for others.
         block_bytes: Bytes of the blocks that are read and verified in full, counted from the start of a file; else 0.
     """
 
     renames: bool
     is_local: bool
     block_bytes: int = 0
+    is_shared: bool = True
 
 
 class Writer(Protocol):

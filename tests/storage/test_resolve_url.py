@@ -7,7 +7,7 @@ from bucket import Bucket
 
 from shardckpt.errors import UsageError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.resolve_url import kind, local_path, open_store, split
+from shardckpt.storage.resolve_url import kind, local_path, mount_store, open_store, split
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,16 @@ def test_s3_places_too(s3_bucket):
     assert kind(f"{s3_bucket}/x") == "folder"
     assert kind(f"{s3_bucket}/x/file") == "file"
     assert kind("s3://no-such-bucket-at-all/x") == "missing"
+
+
+def test_a_mounted_store_is_opened_under_its_url_until_the_context_ends(tmp_path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "COMMIT").write_bytes(b"x")
+    with mount_store("shardckpt-memory://0a", LocalStore(str(tmp_path))):
+        assert open_store("shardckpt-memory://0a/step-1").size("COMMIT") == 1
+        assert open_store("shardckpt-memory://0a/").size("step-1/COMMIT") == 1
+        assert open_store("shardckpt-memory://0ab").list() == []
+        names = ("", "/step-1", "/step-1/COMMIT", "/step-2")
+        assert [kind(f"shardckpt-memory://0a{name}") for name in names] == ["folder", "folder", "file", "missing"]
+        assert kind("shardckpt-memory://0ab") == "missing"
+    assert open_store("shardckpt-memory://0a").list() == []

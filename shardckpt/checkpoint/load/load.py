@@ -364,8 +364,9 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
     plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
     _require_fit(plan)
     wanted = saved.locate_requests([(target.entry, target.array) for target in plan.arrays])
+    has = saved.store.capabilities
     if coordinator.size == 1 or not (
-        broadcast_reads or (broadcast_reads is None and not saved.store.capabilities.is_local)
+        broadcast_reads or (broadcast_reads is None and has.is_shared and not has.is_local)
     ):
         return LoadSession(saved, plan, wanted)
     pending_reads, rest = as_pending_reads(wanted)

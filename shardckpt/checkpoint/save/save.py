@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.coordinator import ALONE, ProcessGroup, get_channels, resolve_process_group
+from shardckpt.checkpoint.coordinator import ALONE, Coordinator, ProcessGroup, get_channels, resolve_process_group
 from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
@@ -154,8 +154,18 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
         key_map,
         options.get("on_event"),
         stats,
-        getattr(options.get("custom_metadata"), "require_replaceable", None),
+        *_read_hooks(options.get("custom_metadata")),
     )
+
+
+def _read_hooks(custom_metadata: Any) -> tuple[Callable[[], object] | None, bool, OnCommit | None]:
+    """Return the options that only a `Checkpointer` gives."""
+    notes = custom_metadata if isinstance(custom_metadata, RunNotes) else RunNotes()
+    return notes.require_replaceable, notes.is_shared, notes.after_commit
+
+
+OnCommit = Callable[[Coordinator], object]
+"""Called on every rank after the commit of a save, with the coordinator of its thread."""
 
 
 class RunNotes(dict[str, str]):
@@ -163,9 +173,13 @@ class RunNotes(dict[str, str]):
 
     Attributes:
         require_replaceable: As in `SaveOptions`.
+        is_shared: As in `SaveOptions`.
+        after_commit: As in `SaveOptions`.
     """
 
     require_replaceable: Callable[[], object] | None = None
+    is_shared: bool = True
+    after_commit: OnCommit | None = None
 
 
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -97,6 +97,8 @@ class SaveOptions:
         stats: Whether to store statistics of the values.
         require_replaceable: Called on rank 0 before the commit; raises an error if `overwrite` holds no longer, because
             another process has completed the checkpoint meanwhile. None if it holds in any case.
+        is_shared: Whether all ranks write to one place; otherwise each writes to a place of its own node.
+        after_commit: Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
     """
 
     path: str
@@ -110,6 +112,8 @@ class SaveOptions:
     on_event: OnEvent | None = None
     stats: bool = False
     require_replaceable: Callable[[], object] | None = None
+    is_shared: bool = True
+    after_commit: Callable[[Coordinator], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -492,6 +496,8 @@ class SaveSession:
             raise _base_removed_error(self._options.path, url)
         cache = self._begun.cache if self._begun is not None else None
         self._saver.remember(planned, cache, self._cached_save)
+        if self._options.after_commit is not None:
+            self._options.after_commit(self._last)
 
     def _exchange_outcome(self, what: str, planned: PlannedSave, written: WrittenSave | Exception) -> bytes:
         """Return rank 0's answer after it published the files of all ranks. Collective."""
@@ -541,6 +547,8 @@ class SaveSession:
         _write_file(self._publication, manifest_name(contents.save), manifest)
         own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
         rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
+        if not self._options.is_shared:
+            other_sizes = []
         require_files(self._options.path, self._publication.staging_url, [{**rank0_sizes, **own}, *other_sizes])
         # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
         if base is not None and not base.is_kept(files):

@@ -1,0 +1,215 @@
+"""Catalog of the files of a run that several nodes have, from the reports of their ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shardckpt.errors import CheckpointError, FormatError, MissingFileError
+from shardckpt.format.native.commit import COMMIT, read_commit
+from shardckpt.format.native.run_directory import is_step_name
+from shardckpt.storage.store import Store, SubfolderStore, check_name
+
+
+class Node(NamedTuple):
+    """A node: processes that reach the same files without a network.
+
+    Attributes:
+        name: Id of the node.
+        machine: Id of the machine, which nodes share that fail together.
+        rack: Label of the machines that may fail together; empty without one.
+    """
+
+    name: str
+    machine: str
+    rack: str = ""
+
+
+class NodeStep(NamedTuple):
+    """Files of one committed step that a node has.
+
+    Attributes:
+        save: Id of the save.
+        total: Number of files of the step on all nodes.
+        files: Name to size in bytes of the files on this node.
+    """
+
+    save: str
+    total: int
+    files: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """Report of a rank: the committed steps on its node.
+
+    Attributes:
+        node: Node of the rank.
+        steps: Steps by the name of their folder.
+    """
+
+    node: Node
+    steps: Mapping[str, NodeStep] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the report as bytes."""
+        return json.dumps([self.node, self.steps]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> NodeReport:
+        """Parse the bytes of `encode`, in time linear in them.
+
+        Raises:
+            FormatError: The bytes are not a report.
+            UnsafeError: A name leaves its folder.
+        """
+        try:
+            node, steps = json.loads(data)
+            name, machine, rack = map(str, node)
+            found = {str(folder): _decode_step(step) for folder, step in steps.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise FormatError("a report of the files of a node is damaged", found=f"{len(data)} bytes") from error
+        for folder, step in found.items():
+            for each in (folder, *step.files):
+                check_name(each, name)
+        return cls(Node(name, machine, rack), found)
+
+
+def _decode_step(step: Any) -> NodeStep:
+    save, total, files = step
+    return NodeStep(str(save), int(total), {str(name): int(size) for name, size in files.items()})
+
+
+def report_files(store: Store, node: Node, folders: Iterable[str] | None = None) -> NodeReport:
+    """Return the committed steps in the store of a node.
+
+    Files count only if their node has the step's `COMMIT` and they have their committed sizes.
+
+    Args:
+        store: Store of this node, whose root is the run.
+        node: This node.
+        folders: Names of the folders to report; None for all steps.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    if folders is None:
+        folders = [entry.name for entry in store.list() if entry.is_folder and is_step_name(entry.name)]
+    steps = {folder: step for folder in folders if (step := _read_step(SubfolderStore(store, folder))) is not None}
+    return NodeReport(node, steps)
+
+
+def _read_step(store: Store) -> NodeStep | None:
+    """Return the files of one committed step; None without a valid `COMMIT`."""
+    with suppress(CheckpointError, MissingFileError):  # damaged, of another version, or being removed
+        sizes = {entry.name: entry.size for entry in store.list() if not entry.is_folder}
+        commit = read_commit(store, sizes)
+        expected = {**commit.files, commit.manifest: commit.manifest_bytes, COMMIT: sizes[COMMIT]}
+        held = {name: size for name, size in expected.items() if sizes.get(name) == size}
+        return NodeStep(commit.save, len(expected), held)
+    return None
+
+
+class FileCopies(NamedTuple):
+    """A file and the nodes that have it.
+
+    Attributes:
+        nbytes: Size in bytes.
+        nodes: Indices of the nodes, in ascending order.
+    """
+
+    nbytes: int
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NodeCatalog:
+    """Files of a run by node.
+
+    Attributes:
+        nodes: The nodes.
+        ranks: Ranks of each node.
+        saves: Id of the save of each step, by the name of its folder.
+        totals: Number of files of each step.
+        files: Copies of each file, by the name of the step's folder and by its own.
+    """
+
+    nodes: tuple[Node, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    saves: Mapping[str, str]
+    totals: Mapping[str, int]
+    files: Mapping[str, Mapping[str, FileCopies]]
+
+    @classmethod
+    def from_reports(cls, reports: Sequence[NodeReport]) -> NodeCatalog:
+        """Return the catalog of the reports of all ranks, in rank order.
+
+        Of ranks on one node the report of the lowest counts. If nodes have different saves of one step, the newest
+        counts.
+        """
+        ranks: dict[str, list[int]] = {}
+        for rank, report in enumerate(reports):
+            ranks.setdefault(report.node.name, []).append(rank)
+        first = [reports[members[0]] for members in ranks.values()]
+        steps: dict[str, list[tuple[int, NodeStep]]] = {}
+        for index, report in enumerate(first):
+            for folder, step in report.steps.items():
+                steps.setdefault(folder, []).append((index, step))
+        saves = {folder: max(step.save for _, step in held) for folder, held in steps.items()}
+        newest = {folder: [pair for pair in held if pair[1].save == saves[folder]] for folder, held in steps.items()}
+        return cls(
+            tuple(report.node for report in first),
+            tuple(map(tuple, ranks.values())),
+            saves,
+            {folder: max(step.total for _, step in held) for folder, held in newest.items()},
+            {folder: _merge_files(held) for folder, held in newest.items()},
+        )
+
+    def encode(self) -> bytes:
+        """Return the catalog as bytes."""
+        return json.dumps([self.nodes, self.ranks, self.saves, self.totals, self.files]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> NodeCatalog:
+        """Return the catalog from the bytes of `encode`."""
+        nodes, ranks, saves, totals, files = json.loads(data)
+        copies = {
+            folder: {name: FileCopies(nbytes, tuple(held)) for name, (nbytes, held) in named.items()}
+            for folder, named in files.items()
+        }
+        return cls(tuple(Node(*node) for node in nodes), tuple(map(tuple, ranks)), saves, totals, copies)
+
+    def find_node(self, rank: int) -> int:
+        """Return the index of a rank's node."""
+        return next(index for index, members in enumerate(self.ranks) if rank in members)
+
+    def is_complete(self, folder: str) -> bool:
+        """Return True if the nodes together have every file of a step."""
+        return folder in self.files and len(self.files[folder]) == self.totals[folder]
+
+    def count_machines(self, folder: str) -> int:
+        """Return on how many machines each file of a step is, at least; 0 if one is on none.
+
+        A step survives the loss of one machine fewer.
+
+        Args:
+            folder: Name of the step's folder.
+        """
+        if not self.is_complete(folder):
+            return 0
+        copies = self.files[folder].values()
+        return min(len({self.nodes[index].machine for index in each.nodes}) for each in copies)
+
+
+def _merge_files(held: Sequence[tuple[int, NodeStep]]) -> dict[str, FileCopies]:
+    """Return the copies of each file of one save; of different sizes that of the first node counts."""
+    found: dict[str, FileCopies] = {}
+    for index, step in held:
+        for name, nbytes in step.files.items():
+            known = found.get(name, FileCopies(nbytes, ()))
+            if known.nbytes == nbytes:
+                found[name] = FileCopies(nbytes, (*known.nodes, index))
+    return found

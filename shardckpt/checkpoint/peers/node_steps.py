@@ -1,0 +1,108 @@
+"""Steps in the stores of several nodes: give every node the marks of a step, and remove old steps of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+from shardckpt.checkpoint.coordinator import Coordinator
+from shardckpt.errors import CheckpointError, MissingFileError
+from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_commit
+from shardckpt.format.native.run_directory import is_step_name
+from shardckpt.plan.layout.box_codec import pack_message, unpack_message
+from shardckpt.storage.store import Store, SubfolderStore, read_bytes
+
+
+def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: bool) -> None:
+    """Write the manifest and the `COMMIT` of a step into the stores of all nodes. Collective.
+
+    Rank 0 has committed the step in the store of its own node. When this returns, every node has the marks; files of
+    older saves in the folder are removed.
+
+    Args:
+        coordinator: Coordinator of the ranks.
+        own: Store of this node, whose root is the run.
+        folder: Name of the step's folder.
+        is_first: Whether this rank writes for its node.
+
+    Raises:
+        RankError: Another rank could not write them, or is lost.
+        StorageError: This rank could not write them.
+    """
+    inside = SubfolderStore(own, folder)
+    is_wanted = is_first and coordinator.rank > 0
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        marks = _read_marks(inside)
+        return [marks if message else b"" for message in messages]
+
+    marks = coordinator.coordinate(f"committing {inside.url}", b"1" if is_wanted else b"", decide)
+    result: bytes | Exception = b""
+    try:
+        if is_wanted:
+            _write_marks(inside, marks)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+        result = error
+    coordinator.coordinate(f"committing {inside.url} on all nodes", result, lambda messages: messages)
+
+
+def _read_marks(store: Store) -> bytes:
+    nbytes = store.size(COMMIT)
+    data = read_bytes(store, COMMIT, 0, nbytes)
+    commit = decode_commit(data, where=store.url)
+    return pack_message([nbytes], data + read_bytes(store, commit.manifest, 0, commit.manifest_bytes))
+
+
+def _write_marks(store: Store, marks: bytes) -> None:
+    """Write the manifest, then `COMMIT`; remove files that it does not name."""
+    (nbytes,), data = unpack_message(marks)
+    commit = decode_commit(bytes(data[:nbytes]), where=store.url)
+    for name, content in ((commit.manifest, data[nbytes:]), (COMMIT, data[:nbytes])):
+        with store.create(name) as writer:
+            writer.write(content)
+    for entry in store.list():
+        if entry.name not in {*commit.files, commit.manifest, COMMIT}:
+            store.delete(entry.name)
+
+
+def read_commits(own: Store) -> dict[str, Commit]:
+    """Return the valid `COMMIT` of each step in a store, by the name of its folder. Raises StorageError."""
+    found = {}
+    for entry in own.list():
+        if entry.is_folder and is_step_name(entry.name):
+            inside = SubfolderStore(own, entry.name)
+            with suppress(CheckpointError, MissingFileError):
+                found[entry.name] = read_commit(inside, {each.name: each.size for each in inside.list()})
+    return found
+
+
+def remove_old_steps(own: Store, keep_last: int, protected: Collection[str], damaged: Collection[str]) -> list[str]:
+    """Remove the steps of a node but the newest ones, and folders without a valid `COMMIT`; return their names.
+
+    Args:
+        own: Store of the node, whose root is the run.
+        keep_last: Number of newest steps to keep.
+        protected: Names of further folders to keep.
+        damaged: Ids of saves whose steps a load found damaged: they do not count.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    commits = read_commits(own)
+    kept = {*protected, *choose_newest(commits, keep_last, damaged)}
+    removed = [entry.name for entry in own.list() if is_step_name(entry.name) and entry.name not in kept]
+    for name in removed:
+        own.delete_folder(name)
+    return removed
+
+
+def choose_newest(commits: Mapping[str, Commit], keep_last: int, damaged: Collection[str] = ()) -> list[str]:
+    """Return the folders of the newest steps: by branch, then by number.
+
+    Args:
+        commits: `COMMIT` of each step.
+        keep_last: Number of steps.
+        damaged: Ids of saves that do not count.
+    """
+    good = [name for name, commit in commits.items() if commit.save not in damaged]
+    return sorted(good, key=lambda name: (commits[name].branch, int(name.partition("-")[2])))[-keep_last:]

@@ -1,0 +1,77 @@
+"""The catalog of the files of all nodes: pure, from reports that anybody may have written."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardckpt
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep, report_files
+from shardckpt.errors import FormatError, UnsafeError
+from shardckpt.storage.local import LocalStore
+
+FOLDER = "step-00000001"
+NAMES = [f"{number}.safetensors" for number in range(4)]
+
+
+@st.composite
+def reports(draw):
+    """Reports of ranks on some nodes of some machines, each with some files of one save."""
+    nodes = draw(st.integers(1, 4))
+    machines = [draw(st.integers(0, nodes - 1)) for _ in range(nodes)]
+    held = [draw(st.sets(st.sampled_from(NAMES))) for _ in range(nodes)]
+    per_node = [
+        NodeReport(
+            Node(f"n{at}", f"m{machines[at]}"), {FOLDER: NodeStep("save", 4, dict.fromkeys(sorted(held[at]), 9))}
+        )
+        for at in range(nodes)
+    ]
+    return draw(st.lists(st.sampled_from(per_node), min_size=1, max_size=6))
+
+
+@given(reports())
+def test_a_step_survives_the_loss_of_machines_exactly_if_every_file_is_on_more_of_them(ranks):
+    catalog = NodeCatalog.from_reports(ranks)
+    assert NodeCatalog.decode(catalog.encode()) == catalog
+    places = {name: {r.node.machine for r in ranks if name in r.steps[FOLDER].files} for name in NAMES}
+    assert catalog.is_complete(FOLDER) is all(places.values())
+    assert catalog.count_machines(FOLDER) == min(map(len, places.values()))
+    for rank, report in enumerate(ranks):
+        assert catalog.nodes[catalog.find_node(rank)] == report.node
+    assert NodeReport.decode(ranks[0].encode()) == ranks[0]
+
+
+def test_files_of_an_older_save_of_a_step_do_not_count():
+    old = NodeReport(Node("a", "a"), {FOLDER: NodeStep("0001", 1, {"x": 1})})
+    new = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0002", 2, {"y": 1})})
+    catalog = NodeCatalog.from_reports([old, new])
+    assert catalog.saves == {FOLDER: "0002"} and [*catalog.files[FOLDER]] == ["y"]
+    assert catalog.count_machines(FOLDER) == 0 and catalog.count_machines("step-00000009") == 0
+
+
+def test_a_node_reports_the_committed_files_that_have_their_sizes(tmp_path):
+    shardckpt.save({"w": [1, 2]}, tmp_path / FOLDER)
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / FOLDER / "notes").write_text("no part of the step")
+    node, store = Node("a", "a"), LocalStore(str(tmp_path))
+    report = report_files(store, node)
+    step = report.steps[FOLDER]
+    assert [*report.steps] == [FOLDER] and len(step.files) == step.total and "notes" not in step.files
+    payload = max((tmp_path / FOLDER).glob("*.safetensors"))
+    payload.write_bytes(payload.read_bytes()[:-1])
+    assert len(report_files(store, node).steps[FOLDER].files) == step.total - 1
+    (tmp_path / FOLDER / "COMMIT").write_text("damaged")
+    assert report_files(store, node).steps == {}
+
+
+@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(max_size=3), st.lists, max_leaves=6))
+def test_a_report_of_other_bytes_is_a_typed_error(data):
+    with pytest.raises(FormatError, match="report"):
+        NodeReport.decode(data if isinstance(data, bytes) else json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("name", ["../COMMIT", "/etc/passwd", ""])
+def test_a_report_with_a_name_that_leaves_its_folder_is_refused(name):
+    with pytest.raises(UnsafeError):
+        NodeReport.decode(NodeReport(Node("a", "a"), {FOLDER: NodeStep("s", 1, {name: 1})}).encode())

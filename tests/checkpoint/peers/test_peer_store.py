@@ -1,0 +1,131 @@
+"""Ranks on several nodes read files of all of them, each from the nearest node that gives it."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from harness import outcomes, run
+
+from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.peers import exchange_round
+from shardckpt.checkpoint.peers.node_files import Node, NodeReport, NodeStep
+from shardckpt.checkpoint.peers.open_peers import share_catalog
+from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
+from shardckpt.checkpoint.peers.peer_store import PeerStore
+from shardckpt.errors import MissingFileError, StorageError, TruncatedError
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.store import Read, read_bytes
+
+FOLDER = "step-00000001"
+
+
+def content(number: int) -> bytes:
+    return bytes((number + at) % 251 for at in range(3000 + number))
+
+
+def write_nodes(root: Path, held: dict[str, list[int]]) -> None:
+    for node, numbers in held.items():
+        (root / node / FOLDER).mkdir(parents=True)
+        for number in numbers:
+            (root / node / FOLDER / f"f{number}").write_bytes(content(number))
+
+
+def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple[PeerStore, PeerExchange]:
+    """The store of a rank, whose node is the letter at its place in `nodes`."""
+    node = nodes[rank]
+    files = {f"f{number}": len(content(number)) for number in held[node]}
+    total = len({number for numbers in held.values() for number in numbers})
+    report = NodeReport(Node(node, node), {FOLDER: NodeStep("save", total, files)})
+    channels = get_channels(None)
+    own = LocalStore(str(root / node))
+    store = PeerStore(own, share_catalog(channels.main, report), rank)
+    store.exchange = PeerExchange(channels.background_coordinator(None, "peers"), own, store.forget_folder)
+    return store, store.exchange
+
+
+def test_ranks_read_files_of_all_nodes_and_only_those_of_others_cross_the_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange_round, "ROUND_BYTES", 2500)
+    held = {"a": [0, 1, 2], "b": [2, 3], "c": []}
+    write_nodes(tmp_path, held)
+
+    def body(rank: int, world: int) -> tuple[int, int, int]:
+        store, exchange = join(rank, tmp_path, "aabc", held)
+        with exchange, ThreadPoolExecutor(3) as pool:
+            names = [entry.name for entry in store.list(FOLDER)]
+            assert names == [f"{FOLDER}/f{number}" for number in range(4)]
+            found = list(pool.map(lambda name: read_bytes(store, name, 10, store.size(name) - 10), names))
+            assert found == [content(number)[10:] for number in range(4)]
+            parts = [bytearray(5), bytearray(0), bytearray(7)]
+            store.read([Read(names[1], 1, memoryview(parts[0])), Read(names[3], 9, memoryview(parts[1])),
+                        Read(names[3], 9, memoryview(parts[2]))])  # fmt: skip
+            assert parts == [content(1)[1:6], b"", content(3)[9:16]]
+            with pytest.raises(TruncatedError):
+                read_bytes(store, names[0], 0, 3001)
+            with pytest.raises(MissingFileError):
+                store.size(f"{FOLDER}/f9")
+            with pytest.raises(StorageError):
+                store.create("x")
+        return store.own_bytes, store.pulled_bytes, exchange.received_bytes
+
+    def nbytes(*numbers: int) -> int:
+        return sum(len(content(number)) - 10 for number in numbers)
+
+    on_a = nbytes(0, 1, 2) + 5, nbytes(3) + 7, nbytes(3) + 7
+    on_b = nbytes(2, 3) + 7, nbytes(0, 1) + 5, nbytes(0, 1) + 5
+    on_c = 0, nbytes(0, 1, 2, 3) + 12, nbytes(0, 1, 2, 3) + 12
+    assert run(4, body) == [on_a, on_a, on_b, on_c]
+
+
+def test_a_file_that_a_node_has_lost_is_read_from_the_next_one_and_an_error_if_none_has_it(tmp_path):
+    held = {"a": [0, 1], "b": [0], "c": []}
+    write_nodes(tmp_path, held)
+    (tmp_path / "a" / FOLDER / "f0").unlink()
+    (tmp_path / "a" / FOLDER / "f1").unlink()
+
+    def body(rank: int, world: int) -> tuple[bytes, str]:
+        store, exchange = join(rank, tmp_path, "abc", held)
+        with exchange:
+            found = read_bytes(store, f"{FOLDER}/f0", 0, 3000)
+            with pytest.raises(MissingFileError, match="no node gives this range") as caught:
+                read_bytes(store, f"{FOLDER}/f1", 0, 1)
+        with pytest.raises(StorageError, match="during a restore only"):
+            exchange.pull([(exchange_round.FilePiece(0, "x", 0, 1), memoryview(bytearray(1)))])
+        return found, str(caught.value)
+
+    assert [found for found, _ in run(3, body)] == [content(0)] * 3
+
+
+def test_a_folder_that_rank_0_deletes_is_gone_on_all_nodes(tmp_path):
+    held = {"a": [0], "b": [1]}
+    write_nodes(tmp_path, held)
+
+    def body(rank: int, world: int) -> list:
+        store, exchange = join(rank, tmp_path, "ab", held)
+        with exchange:
+            if rank == 0:
+                store.delete_folder(FOLDER)
+            deadline = time.monotonic() + 20
+            while store.list() and time.monotonic() < deadline:
+                time.sleep(0.005)
+        return store.list()
+
+    assert run(2, body) == [[], []]
+
+
+def test_a_rank_that_does_not_take_part_ends_the_reads_of_the_others_within_the_time_limit(tmp_path):
+    held = {"a": [0], "b": [1], "c": [2]}
+    write_nodes(tmp_path, held)
+
+    def body(rank: int, world: int) -> None:
+        store, exchange = join(rank, tmp_path, "abc", held)
+        if rank < 2:
+            with exchange:
+                read_bytes(store, f"{FOLDER}/f{1 - rank}", 0, 100)
+
+    first, second, absent = outcomes(3, body, group_timeout=2.0)
+    assert absent.raised is None
+    for each in (first, second):
+        assert each.raised is not None and each.raised.name == "RankError" and "rank 2 of 3" in each.raised.message
