@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from options import add_disk_options, add_selection
 from results import RESULTS, Lines, machine, record, section_title
 
 HERE = Path(__file__).resolve().parent
@@ -446,16 +447,13 @@ def main() -> None:
     """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=parse_size, default=parse_size("4GB"), help="bytes of the large inputs")
-    parser.add_argument("--cases", default=",".join([*CASES, *FIGURES]), help="comma-separated, of: %(default)s")
+    add_selection(parser, "--cases", [*CASES, *FIGURES])
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each tool")
     parser.add_argument("--pairs", type=int, default=0, help="compare with cp alone, in so many pairs")
-    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="fsync for all tools or for none")
-    parser.add_argument("--folder", help="folder for inputs and outputs, instead of the temporary folder")
+    add_disk_options(parser)
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
     options = parser.parse_args()
-    names = options.cases.split(",")
-    if unknown := set(names) - {*CASES, *FIGURES}:
-        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    names = options.cases
     if options.pairs and not any(pairing.case in names for pairing in PAIRINGS):
         parser.error("none of these cases has pairs")
     Fsync.off = options.fsync == "neither"

@@ -37,6 +37,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first step; import it once, before the fork
 import torch.distributed as dist
 from llama import Block, Llama, Shape
+from options import add_selection, add_transformer_options
 from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
 from results import RESULTS, Lines, machine, record, section_title
 from torch import nn
@@ -372,18 +373,13 @@ def is_available(row: str) -> bool:
 def main() -> None:
     """Run the selected rows and parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(filter(is_available, ROWS)), help="comma-separated, of: %(default)s")
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of: %(default)s")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of each rank")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence")
+    add_selection(parser, "--rows", ROWS, filter(is_available, ROWS))
+    add_selection(parser, "--parts", PARTS)
+    add_transformer_options(parser, layers=8, hidden=512, batch=2, tokens=128)
     parser.add_argument("--rounds", type=int, default=9, help="measured steps of each engine")
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
     options = parser.parse_args()
-    rows, parts = options.rows.split(","), options.parts.split(",")
-    if unknown := (set(rows) - set(ROWS)) | (set(parts) - set(PARTS)):
-        parser.error(f"unknown row or part: {', '.join(sorted(unknown))}")
+    rows, parts = options.rows, options.parts
     shape = Shape(layers=options.layers, hidden=options.hidden, inner=options.hidden * 43 // 16 // 16 * 16)
     workload = Workload(shape, (options.batch, options.tokens), options.rounds)
     report = run(workload, [engine for row in rows for engine in ROWS[row]], parts)

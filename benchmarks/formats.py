@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from consolidate import CP, PYTHON, Bench, Case, Fsync, Runs, Tool, file_system, ours, parse_size, scratch, script
+from options import add_disk_options, add_selection
 from results import RESULTS, machine, record, section_title
 
 INPUTS = Path(__file__).resolve().parent / "foreign_inputs.py"
@@ -142,15 +143,12 @@ def main() -> None:
     """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=parse_size, default=parse_size("1GB"), help="bytes of the weights")
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    add_selection(parser, "--cases", CASES)
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each tool")
-    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="fsync for all tools or for none")
-    parser.add_argument("--folder", help="folder for inputs and outputs, instead of the temporary folder")
+    add_disk_options(parser)
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
     options = parser.parse_args()
-    names = options.cases.split(",")
-    if unknown := set(names) - set(CASES):
-        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    names = options.cases
     Fsync.off = options.fsync == "neither"
     with scratch(options.folder, SPACE * options.size) as folder:
         bench = FormatsBench(folder, options.size, options.rounds, fsync=not Fsync.off)

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from engine_step import ROWS, Engine, shard_in_place
 from llama import Block, Llama, Shape
+from options import add_selection, add_transformer_options
 from ranks import median_ratio
 from results import RESULTS, Lines, machine, record
 from torch import nn
@@ -277,7 +278,7 @@ def report_copies(report: Lines, device: Device, nbytes: int, rounds: int) -> No
 
 def run(options: argparse.Namespace, device: Device) -> Lines:
     """Run the parts and print their tables."""
-    report, parts = Lines(), options.parts.split(",")
+    report, parts = Lines(), options.parts
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     report.say(f"{today}, {device.describe()}, {machine()}, torch {torch.__version__}.")
     shape = Shape(layers=options.layers, hidden=options.hidden, inner=options.hidden * 43 // 16 // 16 * 16)
@@ -298,17 +299,12 @@ def main() -> None:
     """Run the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of: %(default)s")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=4, help="sequences")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence")
+    add_selection(parser, "--parts", PARTS)
+    add_transformer_options(parser, layers=16, hidden=2048, batch=4, tokens=512)
     parser.add_argument("--megabytes", type=int, default=4096, help="size of the state that is saved")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
     options = parser.parse_args()
-    if unknown := set(options.parts.split(",")) - set(PARTS):
-        parser.error(f"unknown part: {', '.join(sorted(unknown))}")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: nothing was measured")
         return

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from inputs import LISTED_TENSORS, make_listed
+from options import add_selection
 from results import RESULTS, Lines, machine, record, section_title
 from save_load import time_planning
 from torch.distributed.device_mesh import DeviceMesh
@@ -148,13 +149,11 @@ CASES: dict[str, Callable[[Path, int], Any]] = {
 def main() -> None:
     """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    add_selection(parser, "--cases", CASES)
     parser.add_argument("--rounds", type=int, default=11, help="measured runs")
     parser.add_argument("--record", action="store_true", help=f"write the table into {RESULTS.name}")
     options = parser.parse_args()
-    names = options.cases.split(",")
-    if unknown := set(names) - set(CASES):
-        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    names = options.cases
     report = Lines()
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     report.say(f"{today}, {machine()}, torch {torch.__version__}; medians of {options.rounds} rounds.")

@@ -66,6 +66,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from consolidate import file_system, parse_size
+from options import add_disk_options, add_selection
 from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
 from results import RESULTS, Lines, machine, record
 from safetensors.torch import save_file
@@ -943,23 +944,19 @@ def run(case: str, sizes: Sizes, parent: str | None) -> Report:
 def main() -> None:
     """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    add_selection(parser, "--cases", CASES)
     parser.add_argument("--size", type=parse_size, default=parse_size("4GB"), help="bytes of the large state")
     parser.add_argument("--many", type=number, default=number("10K"), help="small tensors")
     parser.add_argument(
         "--very-many", type=number, default=number("50K"), help="small tensors of the case with slow peers"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured turns of each method")
-    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="fsync for all tools or for none")
-    parser.add_argument("--folder", help="folder for checkpoints, instead of the temporary folder")
+    add_disk_options(parser)
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
     arguments = parser.parse_args()
-    cases = arguments.cases.split(",")
-    if unknown := set(cases) - set(CASES):
-        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
     sizes = Sizes(arguments.size, arguments.many, arguments.very_many, arguments.rounds, arguments.fsync == "both")
     failed = []
-    for case in cases:
+    for case in arguments.cases:
         report = run(case, sizes, arguments.folder)
         failed += report.failed
         if arguments.record:

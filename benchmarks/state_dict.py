@@ -45,6 +45,7 @@ import torch
 import torch._dynamo  # optimizers import it when they are created; import it once, before the fork
 import torch.distributed as dist
 from llama import Block, Llama, Shape
+from options import add_selection
 from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
 from results import RESULTS, Lines, machine, record
 from torch import nn
@@ -626,20 +627,17 @@ def number(text: str) -> int:
 def main() -> None:
     """Run the selected cases and rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
-    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
+    add_selection(parser, "--cases", CASES)
+    add_selection(parser, "--rows", ROWS)
     parser.add_argument("--size", type=number, default=number("1.1B"), help="parameters of the bfloat16 model")
     parser.add_argument("--trained", type=number, default=number("300M"), help="parameters under Adam")
     parser.add_argument("--many", type=number, default=number("10K"), help="small parameters")
     parser.add_argument("--rounds", type=int, default=5, help="measured turns of each method")
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
     arguments = parser.parse_args()
-    cases, rows = arguments.cases.split(","), arguments.rows.split(",")
-    if unknown := (set(cases) - set(CASES)) | (set(rows) - set(ROWS)):
-        parser.error(f"unknown case or row: {', '.join(sorted(unknown))}")
     failed = []
-    for case in cases:
-        report = run(case, rows, Sizes(arguments.size, arguments.trained, arguments.many, arguments.rounds))
+    for case in arguments.cases:
+        report = run(case, arguments.rows, Sizes(arguments.size, arguments.trained, arguments.many, arguments.rounds))
         failed += report.failed
         if arguments.record:
             record(f"States, {case}", report.lines)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -28,3 +30,10 @@ def imported(name: str) -> Iterator[ModuleType]:
         sys.path.remove(str(FOLDER))
         for script in FOLDER.glob("*.py"):
             sys.modules.pop(script.stem, None)
+
+
+def exit_code(main: Callable[[], object]) -> object:
+    """Return the code with which a script exits."""
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code

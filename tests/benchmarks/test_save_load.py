@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from benchmark_scripts import imported, run_script
+from benchmark_scripts import exit_code, imported, run_script
 
 SMALL = ["--size", "2MB", "--many", "50", "--very-many", "50", "--rounds", "1", "--fsync", "neither"]
 
@@ -40,9 +40,7 @@ def test_plans_of_few_ranks_are_made_for_rows_and_flat_ranges(module):
 @pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "big"), ("--fsync", "one")])
 def test_what_cannot_be_run_is_refused(module, monkeypatch, arguments):
     monkeypatch.setattr(sys, "argv", ["save_load.py", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        module.main()
-    assert caught.value.code == 2
+    assert exit_code(module.main) == 2
 
 
 def measured(module, by, role, seconds, limits=()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from benchmark_scripts import imported, run_script
+from benchmark_scripts import exit_code, imported, run_script
 
 SMALL = ["--size", "50K", "--trained", "50K", "--many", "100", "--rounds", "1"]
 
@@ -52,9 +52,7 @@ def test_a_small_run_prints_every_case_beside_torch(row, cases, compared, bare):
 @pytest.mark.parametrize("arguments", [("--rows", "no-such-row"), ("--cases", "no-such-case"), ("--size", "big")])
 def test_what_cannot_be_run_is_refused(states, monkeypatch, arguments):
     monkeypatch.setattr(sys, "argv", ["state_dict.py", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        states.main()
-    assert caught.value.code == 2
+    assert exit_code(states.main) == 2
 
 
 def measured(states, role, seconds, limits=()):
