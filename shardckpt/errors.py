@@ -31,7 +31,7 @@ Errors of the engine are in `shardckpt.core.errors`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from importlib import import_module
 from typing import ClassVar
 
@@ -271,14 +271,16 @@ class RankError(ShardckptError, RuntimeError):
         super().__init__(what, fix=fix)
 
 
-def unknown_keyword_error(function: str, names: Iterable[str]) -> TypeError:
-    """Return Python's error for keyword arguments that a function does not have.
+def require_keywords(function: str, given: Iterable[str], known: Container[str]) -> None:
+    """Raise Python's TypeError unless a function has all keyword arguments of a call.
 
     Args:
         function: Name of the function.
-        names: Names of the keyword arguments.
+        given: Names of the keyword arguments.
+        known: Names that the function has.
     """
-    return TypeError(f"{function}() got an unexpected keyword argument {min(names)!r}")
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
 
 
 def require_bools(**arguments: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from shardckpt.errors import UsageError, require_torch, unknown_keyword_error
+from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
 from shardckpt.format.registry import detect, open_source
 from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files
@@ -129,9 +129,7 @@ def parse_options(function: str, given: Mapping[str, Any]) -> Options:
         TypeError: A name is unknown.
         UsageError: An option has an invalid value.
     """
-    unknown = given.keys() - ConversionParams.__annotations__.keys()
-    if unknown:
-        raise unknown_keyword_error(function, unknown)
+    require_keywords(function, given, ConversionParams.__annotations__)
     named = {key: given[key] for key in _LISTS if key in given}
     lists = {key: (value,) if isinstance(value, str) else tuple(value) for key, value in named.items()}
     paths = {key: os.fspath(value) for key, value in given.items() if isinstance(value, os.PathLike)}

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypedDict
 
 from typing_extensions import Unpack
 
-from shardckpt.errors import UsageError, unknown_keyword_error
+from shardckpt.errors import UsageError, require_keywords
 
 ORPHAN_TTL_S = 24 * 3600.0
 """Seconds without a change after which an unfinished save counts as an orphan."""
@@ -95,9 +95,7 @@ class Retention:
             TypeError: A name is unknown.
             UsageError: A rule has an invalid value.
         """
-        unknown = rules.keys() - RetentionParams.__annotations__.keys()
-        if unknown:
-            raise unknown_keyword_error(function, unknown)
+        require_keywords(function, rules, RetentionParams.__annotations__)
         keep_for_s = parse_seconds(rules.pop("keep_for", None))
         return cls(**rules, keep_for_s=keep_for_s)  # type: ignore[misc]  # mypy does not see that `keep_for` is gone
 

@@ -34,7 +34,7 @@ from shardckpt.checkpoint.save.staging import (
     make_buffer,
 )
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import UsageError, unknown_keyword_error
+from shardckpt.errors import UsageError, require_keywords
 from shardckpt.format.budget import gc_paused
 from shardckpt.plan.layout.output_files import parse_size
 
@@ -60,9 +60,7 @@ def require_known_options(function: str, names: Iterable[str], *, background: bo
         TypeError: A name is unknown.
     """
     known = AsyncSaveParams if background else SaveParams
-    unknown = {*names} - known.__annotations__.keys()
-    if unknown:
-        raise unknown_keyword_error(function, unknown)
+    require_keywords(function, names, known.__annotations__)
 
 
 BUFFERS = BufferPool(make_buffer, is_unpinned)

@@ -15,7 +15,7 @@ from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.deprecation import renamed_params
-from shardckpt.errors import UsageError, require_bools, unknown_keyword_error
+from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import AFTER, METRIC
@@ -109,9 +109,7 @@ def check_options(verb: str, path: object, options: SaveParams) -> tuple[SaveOpt
     Raises:
         TypeError: A name is unknown.
     """
-    unknown = options.keys() - SaveParams.__annotations__.keys()
-    if unknown:
-        raise unknown_keyword_error(verb, unknown)
+    require_keywords(verb, options, SaveParams.__annotations__)
     try:
         return _build_options(path, options), None
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)

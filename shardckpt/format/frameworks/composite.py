@@ -14,16 +14,20 @@ from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Piece, Span,
 from shardckpt.storage.store import Store
 
 
+def _keep_path(path: Path) -> Path:
+    return path
+
+
 class SubReader(NamedTuple):
     """One reader of a composite checkpoint.
 
     Attributes:
         reader: Reader over the same store as the others, with files of its own.
-        move: Maps a path of its manifest to a path of the combined manifest.
+        move: Maps a path of its manifest to a path of the combined manifest; by default the same.
     """
 
     reader: Reader
-    move: Callable[[Path], Path]
+    move: Callable[[Path], Path] = _keep_path
 
 
 class CompositeReader(Reader):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from shardckpt.format.dcp import reader as dcp
 from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.format.reader import Evidence, Format, Reader, Source
-from shardckpt.manifest import Path
 
 META = "meta.pt"
 
@@ -27,12 +26,8 @@ def open_source(source: Source) -> Reader:
     Raises:
         CheckpointError: The metadata is damaged or unsafe.
     """
-    part = SubReader(dcp.open_folder(source.store), _keep_path)
+    part = SubReader(dcp.open_folder(source.store))
     return join(FORMAT.name, source.store, [part], {META: source.listing[META].size})
-
-
-def _keep_path(path: Path) -> Path:
-    return path
 
 
 FORMAT = Format(

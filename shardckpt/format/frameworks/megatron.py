@@ -13,7 +13,7 @@ from shardckpt.format.dcp import reader as dcp
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.format.reader import Evidence, Format, Reader, Source
-from shardckpt.manifest import Path, dotted
+from shardckpt.manifest import dotted
 from shardckpt.storage.store import read_bytes
 
 METADATA, COMMON = "metadata.json", "common.pt"
@@ -50,16 +50,12 @@ def open_source(source: Source) -> Reader:
             expected="torch_dist",
             fix="Load it in Megatron and save it with --ckpt-format torch_dist.",
         )
-    part = SubReader(dcp.open_folder(source.store), _keep_path)
+    part = SubReader(dcp.open_folder(source.store))
     stacked = [dotted(path) for path in part.reader.manifest.tensors if _STACKED.fullmatch(dotted(path))]
     many = f"{len(stacked)} tensors hold all layers on their first axis: `unstack` of --rules splits them"
     warnings = [f"{many}; the first is {stacked[0]}"] if stacked else []
     beside = {COMMON: source.listing[COMMON].size} if COMMON in source.files else {}
     return join(FORMAT.name, source.store, [part], beside, warnings)
-
-
-def _keep_path(path: Path) -> Path:
-    return path
 
 
 FORMAT = Format(

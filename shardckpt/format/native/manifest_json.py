@@ -34,8 +34,7 @@ from shardckpt.format.native.records import (
     read_version,
     stats_json,
     sub_hashes_json,
-    with_digests,
-    with_stats,
+    with_piece_data,
     with_sub_hashes,
 )
 from shardckpt.format.value_stats import STATS_BYTES, ValueStats
@@ -162,7 +161,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
 
 def _read_arrays(raw: Mapping[str, Any], files: int, where: object) -> tuple[ArrayRecord, ...]:
     arrays = read_arrays(raw["arrays"], files, where)
-    return with_stats(with_digests(arrays, raw, where), raw, where)
+    return with_piece_data(arrays, raw, where)
 
 
 def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:

@@ -432,26 +432,19 @@ def _integers(value: object, where: object) -> array[int]:
     return found
 
 
-def with_digests(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
-    """Return arrays with the digests of their pieces, if stored.
+def with_piece_data(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
+    """Return arrays with the digests and the statistics of their pieces, each if stored.
 
-    Raises FormatError for malformed digests.
+    Raises FormatError for malformed ones.
     """
-    if "digests" not in raw:
+
+    def read(name: str, nbytes: int) -> Iterable[bytes]:
+        return _read_of_pieces(raw[name], arrays, nbytes, name, where) if name in raw else [b""] * len(arrays)
+
+    if "digests" not in raw and "stats" not in raw:
         return arrays
-    found = _read_of_pieces(raw["digests"], arrays, DIGEST_BYTES, "digests", where)
-    return tuple(record._replace(digests=data) for record, data in zip(arrays, found, strict=True))
-
-
-def with_stats(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
-    """Return arrays with the statistics of their pieces, if stored.
-
-    Raises FormatError for malformed statistics.
-    """
-    if "stats" not in raw:
-        return arrays
-    found = _read_of_pieces(raw["stats"], arrays, STATS_BYTES, "stats", where)
-    return tuple(record._replace(stats=data) for record, data in zip(arrays, found, strict=True))
+    fields = zip(arrays, read("digests", DIGEST_BYTES), read("stats", STATS_BYTES), strict=True)
+    return tuple(record._replace(digests=digests, stats=stats) for record, digests, stats in fields)
 
 
 def _read_of_pieces(
