@@ -15,7 +15,8 @@ import fsspec
 import pytest
 import s3fs
 import servers
-from faulty import Faulty, faulty
+from bucket import Bucket
+from faulty import Faulty, faulty_s3
 from forks import make_forks_cheap
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
@@ -120,10 +121,15 @@ def s3_server() -> Iterator[str]:
 def s3_bucket(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of an empty bucket, removed afterwards with all it holds."""
     _runs_on("S3", request, "s3_server")
+    yield from _new_root("s3")
+
+
+def _new_root(protocol: str) -> Iterator[str]:
+    """Yield the URL of a bucket or container of a random name, and remove it afterwards."""
     name = f"test-{uuid.uuid4().hex[:12]}"
-    fs = fsspec.filesystem("s3")
+    fs = fsspec.filesystem(protocol)
     fs.mkdir(name)
-    yield f"s3://{name}"
+    yield f"{protocol}://{name}"
     fs.rm(name, recursive=True)
 
 
@@ -133,12 +139,17 @@ def s3(s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(retry, "ATTEMPTS", 1)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    with faulty(s3_server) as front, monkeypatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", front.url)
+    with faulty_s3(s3_server) as front:
         yield front
-        front.heal()
-        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URL of an empty bucket in this process; retries do not wait."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+    Bucket.reset()
+    yield "bucket://b"
+    Bucket.reset()
 
 
 @pytest.fixture(scope="session")
@@ -162,11 +173,7 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def azure_container(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of an empty container, removed afterwards with all it holds."""
     _runs_on("Azure", request, "azure_server")
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    fs = fsspec.filesystem("abfs")
-    fs.mkdir(name)
-    yield f"abfs://{name}"
-    fs.rm(name, recursive=True)
+    yield from _new_root("abfs")
 
 
 @pytest.fixture(scope="session")

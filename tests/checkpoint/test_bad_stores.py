@@ -11,7 +11,7 @@ import pytest
 import s3fs
 import torch
 from botocore.retries.standard import ExponentialBackoff
-from faulty import DROP, LOST, SHORT, SLOW, Fault, Faulty, faulty
+from faulty import DROP, LOST, SHORT, SLOW, Fault, Faulty, faulty_s3
 from harness import raised_everywhere
 
 import shardckpt
@@ -25,12 +25,8 @@ def s3(s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     """A server that can be broken in front of the S3 server; nobody pauses between tries."""
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.0)
-    s3fs.S3FileSystem.clear_instance_cache()
-    with faulty(s3_server) as front, monkeypatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", front.url)
+    with faulty_s3(s3_server) as front:
         yield front
-        front.heal()
-        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def state(value: int) -> dict:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import mark, run, since
 from safetensors.torch import save_file
-from states import FRONT_ENDS, Net, differing, flat, step, whole
+from states import FRONT_ENDS, Net, differing, looked_at, step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  (as everybody calls it)
@@ -21,7 +21,6 @@ from shardckpt.checkpoint.load.source import allocate
 from shardckpt.errors import IncompleteError, NoMemoryError
 from shardckpt.manifest import TensorEntry
 from shardckpt.plan.optim.optim_keys import flatten, to_names
-from shardckpt.state import model_state_dict, optim_state_dict
 
 
 def trained(seed: int = 0, steps: int = 2):
@@ -31,11 +30,6 @@ def trained(seed: int = 0, steps: int = 2):
     for number in range(steps):
         step(net, optim, number)
     return net, optim
-
-
-def looked_at(model: nn.Module, optim) -> tuple[dict, dict]:
-    weights = {name: whole(value) for name, value in model_state_dict(model, "FULL").items()}
-    return weights, flat(optim_state_dict(model, optim, "FULL"))
 
 
 def load_on(face: str, path: Path, model_key: str = "model", optim_key: str = "optim"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import fsspec
 import pytest
 import torch
 from bucket import Bucket, Dead, broken_at
-from disk import watched
+from disk import killing_at
 from faulty import DROP, LOST, Faulty
 from forks import is_killed
 
@@ -114,15 +112,7 @@ def days_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def die_at(k: int, act, root: str) -> bool:
     def work() -> None:
         torch.set_num_threads(1)
-        count = 0
-
-        def before(name: str, args: tuple) -> None:
-            nonlocal count
-            count += 1
-            if count == k:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        with watched(before, lambda *_: None):
+        with killing_at(k):
             act(root)
 
     return is_killed(work)

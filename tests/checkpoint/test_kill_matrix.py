@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from bucket import Bucket, Dead, break_at, commit_comes_first, mend
-from disk import failing_at, watched
+from disk import failing_at, killing_at
 from faulty import DROP, LOST, Fault, Faulty
 from forks import is_killed
 from torch import nn
@@ -95,30 +95,29 @@ def killed_at(path: Path, k: int, save: Save, value: int = 2) -> bool:
 
     def work() -> None:
         torch.set_num_threads(1)  # the parent's other ones did not come along
-        count = 0
 
-        def before(name: str, args: tuple) -> None:
-            nonlocal count
-            count += 1
-            if count == k:
-                if name == "write":
-                    os.pwrite(args[0], args[1][: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
-                os.kill(os.getpid(), signal.SIGKILL)
+        def tear(name: str, args: tuple) -> None:
+            if name == "write":
+                os.pwrite(args[0], args[1][: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
 
-        with watched(before, lambda *_: None):
+        with killing_at(k, tear):
             save(state_of(value), path, overwrite=True)
 
     return is_killed(work)
 
 
-def kill_matrix(folder: Path, prepare: Prepare, allowed: set[int | None], save: Save = shardckpt.save) -> int:
-    """Kill a save at every operation; return how many there were."""
-    k = 0
-    while True:
-        k += 1
+def prepared_paths(folder: Path, prepare: Prepare) -> Iterator[tuple[int, Path]]:
+    """Yield 1, 2, ... without end, each with a path of its own for a checkpoint."""
+    for k in itertools.count(1):
         path = folder / str(k) / "c"
         path.parent.mkdir(parents=True)
         prepare(path)
+        yield k, path
+
+
+def kill_matrix(folder: Path, prepare: Prepare, allowed: set[int | None], save: Save = shardckpt.save) -> int:
+    """Kill a save at every operation; return how many there were."""
+    for k, path in prepared_paths(folder, prepare):
         was_killed = killed_at(path, k, save)
         found = seen(path)
         assert found in (allowed if was_killed else {2}), f"a kill at operation {k} leaves {found}"
@@ -127,16 +126,12 @@ def kill_matrix(folder: Path, prepare: Prepare, allowed: set[int | None], save: 
         assert os.listdir(path.parent) == ["c"], f"a kill at operation {k} left something for good"
         if not was_killed:
             return k - 1
+    raise AssertionError("unreachable")
 
 
 def fault_matrix(folder: Path, prepare: Prepare, allowed: set[int | None]) -> int:
     """Let every operation fail in turn; return how many there were."""
-    k = 0
-    while True:
-        k += 1
-        path = folder / str(k) / "c"
-        path.parent.mkdir(parents=True)
-        prepare(path)
+    for k, path in prepared_paths(folder, prepare):
         failed = False
         with failing_at(k) as count:
             try:
@@ -150,6 +145,7 @@ def fault_matrix(folder: Path, prepare: Prepare, allowed: set[int | None]) -> in
         assert os.listdir(path.parent) == ["c"]
         if count() < k:
             return k - 1
+    raise AssertionError("unreachable")
 
 
 CASES = [pytest.param(first, {None, 2}, id="first"), pytest.param(second, {1, 2}, id="overwrite")]
@@ -194,6 +190,15 @@ def test_a_kill_while_a_step_is_saved_and_the_one_before_removed_leaves_one_of_t
 TARGET = "bucket://b/c"
 
 
+def fails(save: Save, target: str) -> bool:
+    """Save over what is there; return True if that raises."""
+    try:
+        save(state_of(2), target, overwrite=True)
+    except (Dead, ShardckptError):
+        return True
+    return False
+
+
 def bucket_matrix(how: str, allowed: set[int | None], save: Save = shardckpt.save) -> int:
     """Break every request of a save in turn; return how many there were."""
     k = 0
@@ -202,12 +207,8 @@ def bucket_matrix(how: str, allowed: set[int | None], save: Save = shardckpt.sav
         Bucket.reset()
         if 1 in allowed:
             shardckpt.save(state_of(1), TARGET)
-        failed = False
         break_at(k, how)
-        try:
-            save(state_of(2), TARGET, overwrite=True)
-        except (Dead, ShardckptError):
-            failed = True
+        failed = fails(save, TARGET)
         made = mend()
         found = seen(TARGET)
         assert found in (allowed if failed else {2}), f"request {k} {how}: a reader sees {found}"
@@ -257,13 +258,10 @@ def request_matrix(
     k, made = 1 - stride, 1
     while made >= k:
         k += stride
-        target, failed = f"{place}/{k}", False
+        target = f"{place}/{k}"
         save(state_of(1), target, overwrite=True)
         arm(k)
-        try:
-            save(state_of(2), target, overwrite=True)
-        except (Dead, ShardckptError):
-            failed = True
+        failed = fails(save, target)
         made = heal()
         found = look(target)
         assert found in ({1, 2} if failed else {2}), f"request {k}: a reader sees {found}"

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from bucket import Bucket, Dead, broken_at
 from command import run_here
-from disk import watched
+from disk import killing_at
 from forks import is_killed
 from harness import outcomes, raised_everywhere, run
 from native_writer import write_step
@@ -1048,39 +1048,29 @@ class TestBest:
         assert run(2, body) == [(3, 3, 3)] * 2
 
 
-@pytest.fixture
-def memory() -> Iterator[str]:
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-    yield "memory://runs/a"
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-
-
 class TestInMemory:
-    def test_a_run_lives_there_too(self, memory):
-        ck = saved(Checkpointer(memory, keep_last=2), 1, 2, 3)
+    def test_a_run_lives_there_too(self, memory_folder):
+        ck = saved(Checkpointer(memory_folder, keep_last=2), 1, 2, 3)
         assert (ck.steps(), restored(ck)) == ((2, 3), (3, 3))
-        assert ck.path(3) == "memory://runs/a/step-00000003"
+        assert ck.path(3) == "memory://some/root/step-00000003"
 
-    def test_what_a_killed_save_left_there_is_no_step_and_is_replaced(self, memory):
+    def test_what_a_killed_save_left_there_is_no_step_and_is_replaced(self, memory_folder):
         fs = fsspec.filesystem("memory")
-        ck = saved(Checkpointer(memory), 1, 2)
-        fs.rm_file(f"/runs/a/{step_name(2)}/COMMIT")
+        ck = saved(Checkpointer(memory_folder), 1, 2)
+        fs.rm_file(f"/some/root/{step_name(2)}/COMMIT")
         with pytest.warns(UserWarning, match="restored step 1"):
             assert ck.restore(state()) == 1
         ck.save(2, state(9.0))
         assert restored(ck) == (2, 9)
-        fs.rm_file(f"/runs/a/{step_name(1)}/COMMIT")
-        fs.rm_file(f"/runs/a/{step_name(2)}/COMMIT")
+        fs.rm_file(f"/some/root/{step_name(1)}/COMMIT")
+        fs.rm_file(f"/some/root/{step_name(2)}/COMMIT")
         with pytest.raises(NoCompleteCheckpoint):
-            Checkpointer(memory).restore(state())
+            Checkpointer(memory_folder).restore(state())
 
-    def test_a_step_that_another_job_completes_meanwhile_is_not_replaced(self, memory, monkeypatch):
+    def test_a_step_that_another_job_completes_meanwhile_is_not_replaced(self, memory_folder, monkeypatch):
         """Its files were there without a `COMMIT` when this job looked whether it may replace them."""
-        saved(Checkpointer(memory), 1)
-        fs, commit = fsspec.filesystem("memory"), f"/runs/a/{step_name(1)}/COMMIT"
+        saved(Checkpointer(memory_folder), 1)
+        fs, commit = fsspec.filesystem("memory"), f"/some/root/{step_name(1)}/COMMIT"
         data = fs.cat_file(commit)
         fs.rm_file(commit)
         look = step_finder.StepFinder.is_replaceable
@@ -1092,18 +1082,18 @@ class TestInMemory:
 
         monkeypatch.setattr(step_finder.StepFinder, "is_replaceable", meanwhile)
         with pytest.raises(TargetExistsError):
-            Checkpointer(memory).save(1, state(9.0))
-        assert restored(Checkpointer(memory)) == (1, 1)
+            Checkpointer(memory_folder).save(1, state(9.0))
+        assert restored(Checkpointer(memory_folder)) == (1, 1)
 
-    def test_a_run_whose_first_save_was_killed_begins_anew(self, memory):
-        ck = saved(Checkpointer(memory), 1)
+    def test_a_run_whose_first_save_was_killed_begins_anew(self, memory_folder):
+        ck = saved(Checkpointer(memory_folder), 1)
         for name in [entry.name for entry in open_store(ck.path(1)).list() if not entry.name.endswith(".safetensors")]:
-            fsspec.filesystem("memory").rm_file(f"/runs/a/{step_name(1)}/{name}")
-        assert restored(Checkpointer(memory)) == (None, 0)
-        assert restored(saved(Checkpointer(memory), 1)) == (1, 1)
+            fsspec.filesystem("memory").rm_file(f"/some/root/{step_name(1)}/{name}")
+        assert restored(Checkpointer(memory_folder)) == (None, 0)
+        assert restored(saved(Checkpointer(memory_folder), 1)) == (1, 1)
 
-    def test_nothing_was_ever_saved_there(self, memory):
-        assert restored(Checkpointer(memory)) == (None, 0)
+    def test_nothing_was_ever_saved_there(self, memory_folder):
+        assert restored(Checkpointer(memory_folder)) == (None, 0)
 
 
 def test_in_s3_what_others_do_is_seen(s3_bucket):
@@ -1279,15 +1269,7 @@ def test_a_save_that_is_killed_at_any_operation_leaves_the_newest_step_whole(tmp
 
 def save_and_die_at(root: Path, k: int) -> bool:
     def work() -> None:
-        count = 0
-
-        def before(name: str, args: tuple) -> None:
-            nonlocal count
-            count += 1
-            if count == k:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        with watched(before, lambda *_: None):
+        with killing_at(k):
             saved(Checkpointer(root, keep_last=1), 3)
 
     return is_killed(work)

@@ -20,15 +20,6 @@ from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, read_bytes
 
 STATE = {"w": torch.arange(6.0)}
-STORES = {"memory": "memory_folder", "s3": "s3_bucket", "azure": "azure_container", "sftp": "sftp_folder"}
-
-
-@pytest.fixture(params=["local", *STORES])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of an empty folder, on every kind of store."""
-    if request.param == "local":
-        return str(tmp_path / "here")
-    return f"{request.getfixturevalue(STORES[request.param])}/here"
 
 
 def put(url: str, *names: str) -> None:

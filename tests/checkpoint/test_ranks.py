@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -12,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 from harness import mark, outcomes, raised_everywhere, run, since
-from states import FRONT_ENDS, PARALLEL, Net, differing, flat, step, theirs, whole, wrapper
+from states import FRONT_ENDS, PARALLEL, Net, differing, flat, looked_at, step, theirs, whole, wrapper
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardckpt
 from shardckpt.errors import RankError, StorageError, UsageError
 from shardckpt.offline.verify import verify
-from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalStore
 
@@ -35,10 +36,21 @@ def built(face: str, seed: int = 0, steps: int = 2):
     return model, optim
 
 
-def looked_at(model: nn.Module, optim) -> tuple[dict, dict]:
-    """Return the whole state by names, as bytes that survive a pipe."""
-    weights = {name: whole(value) for name, value in model_state_dict(model, "FULL").items()}
-    return weights, flat(optim_state_dict(model, optim, "FULL"))
+def trained_on(mesh: DeviceMesh, shard: Callable, optimizer: Callable) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model on a mesh and its optimizer, after one step."""
+    torch.manual_seed(0)
+    model = shard(Net((1,)), mesh)
+    optim = optimizer(model.parameters(), lr=0.01)
+    step(model, optim)
+    return model, optim
+
+
+def time_until_refused(path: Path, who: str) -> float:
+    """Return after how many seconds a save fails because of a rank."""
+    start = time.monotonic()
+    with pytest.raises(shardckpt.RankError, match=who):
+        shardckpt.save({"t": torch.ones(2)}, path)
+    return time.monotonic() - start
 
 
 def save_face(rank: int, world: int, face: str, path: Path):
@@ -113,10 +125,7 @@ class TestElastic:
     def test_hybrid_sharding_is_saved_once(self, tmp_path: Path, face: str) -> None:
         def body(rank: int, world: int):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            torch.manual_seed(0)
-            model = FRONT_ENDS[face](Net((1,)), mesh)
-            optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-            step(model, optim)
+            model, optim = trained_on(mesh, FRONT_ENDS[face], torch.optim.AdamW)
             shardckpt.save({"model": model, "optim": optim}, tmp_path / "c")
             return looked_at(model, optim)
 
@@ -130,10 +139,7 @@ class TestElastic:
     def test_tensor_parallelism_beneath_sharding_is_a_cut_like_others(self, tmp_path: Path, face: str) -> None:
         def body(rank: int, world: int):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            torch.manual_seed(0)
-            model = PARALLEL[face](Net((1,)), mesh)
-            optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-            step(model, optim)
+            model, optim = trained_on(mesh, PARALLEL[face], functools.partial(torch.optim.SGD, momentum=0.9))
             shardckpt.save({"model": model, "optim": optim}, tmp_path / "c")
             found = looked_at(model, optim)
             torch.manual_seed(4)
@@ -485,10 +491,7 @@ class TestFailures:
             if rank == 1:
                 time.sleep(6.0)
                 return 0.0
-            start = time.monotonic()
-            with pytest.raises(shardckpt.RankError, match="rank 1"):
-                shardckpt.save({"t": torch.ones(2)}, tmp_path / "d")
-            return time.monotonic() - start
+            return time_until_refused(tmp_path / "d", "rank 1")
 
         first, _, other = run(3, body, group_timeout=4.0)
         assert first < 4.0 and other < 4.0, "who waits for the first rank hears from it, and need not look for its word"
@@ -501,10 +504,7 @@ class TestFailures:
             if rank == 2:
                 time.sleep(5.0)
                 return 0.0
-            start = time.monotonic()
-            with pytest.raises(shardckpt.RankError, match="rank 1"):
-                shardckpt.save({"t": torch.ones(2)}, tmp_path / "d")
-            return time.monotonic() - start
+            return time_until_refused(tmp_path / "d", "rank 1")
 
         found = outcomes(3, body, group_timeout=20.0, timeout=40.0)
         assert found[0].value is not None and found[0].value < 2.0 + 3.0, found[0]

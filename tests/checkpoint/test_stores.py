@@ -23,24 +23,6 @@ from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
 
-STORES = {"memory": "memory_folder", "s3": "s3_bucket", "azure": "azure_container", "sftp": "sftp_folder"}
-
-
-@pytest.fixture(params=["local", *STORES])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of an empty folder, on every kind of store."""
-    if request.param == "local":
-        return str(tmp_path / "run")
-    return f"{request.getfixturevalue(STORES[request.param])}/run"
-
-
-@pytest.fixture(params=["local", "s3", "azure", "sftp"])
-def shared_place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of an empty folder on a store that several processes reach."""
-    if request.param == "local":
-        return str(tmp_path / "run")
-    return f"{request.getfixturevalue(STORES[request.param])}/run"
-
 
 def state(value: float) -> dict:
     torch.manual_seed(int(value))

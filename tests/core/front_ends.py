@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from models import Case, Sharder, built, square
 from reference import Group, Training, differs, groups, mismatches, reduce_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
-from under_test import Strategy, core, shard, wrap
+from under_test import Strategy, core, no_sync, shard, wrap
 
 FRONT_ENDS = ("flat", "orig", "in place")
 
@@ -63,20 +63,6 @@ def full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
 
 
-@contextlib.contextmanager
-def apart(model: nn.Module, front_end: str) -> Iterator[None]:
-    """Skip the reduction of gradients inside the context."""
-    if front_end != "in place":
-        with model.no_sync():
-            yield
-        return
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-
-
 def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, front_end: str) -> list[str]:
     """Train both side by side; return differences of losses, gradients and parameters, equal on every rank."""
     if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()):
@@ -87,7 +73,7 @@ def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, front_
         for micro in range(how.micro):
             batch = which.batch(rank, step * how.micro + micro)
             held = how.no_sync and micro + 1 < how.micro
-            with apart(model, front_end) if held else contextlib.nullcontext():
+            with no_sync(model) if held else contextlib.nullcontext():
                 loss = square(model(batch))
                 loss.backward()
             expected = square(plain(batch))

@@ -172,13 +172,17 @@ class Nested(Stack):
         super().__init__(depth=2)
 
 
-class Checkpointed(Stack):
-    """Each block recomputes its forward in backward."""
+class Recomputed:
+    """A way to call blocks: each recomputes its forward in backward."""
 
     reentrant = False
 
     def call(self, block, x, index):
         return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+class Checkpointed(Recomputed, Stack):
+    pass
 
 
 class CheckpointedReentrant(Checkpointed):
@@ -224,13 +228,8 @@ class Twice(Stack):
         return self.last(x)
 
 
-class TwiceCheckpointed(Twice):
-    """The same under activation checkpointing."""
-
-    reentrant = False
-
-    def call(self, block, x, index):
-        return checkpoint(block, x, use_reentrant=self.reentrant)
+class TwiceCheckpointed(Recomputed, Twice):
+    pass
 
 
 class TwiceCheckpointedReentrant(TwiceCheckpointed):

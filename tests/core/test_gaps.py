@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from front_ends import FRONT_ENDS, apart, build_groups, differing, full, sharder, train, twins
+from front_ends import FRONT_ENDS, build_groups, differing, full, sharder, train, twins
 from harness import mark, raised_everywhere, run, since, stored_bytes
 from models import PLAIN, WIDTH, Block, Case, FrozenMix, Stack, Unused, blocks_and_root, built, case, floats, square
 from reference import Training, adamw, clean, product, reduce_gradients, sgd
 from torch import nn
 from torch.distributed.tensor import Shard
-from under_test import TORCH, Strategy, core, shard
+from under_test import TORCH, Strategy, core, no_sync, shard
 
 from shardckpt.devices import has_streams
 
@@ -627,7 +627,7 @@ def test_g32_an_exception_while_gradients_are_held_back(front_end):
         plain, model = twins(Case("failing", Failing), front_end)
         inner = next(each for each in model.modules() if isinstance(each, Failing))
         inner.armed = "backward"
-        with pytest.raises(ZeroDivisionError), apart(model, front_end):
+        with pytest.raises(ZeroDivisionError), no_sync(model):
             square(model(floats(rank, 5))).backward()
         inner.armed = None
         model.zero_grad()

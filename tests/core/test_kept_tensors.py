@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import FRONT_ENDS, apart, build_groups, differing, sharder
+from front_ends import FRONT_ENDS, build_groups, differing, sharder
 from harness import run
 from models import WIDTH, Opaque, blocks_and_root, root_alone, square, tokens
 from reference import Training, reduce_gradients, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from under_test import TORCH
+from under_test import TORCH, no_sync
 
 pytestmark = pytest.mark.skipif(TORCH, reason="torch is wrong: it learns of gradients from results of units only")
 
@@ -174,7 +174,7 @@ def two_backwards(model: nn.Module, rank: int, front_end: str | None) -> None:
 
 
 def accumulated(model: nn.Module, rank: int, front_end: str | None) -> None:
-    with apart(model, front_end) if front_end is not None else contextlib.nullcontext():
+    with no_sync(model) if front_end is not None else contextlib.nullcontext():
         kept(model, tokens(rank, 0)).backward()
     kept(model, tokens(rank, 1)).backward()
 

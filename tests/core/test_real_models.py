@@ -13,6 +13,7 @@ from front_ends import FRONT_ENDS, sharder, train, twins
 from harness import mark, run, since
 from models import Case, Sharder, Stack, blocks_and_root, built, sequences, square
 from reference import Training, adamw, product, sgd
+from tiny_llama import llama_config
 from torch import nn
 from under_test import wrap
 
@@ -68,33 +69,15 @@ class Language(nn.Module):
 
 def llama(tied: bool) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=37,
-        hidden_size=20,
-        intermediate_size=27,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
+    config = llama_config(37, 20, 27, head_dim=6, max_position_embeddings=32, tie_word_embeddings=tied)
     return Language(transformers.LlamaForCausalLM(config))
 
 
 def gpt2(tied: bool) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=37,
-        n_positions=16,
-        n_embd=18,
-        n_layer=2,
-        n_head=3,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": 37, "n_positions": 16, "n_embd": 18, "n_layer": 2, "n_head": 3}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, **no_dropout, tie_word_embeddings=tied)
     return Language(transformers.GPT2LMHeadModel(config))
 
 

@@ -13,13 +13,13 @@ import pytest
 import sim
 import torch
 import torch.distributed as dist
-from front_ends import FRONT_ENDS, apart
+from front_ends import FRONT_ENDS
 from models import Ranked, Stack, rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from under_test import TORCH, core
+from under_test import TORCH, core, no_sync
 
 if not TORCH:
     from shardckpt.core.comm.collectives import ShardGroup
@@ -207,12 +207,7 @@ def train_compiled(rank: int, world: int, front_end: str, device: str) -> Any:
     """Train a model of which a unit is compiled."""
     model = build(front_end, device)
     model.blocks[0].compile(backend="eager")
-    optimizer = optimizer_of(model)
-    for step in range(2):
-        loss_of(model, step, device).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return kept(model)
+    return steps(model, device)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +344,7 @@ def step_in_many_ways(rank: int, world: int, front_end: str, device: str) -> lis
     waits = []
     for _ in range(2):
         with sim.counted() as counts:
-            with apart(model, front_end):
+            with no_sync(model):
                 model(inputs).square().mean().backward()
             model(inputs).square().mean().backward()
             core.clip_grad_norm_(model, 0.5)

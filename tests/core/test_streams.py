@@ -104,31 +104,32 @@ def test_other_bytes_of_the_same_memory_need_no_order():
             memory[4:].add_(1)
 
 
+def multiplied_on_the_side(is_recorded: bool = False) -> tuple[torch.Tensor, Any]:
+    """Return memory of the compute stream and the other stream, which waits for it and reads it."""
+    used, other = torch.ones(4), side()
+    other.wait_stream(devices.get_current_stream(CPU))
+    with devices.use_stream(other, CPU):
+        if is_recorded:
+            devices.record_stream(used)
+        used * 2
+    return used, other
+
+
 def test_memory_that_is_freed_while_another_stream_uses_it_is_found():
     with finds("memory of the compute stream", "is freed at", "in use by mul on the other stream"):
-        used, other = torch.ones(4), side()
-        other.wait_stream(devices.get_current_stream(CPU))
-        with devices.use_stream(other, CPU):
-            used * 2
+        used, _ = multiplied_on_the_side()
         del used
 
 
 def test_memory_that_is_recorded_may_be_freed():
     with checked():
-        used, other = torch.ones(4), side()
-        other.wait_stream(devices.get_current_stream(CPU))
-        with devices.use_stream(other, CPU):
-            devices.record_stream(used)
-            used * 2
+        used, _ = multiplied_on_the_side(is_recorded=True)
         del used
 
 
 def test_memory_may_be_freed_once_its_own_stream_has_waited():
     with checked():
-        used, other = torch.ones(4), side()
-        other.wait_stream(devices.get_current_stream(CPU))
-        with devices.use_stream(other, CPU):
-            used * 2
+        used, other = multiplied_on_the_side()
         devices.get_current_stream(CPU).wait_stream(other)
         del used
 

@@ -646,14 +646,19 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 HEADER_FORMS = [k for k in ALL if k[0] == "safetensors" or k == ("dcp", "safetensors")]
 
 
+def files_with_headers(sample: Sample) -> Iterator[tuple[Path, bytes]]:
+    """Yield the files that begin with the length of a header and its JSON, with their bytes."""
+    for file in sample.files:
+        data = file.read_bytes()
+        if data[8:9] == b"{":
+            yield file, data
+
+
 @pytest.mark.parametrize("lie", HEADERS)
 @pytest.mark.parametrize("key", HEADER_FORMS, ids="-".join)
 def test_headers_that_lie(key: tuple[str, str], lie: str, tmp_path: Path) -> None:
     sample = fresh(tmp_path, *key)
-    for file in sample.files:
-        data = file.read_bytes()
-        if data[8:9] != b"{":
-            continue
+    for file, data in files_with_headers(sample):
         with damaged(file, rewritten(data, HEADERS[lie])):
             check(sample, f"{lie} in {file.name}")
 
@@ -664,10 +669,7 @@ def test_headers_that_lie(key: tuple[str, str], lie: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("key", HEADER_FORMS, ids="-".join)
 def test_a_header_length_that_lies(key: tuple[str, str], length: int, tmp_path: Path) -> None:
     sample = fresh(tmp_path, *key)
-    for file in sample.files:
-        data = file.read_bytes()
-        if data[8:9] != b"{":
-            continue
+    for file, data in files_with_headers(sample):
         with damaged(file, struct.pack("<Q", length) + data[8:]):
             check(sample, f"length {length} in {file.name}", expect="refused")
 

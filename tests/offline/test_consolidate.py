@@ -166,12 +166,18 @@ class TestForTransformers:
 class TestWherePeersFail:
     """The faults A5 to A18 of other tools: ours must be right or say what is wrong."""
 
-    @pytest.mark.parametrize("name", ["dcp_fsdp2_llama_w2", "hf_dcp_writer_llama_w2", "hf_pretrained_llama"])
+    @pytest.fixture(params=["dcp_fsdp2_llama_w2", "hf_dcp_writer_llama_w2", "hf_pretrained_llama"])
+    def sharded(
+        self, request: pytest.FixtureRequest, named: Callable[[str], Case], tmp_path: Path
+    ) -> tuple[Path, Path]:
+        """Return a copy of a checkpoint, and its last shard."""
+        source = copied(named(request.param).source, tmp_path / "src")
+        return source, max(p for p in source.iterdir() if p.suffix in {".distcp", ".safetensors"})
+
     def test_a5_a_deleted_shard_is_named_and_nothing_is_written(
-        self, name: str, named: Callable[[str], Case], tmp_path: Path
+        self, sharded: tuple[Path, Path], tmp_path: Path
     ) -> None:
-        source = copied(named(name).source, tmp_path / "src")
-        shard = max(p for p in source.iterdir() if p.suffix in {".distcp", ".safetensors"})
+        source, shard = sharded
         shard.unlink()
         with pytest.raises(IncompleteError) as caught:
             shardckpt.consolidate(str(source), str(tmp_path / "out"))
@@ -180,12 +186,10 @@ class TestWherePeersFail:
         shardckpt.inspect(str(source))
         assert not shardckpt.verify(str(source)).ok
 
-    @pytest.mark.parametrize("name", ["dcp_fsdp2_llama_w2", "hf_dcp_writer_llama_w2", "hf_pretrained_llama"])
     def test_a5_a_truncated_shard_is_named_with_tensor_and_box(
-        self, name: str, named: Callable[[str], Case], tmp_path: Path
+        self, sharded: tuple[Path, Path], tmp_path: Path
     ) -> None:
-        source = copied(named(name).source, tmp_path / "src")
-        shard = max(p for p in source.iterdir() if p.suffix in {".distcp", ".safetensors"})
+        source, shard = sharded
         shard.write_bytes(shard.read_bytes()[: shard.stat().st_size * 2 // 3])
         with pytest.raises(TruncatedError, match=r"\[.*\d+:\d+\]") as caught:
             shardckpt.consolidate(str(source), str(tmp_path / "out"), part="all")

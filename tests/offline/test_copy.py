@@ -30,7 +30,6 @@ from shardckpt.errors import (
 )
 from shardckpt.format.native.run_directory import RunDirectory, step_name
 from shardckpt.format.native.stored_folders import StoredFolder
-from shardckpt.storage import retry
 from shardckpt.storage.store import Store
 
 copying = import_module("shardckpt.offline.copy")
@@ -68,11 +67,8 @@ def memory() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
-    Bucket.reset()
-    yield "bucket://b/run"
-    Bucket.reset()
+def run_url(bucket: str) -> str:
+    return f"{bucket}/run"
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -248,17 +244,17 @@ class TestStep:
 
 
 def test_a_copy_that_is_killed_at_any_request_leaves_complete_steps_and_can_be_repeated(
-    source: Path, bucket: str, tmp_path: Path
+    source: Path, run_url: str, tmp_path: Path
 ) -> None:
     requests = 0
     for k in range(1, 200):
         Bucket.reset()
         with broken_at(k, "killed"), suppress(Dead):
-            shardckpt.copy(source, bucket)
+            shardckpt.copy(source, run_url)
         requests = len(Bucket.requests)
         marks = [name for name in Bucket.objects if name.endswith("COMMIT")]
         assert all(shardckpt.verify(f"bucket://{name[:-7]}").ok for name in marks), f"request {k}"
-        shardckpt.copy(source, bucket)
+        shardckpt.copy(source, run_url)
         stored = {name.removeprefix("b/run/"): data for name, data in Bucket.objects.items()}
         assert stored == files(source), f"request {k}"
         if requests < k:
@@ -267,18 +263,18 @@ def test_a_copy_that_is_killed_at_any_request_leaves_complete_steps_and_can_be_r
     assert requests > 15
 
 
-def test_a_repeated_copy_keeps_the_good_files_of_an_interrupted_one(source: Path, bucket: str) -> None:
-    shardckpt.copy(source, bucket)
+def test_a_repeated_copy_keeps_the_good_files_of_an_interrupted_one(source: Path, run_url: str) -> None:
+    shardckpt.copy(source, run_url)
     names = [name for name in Bucket.objects if step_name(4) in name]
     payload = next(name for name in names if name.endswith(".safetensors"))
     del Bucket.objects[f"b/run/{step_name(4)}/COMMIT"]
     Bucket.requests.clear()
-    assert shardckpt.copy(source, bucket).copied == (step_name(4),)
+    assert shardckpt.copy(source, run_url).copied == (step_name(4),)
     assert payload not in [path for verb, path in Bucket.requests if verb in ("put", "begin")]
     del Bucket.objects[f"b/run/{step_name(4)}/COMMIT"]
     Bucket.objects[payload] = bytes(len(Bucket.objects[payload]))
-    shardckpt.copy(source, bucket)
-    assert restored(bucket) == (4, 4.0)
+    shardckpt.copy(source, run_url)
+    assert restored(run_url) == (4, 4.0)
 
 
 def test_the_command_prints_what_it_did(source: Path, tmp_path: Path) -> None:

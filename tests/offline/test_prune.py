@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -367,21 +366,11 @@ def test_so_does_one_on_a_store_without_rename(how: str, run: Path, monkeypatch:
     assert requests > 15
 
 
-@pytest.fixture
-def memory() -> Iterator[str]:
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-    yield "memory://runs/a"
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-
-
-def test_a_run_in_memory_is_pruned_alike(memory: str, run: Path) -> None:
-    fsspec.filesystem("memory").put(str(run), "/runs/a", recursive=True)
-    assert complete(memory) == [1, 2, 3, 4]
-    done = shardckpt.prune(memory, keep_last=1, keep_every=2)
+def test_a_run_in_memory_is_pruned_alike(memory_folder: str, run: Path) -> None:
+    fsspec.filesystem("memory").put(str(run), "/some/root", recursive=True)
+    assert complete(memory_folder) == [1, 2, 3, 4]
+    done = shardckpt.prune(memory_folder, keep_last=1, keep_every=2)
     assert [step.number for step in done.removed] == [1, 3]
-    assert complete(memory) == [2, 4]
+    assert complete(memory_folder) == [2, 4]
     assert shardckpt.verify(done.kept[-1].path).ok
     assert {name.split("/")[3] for name in fsspec.filesystem("memory").store} == {step_name(2), step_name(4)}

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt import core as ours
 from shardckpt.errors import ShardckptError
+from shardckpt.state import model_state_dict, optim_state_dict
 
 
 class Block(nn.Module):
@@ -186,6 +187,12 @@ def flat(state) -> dict:
     made = {(name, slot): whole(value) for name, slots in state["state"].items() for slot, value in slots.items()}
     groups = [{**group, "params": sorted(group["params"])} for group in state["param_groups"]]
     return made | {("group", index): str(group) for index, group in enumerate(groups)}
+
+
+def looked_at(model: nn.Module, optim) -> tuple[dict, dict]:
+    """Return the full model state and optimizer state by names, as tensors that survive a pipe."""
+    weights = {name: whole(value) for name, value in model_state_dict(model, "FULL").items()}
+    return weights, flat(optim_state_dict(model, optim, "FULL"))
 
 
 def differing(found: dict, expected: dict, exact: bool = True) -> list[str]:

@@ -53,6 +53,14 @@ def members(state) -> dict:
     return {key: value for key, value in flat(state).items() if key[0] != "group"}
 
 
+def trained(front_end: str, net: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a net behind a front end and its optimizer, after one step."""
+    model = FRONT_ENDS[front_end](net)
+    optim = torch.optim.Adam(model.parameters())
+    step(model, optim)
+    return model, optim
+
+
 def test_tied_parameters_have_one_state_and_stay_tied():
     def body(rank, world, front_end):
         torch.manual_seed(0)
@@ -86,9 +94,7 @@ def test_tied_parameters_have_one_state_and_stay_tied():
 def test_types_and_frozen_parts_are_kept_between_front_ends():
     def body(rank, world, front_end):
         torch.manual_seed(0)
-        model = FRONT_ENDS[front_end](Mixed())
-        optim = torch.optim.Adam(model.parameters())
-        step(model, optim)
+        model, optim = trained(front_end, Mixed())
         weights, kept = copy.deepcopy(model_state_dict(model)), optim_state_dict(model, optim)
         wrong = [] if "blocks.1.up.weight" not in kept["state"] else ["a state of what is frozen"]
         wrong += [] if kept["state"]["blocks.0.up.weight"]["exp_avg"].dtype is torch.bfloat16 else ["another type"]
@@ -109,9 +115,7 @@ def test_types_and_frozen_parts_are_kept_between_front_ends():
 def test_states_are_sharded_ones_while_parameters_are_full():
     def body(rank, world, front_end):
         torch.manual_seed(0)
-        model = FRONT_ENDS[front_end](Net())
-        optim = torch.optim.Adam(model.parameters())
-        step(model, optim)
+        model, optim = trained(front_end, Net())
         before, weights = members(optim_state_dict(model, optim)), copy.deepcopy(model_state_dict(model))
         model.eval()
         with torch.no_grad():

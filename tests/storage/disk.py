@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,22 @@ def watched(before: Callable[[str, tuple], None], after: Callable[[str, tuple], 
         for name, whole in kept.items():
             setattr(os, name, whole)
         local_publication.exchange = exchange
+
+
+@contextmanager
+def killing_at(k: int, torn: Callable[[str, tuple], None] = lambda *_: None) -> Iterator[None]:
+    """Kill this process before its k-th change of the disk; `torn` may do a part of that change first."""
+    count = 0
+
+    def before(name: str, args: tuple) -> None:
+        nonlocal count
+        count += 1
+        if count == k:
+            torn(name, args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with watched(before, lambda *_: None):
+        yield
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest import mock
 
 CODES = {500: "InternalError", 503: "SlowDown", 429: "TooManyRequests", 403: "AccessDenied", 501: "NotImplemented"}
 DROP, LOST, SHORT, SLOW = "drop", "lost", "short", "slow"
@@ -141,3 +142,15 @@ def faulty(upstream: str) -> Iterator[Faulty]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def faulty_s3(upstream: str) -> Iterator[Faulty]:
+    """Run the server in front of an S3 server, with the environment pointing at it and no client of before or after."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    with faulty(upstream) as front, mock.patch.dict("os.environ", AWS_ENDPOINT_URL=front.url):
+        yield front
+        front.heal()
+        s3fs.S3FileSystem.clear_instance_cache()

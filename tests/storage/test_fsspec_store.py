@@ -5,12 +5,14 @@ import gc
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import boto3
 import pytest
 import s3fs
 from bucket import Bucket, Upload
+from remote_suite import RemoteSuite
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, TruncatedError, UsageError
 from shardckpt.storage import fsspec_store, fsspec_writer, retry
@@ -18,7 +20,7 @@ from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.range_cache import BLOCK, FULL_FILE, GAP, MAX_REQUEST
 from shardckpt.storage.resolve_url import kind
 from shardckpt.storage.store import Read, read_bytes
-from shardckpt.testing.store_suite import CONTENT, StoreSuite, put
+from shardckpt.testing.store_suite import CONTENT, put
 
 
 @pytest.fixture
@@ -29,23 +31,7 @@ def bucket(monkeypatch):
     return Bucket
 
 
-class RemoteSuite(StoreSuite):
-    def test_of_two_that_write_what_is_to_be_new_one_succeeds(self, store):
-        one, other = store.create("a.bin", is_new=True), store.create("a.bin", is_new=True)
-        one.write(b"one")
-        other.write(b"other")
-        other.close()
-        with pytest.raises(TargetExistsError, match=r"a\.bin"):
-            one.close()
-        assert read_bytes(store, "a.bin", 0, 5) == b"other"
-        assert [entry.name for entry in store.list()] == ["a.bin"]
-
-    def test_what_is_new_appears_and_is_replaced_later(self, store):
-        with store.create("sub/a.bin", is_new=True) as writer:
-            writer.write(b"new")
-        put(store, "sub/a.bin", b"newer")
-        assert read_bytes(store, "sub/a.bin", 0, 5) == b"newer"
-
+class FsspecSuite(RemoteSuite):
     def test_what_is_longer_than_a_part_is_written_and_read(self, store, monkeypatch):
         monkeypatch.setattr(fsspec_writer, "PART_BYTES", 5 << 20)
         data = os.urandom(11 << 20)
@@ -56,13 +42,13 @@ class RemoteSuite(StoreSuite):
         assert read_bytes(FsspecStore(store.url), "a.bin", 6 << 20, 100) == data[6 << 20 : (6 << 20) + 100]
 
 
-class TestMemory(RemoteSuite):
+class TestMemory(FsspecSuite):
     @pytest.fixture
     def store(self, memory_folder):
         return FsspecStore(memory_folder)
 
 
-class TestBucket(RemoteSuite):
+class TestBucket(FsspecSuite):
     knows_times = False
 
     @pytest.fixture
@@ -70,19 +56,19 @@ class TestBucket(RemoteSuite):
         return FsspecStore("bucket://b/root")
 
 
-class TestS3(RemoteSuite):
+class TestS3(FsspecSuite):
     @pytest.fixture
     def store(self, s3_bucket):
         return FsspecStore(f"{s3_bucket}/some/root")
 
 
-class TestAzure(RemoteSuite):
+class TestAzure(FsspecSuite):
     @pytest.fixture
     def store(self, azure_container):
         return FsspecStore(f"{azure_container}/some/root")
 
 
-class TestSftp(RemoteSuite):
+class TestSftp(FsspecSuite):
     @pytest.fixture
     def store(self, sftp_folder):
         return FsspecStore(f"{sftp_folder}/some/root")
@@ -188,11 +174,8 @@ class TestRequests:
                 if fill(store, (start, 3 * BLOCK)) != [data[start : start + 3 * BLOCK]]:
                     wrong.append(start)
 
-        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(read, range(4)))
         assert wrong == []
 
     def test_what_another_process_wrote_since_is_listed_by_a_new_store(self, s3_bucket, s3_server):

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -229,11 +230,8 @@ class TestDescriptors:
                 if read_bytes(store, f"{number}.bin", 0, 1000) != bytes([number]) * 1000:
                     wrong.append(number)
 
-        threads = [threading.Thread(target=read, args=(first,)) for first in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(read, range(4)))
         assert wrong == []
 
 

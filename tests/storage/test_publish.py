@@ -5,7 +5,7 @@ import fcntl
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from bucket import Bucket
@@ -364,28 +364,20 @@ class TestOnDisk:
 
 
 class TestLeftovers:
+    @pytest.mark.parametrize(
+        ("module", "step"),
+        [(orphans, "hold"), (local_publication, "LocalStore")],
+        ids=["before it is held", "once it is made"],
+    )
     def test_a_signal_while_the_partial_is_made_leaves_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, module: ModuleType, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def interrupted(fd: int) -> None:
+        def interrupted(folder: int | str) -> None:
+            assert os.path.isdir(folder)
             raise SystemExit(143)
 
         before = len(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(orphans, "hold", interrupted)
-        with pytest.raises(SystemExit), publish(str(tmp_path / "new" / "out"), FOLDER, overwrite=False, needed_bytes=0):
-            pass
-        assert list(tmp_path.iterdir()) == []
-        assert len(os.listdir("/proc/self/fd")) == before
-
-    def test_a_signal_once_the_partial_is_made_leaves_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def interrupted(root: str) -> None:
-            assert os.path.isdir(root)
-            raise SystemExit(143)
-
-        before = len(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(local_publication, "LocalStore", interrupted)
+        monkeypatch.setattr(module, step, interrupted)
         with pytest.raises(SystemExit), publish(str(tmp_path / "new" / "out"), FOLDER, overwrite=False, needed_bytes=0):
             pass
         assert list(tmp_path.iterdir()) == []

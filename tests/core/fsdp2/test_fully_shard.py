@@ -114,6 +114,13 @@ def same(found: Any, expected: Any, **tolerance: float) -> None:
         torch.testing.assert_close(one, other, **tolerance)
 
 
+def assert_averaged_gradients(model: nn.Module, plain: nn.Module) -> None:
+    """Compare full gradients with the means over ranks of the unsharded twin's."""
+    averaged(plain)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(one.grad), other.grad)
+
+
 @contextlib.contextmanager
 def refused(kind: type[BaseException], words: str) -> Any:
     with pytest.raises(kind, match=words):
@@ -391,9 +398,7 @@ def test_replicas_are_summed_over_only_when_that_is_required() -> None:
             assert (harness.count(harness.since(start), "all_reduce") > 0) is last
             assert harness.count(harness.since(start), "reduce_scatter") == 4
             plain(batch(step, rank)).square().mean().backward()
-        averaged(plain)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(one.grad), other.grad)
+        assert_averaged_gradients(model, plain)
 
     harness.run(4, body)
 
@@ -775,9 +780,7 @@ def test_backward_does_without_parameters_that_it_is_told_it_does_not_need() -> 
             model(x).sum().backward()
         assert harness.count(calls, "all_gather") == 2
         plain(x).sum().backward()
-        averaged(plain)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(one.grad), other.grad)
+        assert_averaged_gradients(model, plain)
 
     harness.run(2, body)
 
@@ -791,9 +794,7 @@ def test_microbatches_may_say_which_backward_is_the_last() -> None:
             model.set_requires_gradient_sync(step == 2)
             model(batch(step, rank)).square().mean().backward()
             plain(batch(step, rank)).square().mean().backward()
-        averaged(plain)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(one.grad), other.grad)
+        assert_averaged_gradients(model, plain)
 
     harness.run(2, body)
 
@@ -806,9 +807,7 @@ def test_forwards_of_several_microbatches_may_come_before_their_backwards() -> N
             losses = [each(batch(step, rank)).square().mean() for step in range(3)]
             for loss in losses:
                 loss.backward()
-        averaged(plain)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(one.grad), other.grad)
+        assert_averaged_gradients(model, plain)
         assert all(isinstance(p, DTensor) for p in model.blocks.parameters())
 
     harness.run(2, body)
@@ -869,9 +868,7 @@ def test_other_methods_can_be_made_forward_methods() -> None:
             torch.testing.assert_close(model.twice(batch(0, rank)), plain.twice(batch(0, rank)))
         model.twice(batch(0, rank)).sum().backward()
         plain.twice(batch(0, rank)).sum().backward()
-        averaged(plain)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(one.grad), other.grad)
+        assert_averaged_gradients(model, plain)
 
     harness.run(2, body)
 

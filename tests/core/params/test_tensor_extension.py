@@ -31,6 +31,18 @@ def extended(kind: type[Halved], rows: int = 8) -> nn.Linear:
     return module
 
 
+def finish_step(layers: tuple[Any, Any], outputs: tuple[Any, Any], optimizers: list[torch.optim.Optimizer]) -> None:
+    """Run the backwards of a plain layer and a sharded one, compare their gradients, and step."""
+    plain, model = layers
+    for output in outputs:
+        output.sum().backward()
+    averaged(plain)
+    torch.testing.assert_close(full(model.weight.grad), plain.weight.grad)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", [Halved, Scaled])
 def test_what_a_subclass_gives_is_gathered_and_its_shard_is_trained(kind: type[Halved], world: int) -> None:
@@ -49,13 +61,7 @@ def test_what_a_subclass_gives_is_gathered_and_its_shard_is_trained(kind: type[H
             torch.testing.assert_close(found, before, atol=0.1, rtol=0.1)
             types = {call.dtype for call in calls if call.op == "all_gather"}
             assert TORCH or world == 1 or types == ({"bfloat16", "float32"} if kind is Halved else {"int8", "float32"})
-            for output in (before, found):
-                output.sum().backward()
-            averaged(plain)
-            torch.testing.assert_close(full(model.weight.grad), plain.weight.grad)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            finish_step((plain, model), (before, found), optimizers)
             rows = model.weight.to_local()
             torch.testing.assert_close(rows.data_, plain.weight.detach()[-(-8 // world) * rank :][: rows.shape[0]])
 
@@ -275,34 +281,24 @@ def train(model: Any, rank: int, rows: int = 8) -> None:
         found = model(batch(step, rank))
         torch.testing.assert_close(found, expected)
         assert Halved.asked > asked
-        for output in (expected, found):
-            output.sum().backward()
-        averaged(plain)
-        torch.testing.assert_close(full(model.weight.grad), plain.weight.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        finish_step((plain, model), (expected, found), optimizers)
+
+
+def put_and_train(rank: int, world: int, put: Callable[[nn.Linear], None]) -> None:
+    model = materialised()
+    put(model)
+    train(model, rank)
 
 
 @pytest.mark.parametrize("put", [put_functions, put_dense])
 def test_functions_put_on_local_tensors_say_what_is_gathered(put: Callable[[nn.Linear], None]) -> None:
-    def body(rank: int, world: int) -> None:
-        model = materialised()
-        put(model)
-        train(model, rank)
-
-    harness.run(2, body)
+    harness.run(2, put_and_train, put)
 
 
 @torch_is_wrong("a tensor that is made of others cannot take the place of a dense one")
 @pytest.mark.parametrize("put", [put_subclass, put_parameter, assign_state])
 def test_subclasses_put_in_place_of_local_tensors_say_what_is_gathered(put: Callable[[nn.Linear], None]) -> None:
-    def body(rank: int, world: int) -> None:
-        model = materialised()
-        put(model)
-        train(model, rank)
-
-    harness.run(2, body)
+    harness.run(2, put_and_train, put)
 
 
 @pytest.mark.parametrize("is_given_functions", [True, False])

@@ -100,6 +100,16 @@ def test_gradients_that_are_missing_frozen_or_of_several_types(name):
     assert run(2, body)[0] == []
 
 
+def clip_both(model: nn.Module, plain: nn.Module, most: float, order: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a backward of both, clip the gradients, and return the norms; the plain model's are averaged before."""
+    batch = PLAIN.batch(dist.get_rank(), 0)
+    square(model(batch)).backward()
+    square(plain(batch)).backward()
+    reduce_gradients(plain, groups(model, plain, False))
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), most, order)
+    return model.clip_grad_norm_(most, order), wanted
+
+
 def test_hybrid_strategies_count_replicas_once():
     def body(rank, world):
         warnings.simplefilter("ignore")
@@ -110,12 +120,7 @@ def test_hybrid_strategies_count_replicas_once():
             settings = {"sharding_strategy": Strategy.HYBRID_SHARD, "device_mesh": mesh}
             model = PLAIN.cut(copy.deepcopy(plain), lambda m, s=settings: shard(m, **s))
             twin = copy.deepcopy(plain)
-            batch = PLAIN.batch(rank, 0)
-            square(model(batch)).backward()
-            square(twin(batch)).backward()
-            reduce_gradients(twin, groups(model, twin, False))
-            wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05, order)
-            norm = model.clip_grad_norm_(0.05, order)
+            norm, wanted = clip_both(model, twin, 0.05, order)
             after = model.clip_grad_norm_(1e9, order)
             assert TORCH or len(set(bits(norm))) == 1
             for ours, theirs in ((norm, wanted), (after, wanted.clamp(max=0.05))):
@@ -138,12 +143,7 @@ def test_units_of_other_strategies_below_one_root():
             model.blocks[1] = shard(model.blocks[1], sharding_strategy=Strategy.NO_SHARD)
             model.blocks[2] = shard(model.blocks[2], sharding_strategy=Strategy.SHARD_GRAD_OP)
             model = shard(model)
-            batch = PLAIN.batch(rank, 0)
-            square(model(batch)).backward()
-            square(plain(batch)).backward()
-            reduce_gradients(plain, groups(model, plain, False))
-            wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, order)
-            norm = model.clip_grad_norm_(0.1, order)
+            norm, wanted = clip_both(model, plain, 0.1, order)
             assert TORCH or len(set(bits(norm))) == 1
             after = model.clip_grad_norm_(1e9, order)
             found += [] if torch.isclose(norm, wanted, rtol=1e-5) else [(order, norm.item(), wanted.item())]

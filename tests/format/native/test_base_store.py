@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from shardckpt.format.native import base_store
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.payload import encode_canonical
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.storage import retry
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "1.0"
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
@@ -160,14 +159,6 @@ def based(folder: str, base: object) -> str:
     shardckpt.save(arrays(0), base, store_digests=True)
     shardckpt.save(arrays(7), f"{folder}/step", base=base)
     return f"{folder}/step"
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
-    Bucket.reset()
-    yield "bucket://b"
-    Bucket.reset()
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import io
 import json
 import os
 import pickle
-import random
 import struct
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from damage import change_bytes
 from materialise import assert_same, materialise, raw_items, truth
 
 from shardckpt.errors import (
@@ -512,13 +512,9 @@ def test_a_zip_cut_anywhere_is_a_truncation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("container", [ZIP, LEGACY])
 def test_a_changed_byte_is_read_or_a_typed_error(tmp_path: Path, container: bool) -> None:
     raw = saved({"a": torch.arange(3.0), "b": {"c": [torch.ones(2).t(), 1]}}, container=container)
-    rng = random.Random(5)
-    for _ in range(500):
-        changed = bytearray(raw)
-        for _ in range(rng.randrange(1, 4)):
-            changed[rng.randrange(len(raw))] = rng.randrange(256)
+    for changed in change_bytes(raw, 500, seed=5):
         try:
-            reader = opened(written(tmp_path, bytes(changed)))
+            reader = opened(written(tmp_path, changed))
             for entry in reader.manifest.tensors.values():
                 reader.resolve(entry.pieces)
         except CheckpointError as error:

@@ -73,3 +73,11 @@ def assert_same(reader: Reader, path: TreePath, expected: torch.Tensor) -> None:
     entry = reader.manifest.tensors[path]
     assert (entry.stored, entry.shape) == (str(expected.dtype).removeprefix("torch."), tuple(expected.shape)), path
     assert materialise(reader, path).tobytes() == raw_items(expected).tobytes(), path
+
+
+def assert_model(reader: Reader, file: Path) -> None:
+    """Compare all tensors below `model` with those of a truth file."""
+    expected = truth(file)
+    assert {path[1] for path in reader.manifest.tensors if path[0] == "model"} == set(expected)
+    for name, tensor in expected.items():
+        assert_same(reader, ("model", name), tensor)

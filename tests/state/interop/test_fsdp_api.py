@@ -82,7 +82,10 @@ def without(value, key):
     return {k: without(v, key) for k, v in value.items() if k != key} if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+FLAT_AND_ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+
+
+@FLAT_AND_ORIG
 def test_full_state_dicts_are_those_of_the_unsharded_model(orig):
     def body(rank, world):
         quiet()
@@ -105,7 +108,7 @@ def test_full_state_dicts_are_those_of_the_unsharded_model(orig):
 
 
 @pytest.mark.parametrize("kind", list(ours.StateDictType), ids=lambda kind: kind.name)
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+@FLAT_AND_ORIG
 def test_what_a_state_dict_gives_load_state_dict_takes(orig, kind):
     def body(rank, world):
         quiet()
@@ -158,7 +161,7 @@ def compiled_inside() -> Net:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["called on the wrapper", "called on a plain module"])
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+@FLAT_AND_ORIG
 def test_a_load_that_a_module_ends_on_the_way_leaves_the_sharding_in_place(orig, inside):
     def body(rank, world):
         quiet()
@@ -208,7 +211,7 @@ def test_rank0_only_and_offload_give_the_first_rank_everything():
     assert run(2, body) == [len(Net().state_dict()), 0]
 
 
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+@FLAT_AND_ORIG
 def test_the_statics_of_optimizers_give_what_torchs_give(orig):
     def body(rank, world):
         quiet()
@@ -253,7 +256,7 @@ def test_the_statics_of_optimizers_give_what_torchs_give(orig):
     assert run(2, body) == [[], []]
 
 
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+@FLAT_AND_ORIG
 def test_an_optimizers_own_state_is_taken_by_numbers_or_by_live_names(orig):
     def body(rank, world):
         quiet()
@@ -289,7 +292,7 @@ def test_names_get_numbers_with_the_settings_of_the_group_that_had_them():
         fsdp.rekey_optim_state_dict(names, ours.OptimStateKeyType.PARAM_ID, net, optim=mixed)
 
 
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+@FLAT_AND_ORIG
 def test_sharded_optimizer_states_are_flattened_for_the_optimizer_again(orig):
     def body(rank, world):
         torch.manual_seed(0)

@@ -107,6 +107,13 @@ def steps(tensor: torch.Tensor) -> list[int]:
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and tensor.numel()]
 
 
+@st.composite
+def optimizers(draw) -> tuple[list[FlatUnit], dict[str, Any]]:
+    """Flat parameters, and the state of an optimizer of them."""
+    made = draw(units())
+    return made, draw(moments(made))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_models_come_back_bit_for_bit(data: st.DataObject) -> None:
@@ -131,8 +138,7 @@ def test_models_come_back_bit_for_bit(data: st.DataObject) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_optimizers_come_back_bit_for_bit(data: st.DataObject) -> None:
-    made = data.draw(units())
-    state = data.draw(moments(made))
+    made, state = data.draw(optimizers())
     before = copy.deepcopy(state)
     whole = to_flat_parameters(state, made)
     assert [len(group["params"]) for group in whole["param_groups"]][3] == 0
@@ -151,8 +157,7 @@ def test_optimizers_come_back_bit_for_bit(data: st.DataObject) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_numbers_names_and_flat_parameters_lead_to_one_another(data: st.DataObject) -> None:
-    made = data.draw(units())
-    state = data.draw(moments(made))
+    made, state = data.draw(optimizers())
     flat_names = to_flat_parameters(state, made)
     groups = [group["params"] for group in flat_names["param_groups"]]
     numbered = to_ids(flat_names)

@@ -5,12 +5,11 @@ import shutil
 import tempfile
 
 import pytest
+from remote_suite import RemoteSuite
 
-from shardckpt.errors import TargetExistsError
 from shardckpt.storage.holder.holder_store import HolderStore
 from shardckpt.storage.holder.holders import start_holder, stop_holders
-from shardckpt.storage.store import read_bytes
-from shardckpt.testing.store_suite import StoreSuite, put
+from shardckpt.testing.store_suite import put
 
 RUN = "suite"
 MAX_BYTES = 64 << 20
@@ -32,23 +31,13 @@ def sockets():
     shutil.rmtree(folder)
 
 
-class TestHolderStore(StoreSuite):
+class TestHolderStore(RemoteSuite):
     @pytest.fixture
     def store(self, sockets):
         store = HolderStore(f"shardckpt-memory://{RUN}")
         for entry in store.list():
             (store.delete_folder if entry.is_folder else store.delete)(entry.name)
         return store
-
-    def test_of_two_that_write_what_is_to_be_new_one_succeeds(self, store):
-        one, other = store.create("a.bin", is_new=True), store.create("a.bin", is_new=True)
-        one.write(b"one")
-        other.write(b"other")
-        other.close()
-        with pytest.raises(TargetExistsError, match=r"a\.bin"):
-            one.close()
-        assert read_bytes(store, "a.bin", 0, 5) == b"other"
-        assert [entry.name for entry in store.list()] == ["a.bin"]
 
     def test_more_names_than_one_answer_has_are_all_listed(self, store):
         names = [f"step-1/{'x' * 300}{number:04d}" for number in range(300)]

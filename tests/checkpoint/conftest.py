@@ -1,0 +1,19 @@
+"""Folders on every kind of store."""
+
+import pytest
+
+STORES = {"memory": "memory_folder", "s3": "s3_bucket", "azure": "azure_container", "sftp": "sftp_folder"}
+FOLDERS = {"local": "tmp_path", **STORES}
+"""Fixtures that give the path or URL of an empty folder, by the kind of store."""
+
+
+@pytest.fixture(params=FOLDERS)
+def place(request: pytest.FixtureRequest) -> str:
+    """Path or URL of a folder that is not there yet, on every kind of store."""
+    return f"{request.getfixturevalue(FOLDERS[request.param])}/run"
+
+
+@pytest.fixture(params=[store for store in FOLDERS if store != "memory"])
+def shared_place(request: pytest.FixtureRequest) -> str:
+    """The same on a store that several processes reach."""
+    return f"{request.getfixturevalue(FOLDERS[request.param])}/run"
