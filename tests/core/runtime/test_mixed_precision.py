@@ -11,6 +11,7 @@ import torch
 from harness import run
 from torch import nn
 from torch.distributed import fsdp as theirs
+from torch.distributed.tensor import DTensor
 
 from shardckpt import core as ours
 
@@ -74,6 +75,30 @@ MIXED = {
     "inputs everywhere": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": True},
     "kept low": {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True},
 }
+
+
+@pytest.mark.parametrize("grads", [(40000.0, 36032.0), (30016.0, 26016.0, 28000.0, 24000.0)], ids=len)
+def test_float16_gradients_are_averaged_even_if_their_sum_overflows(grads):
+    def body(rank, world):
+        plain, half = nn.Linear(1, world, bias=False), torch.float16
+        models = [
+            ours.fully_shard(copy.deepcopy(plain), mp_policy=ours.MixedPrecisionPolicy(reduce_dtype=half)),
+            *(wrap_half(copy.deepcopy(plain), orig, half) for orig in (False, True)),
+        ]
+        for model in models:
+            model(torch.full((1, 1), grads[rank])).sum().backward()
+        return [local(parameter.grad).tolist() for model in models for parameter in model.parameters()]
+
+    def wrap_half(net, orig, half):
+        policy = ours.MixedPrecision(reduce_dtype=half)
+        return ours.FullyShardedDataParallel(net, mixed_precision=policy, use_orig_params=orig)
+
+    def local(grad):
+        return (grad.to_local() if isinstance(grad, DTensor) else grad).flatten()
+
+    mean = sum(grads) / len(grads)
+    assert sum(grads) > torch.finfo(torch.float16).max
+    assert run(len(grads), body) == [[[pytest.approx(mean, rel=1e-3)]] * 3] * len(grads)
 
 
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
