@@ -283,6 +283,23 @@ def test_decisions_are_numbered_by_one_and_by_their_titles() -> None:
     assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
 
 
+LINKS = [
+    ("engine.md", "../examples/demo.py", "source/examples/demo.py"),
+    ("engine.md", "../benchmarks/RESULTS.md#saves", "source/benchmarks/RESULTS.md#saves"),
+    ("engine.md", "../README.md", "source/README.md"),
+    ("decisions/0001-dtypes-leaf.md", "../../examples/demo.py", "../source/examples/demo.py"),
+    ("decisions/0001-dtypes-leaf.md", "../engine.md", "../engine.md"),
+    ("source/README.md", "docs/engine.md", "../engine.md"),
+    ("source/README.md", "examples/demo.py", "examples/demo.py"),
+    ("source/benchmarks/RESULTS.md", "../docs/engine.md", "../../engine.md"),
+    ("engine.md", "https://example.org/README.md", "https://example.org/README.md"),
+    ("engine.md", "../examples/none.py", "../examples/none.py"),
+    ("engine.md", "../../outside.py", "../../outside.py"),
+    ("engine.md", "format.md", "format.md"),
+]
+"""Pages with a link in them, and what becomes of it on the site."""
+
+
 class TestTheSite:
     """`make check` builds it, strictly; links to files outside docs/ lead to copies of them there."""
 
@@ -296,23 +313,7 @@ class TestTheSite:
         spec.loader.exec_module(module)
         return module
 
-    @pytest.mark.parametrize(
-        ("page", "link", "rewritten"),
-        [
-            ("engine.md", "../examples/demo.py", "source/examples/demo.py"),
-            ("engine.md", "../benchmarks/RESULTS.md#saves", "source/benchmarks/RESULTS.md#saves"),
-            ("engine.md", "../README.md", "source/README.md"),
-            ("decisions/0001-dtypes-leaf.md", "../../examples/demo.py", "../source/examples/demo.py"),
-            ("decisions/0001-dtypes-leaf.md", "../engine.md", "../engine.md"),
-            ("source/README.md", "docs/engine.md", "../engine.md"),
-            ("source/README.md", "examples/demo.py", "examples/demo.py"),
-            ("source/benchmarks/RESULTS.md", "../docs/engine.md", "../../engine.md"),
-            ("engine.md", "https://example.org/README.md", "https://example.org/README.md"),
-            ("engine.md", "../examples/none.py", "../examples/none.py"),
-            ("engine.md", "../../outside.py", "../../outside.py"),
-            ("engine.md", "format.md", "format.md"),
-        ],
-    )
+    @pytest.mark.parametrize(("page", "link", "rewritten"), LINKS)
     def test_links_to_sources_lead_to_copies(self, hooks: ModuleType, page: str, link: str, rewritten: str) -> None:
         assert hooks.rewrite_links(f"see [it]({link}).", page) == f"see [it]({rewritten})."
 

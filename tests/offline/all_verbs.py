@@ -55,10 +55,10 @@ def list_calls(name: str, job: dict[str, Any]) -> Iterator[tuple[str, Callable[[
     yield "diff", lambda: shardckpt.diff(source, step)
     if job["base"]:
         yield "merge-adapter", lambda: shardckpt.merge_adapter(job["base"], source, f"{name}/merged")
-    yield "repair", lambda: shardckpt.repair(step, dry_run=True)
-    yield "ls", lambda: shardckpt.ls(f"{name}/run")
-    yield "prune", lambda: shardckpt.prune(f"{name}/run", keep_last=1, dry_run=True)
     if job["targets"] is not None:
+        yield "repair", lambda: shardckpt.repair(step, dry_run=True)
+        yield "ls", lambda: shardckpt.ls(f"{name}/run")
+        yield "prune", lambda: shardckpt.prune(f"{name}/run", keep_last=1, dry_run=True)
         yield from list(list_target_calls(name, job, kept, step))[job["targets"] :: 3]
 
 

@@ -28,11 +28,13 @@ FEWER_ROWS = 3 * CAP // 4 // 2048
 """Of what is put in order element by element, which takes long."""
 
 
-def peak_bytes(code: str) -> int:
-    """Return the peak resident memory of a fresh process that runs `code`."""
-    tail = "\nprint(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1])"
-    done = subprocess.run([sys.executable, "-c", code + tail], check=True, capture_output=True, text=True)
-    return int(done.stdout.split()[-1]) << 10
+def added_bytes(src: Path, code: str) -> int:
+    """Return by how much `code` raises the peak of the memory of a fresh process that has inspected a checkpoint."""
+    peak = "print(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1])"
+    lines = f"import shardckpt\nshardckpt.inspect({str(src)!r})\n{peak}\n{code}\n{peak}"
+    done = subprocess.run([sys.executable, "-c", lines], check=True, capture_output=True, text=True)
+    start, *_, end = done.stdout.split()
+    return (int(end) - int(start)) << 10
 
 
 def by_columns(folder: Path) -> None:
@@ -79,10 +81,9 @@ def test_a_tensor_of_many_times_the_cap_is_written_under_it(
 ) -> None:
     src = tmp_path / "src"
     make(src)
-    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r})")
     options += f"max_memory={cap}, jobs={jobs}"
-    added = peak_bytes(f"import shardckpt; shardckpt.consolidate({str(src)!r}, {str(tmp_path / 'out')!r}, {options})")
-    assert added - start <= cap, f"{(added - start) / 2**20:.1f} MiB"
+    added = added_bytes(src, f"shardckpt.consolidate({str(src)!r}, {str(tmp_path / 'out')!r}, {options})")
+    assert added <= cap, f"{added / 2**20:.1f} MiB"
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > times * CAP
 
 
@@ -90,20 +91,16 @@ def test_the_measure_sees_a_tensor_that_is_held(tmp_path: Path) -> None:
     """The control: a process that reads the tensor as a whole breaks the cap by this measure."""
     src = tmp_path / "src"
     whole(src)
-    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r})")
-    read = f"data = open({str(src / 'model.safetensors')!r}, 'rb').read()"
-    held = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r}); {read}")
-    assert held - start > 7 * CAP
+    assert added_bytes(src, f"data = open({str(src / 'model.safetensors')!r}, 'rb').read()") > 7 * CAP
 
 
 @pytest.mark.parametrize(("jobs", "cap"), [(1, CAP), (4, CAP_OF_4)], ids=["1 thread", "4 threads"])
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_other_formats_are_written_under_the_cap_too(to: str, jobs: int, cap: int, tmp_path: Path) -> None:
     by_columns(tmp_path / "src")
-    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
     options = f"to={to!r}, max_shard_size=10**12, max_memory={cap}, jobs={jobs}"
     call = f"shardckpt.consolidate({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
-    added = peak_bytes(f"import shardckpt; {call}") - start
+    added = added_bytes(tmp_path / "src", call)
     assert added <= cap, f"{added / 2**20:.1f} MiB"
     assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > 8 * CAP
 
@@ -116,20 +113,18 @@ def test_an_adapter_is_merged_in_little_memory(tmp_path: Path) -> None:
     factors[f"{name}.lora_B.weight"] = np.ones((ROWS, 8), np.float32)
     save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 8}')
-    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'base')!r})")
     places = ", ".join(repr(str(tmp_path / each)) for each in ("base", "adapter", "out"))
     call = f"shardckpt.merge_adapter({places}, max_memory={CAP}, rename=['w=w.weight'])"
-    added = peak_bytes(f"import shardckpt; {call}") - start
+    added = added_bytes(tmp_path / "base", call)
     assert added <= 2 * CAP, f"{added / 2**20:.1f} MiB"  # the product has threads and buffers of its own
 
 
 def test_a_weight_is_quantized_under_the_cap(tmp_path: Path) -> None:
     whole(tmp_path / "src", FEWER_ROWS)
     (tmp_path / "src" / "config.json").write_text('{"model_type": "llama"}')
-    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
     options = f"quantize='fp8-block', rename=['w=w.weight'], max_memory={CAP}, jobs=1"
     call = f"shardckpt.convert({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
-    added = peak_bytes(f"import shardckpt; {call}") - start
+    added = added_bytes(tmp_path / "src", call)
     assert added <= CAP, f"{added / 2**20:.1f} MiB"
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > FEWER_ROWS * COLUMNS
 
@@ -152,10 +147,9 @@ def test_rows_in_another_order_are_quantized_under_the_cap(tmp_path: Path) -> No
         file.truncate(len(header) + sum(4 * math.prod(shape) for shape in shapes.values()))
     config = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **sizes}
     (tmp_path / "src" / "config.json").write_text(json.dumps(config))
-    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
     options = f"dtype='q8_0', max_memory={CAP}, jobs=1"
     call = f"shardckpt.convert({str(tmp_path / 'src')!r}, {str(tmp_path / 'out.gguf')!r}, {options})"
-    added = peak_bytes(f"import shardckpt; {call}") - start
+    added = added_bytes(tmp_path / "src", call)
     assert added <= CAP, f"{added / 2**20:.1f} MiB"
     assert (tmp_path / "out.gguf").stat().st_size > 1.5 * CAP
 
@@ -163,8 +157,7 @@ def test_rows_in_another_order_are_quantized_under_the_cap(tmp_path: Path) -> No
 def test_rules_are_streamed(tmp_path: Path) -> None:
     whole(tmp_path / "src")
     (tmp_path / "rules.toml").write_text('[[rule]]\nsplit = {from = "w", to = ["a", "b"], dim = 1}\n')
-    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
     options = f"rules={str(tmp_path / 'rules.toml')!r}, max_memory={CAP}"
     call = f"shardckpt.consolidate({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
-    added = peak_bytes(f"import shardckpt; {call}") - start
+    added = added_bytes(tmp_path / "src", call)
     assert added <= CAP, f"{added / 2**20:.1f} MiB"

@@ -214,15 +214,11 @@ def test_torchtitans_llama_has_its_names_shapes_and_rows(llama: Path, tmp_path: 
     given, found = load_file(llama / "model.safetensors"), applied(llama, "llama-to-torchtitan", tmp_path / "out")
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     layer = {
-        "attention.wq.weight": (16, 16),
-        "attention.wk.weight": (8, 16),
-        "attention.wv.weight": (8, 16),
-        "attention.wo.weight": (16, 16),
-        "feed_forward.w1.weight": (24, 16),
+        **dict.fromkeys(("attention.wq.weight", "attention.wo.weight"), (16, 16)),
+        **dict.fromkeys(("attention.wk.weight", "attention.wv.weight"), (8, 16)),
+        **dict.fromkeys(("feed_forward.w1.weight", "feed_forward.w3.weight"), (24, 16)),
         "feed_forward.w2.weight": (16, 24),
-        "feed_forward.w3.weight": (24, 16),
-        "attention_norm.weight": (16,),
-        "ffn_norm.weight": (16,),
+        **dict.fromkeys(("attention_norm.weight", "ffn_norm.weight"), (16,)),
     }
     layers = {f"layers.{n}.{name}": shape for n in range(2) for name, shape in layer.items()}
     assert shapes == {"tok_embeddings.weight": (32, 16), "norm.weight": (16,), "output.weight": (32, 16), **layers}

@@ -431,6 +431,16 @@ def beside(parameter: DTensor) -> Shard:
 
 
 def test_dtensors_on_any_mesh_of_everything_train_as_whole_ones() -> None:
+    """On each mesh, parameters are freed after forward or kept until backward, in turn."""
+    train_dtensors([(row, at % 2 == 0 and row[2].shard is not None) for at, row in enumerate(EVERYTHING)])
+
+
+@pytest.mark.slow
+def test_dtensors_on_any_mesh_train_as_whole_ones_whether_they_are_kept_or_not() -> None:
+    train_dtensors([(row, keeps) for row in EVERYTHING for keeps in (False, True) if row[2].shard or not keeps])
+
+
+def train_dtensors(choices: list[tuple[Any, bool]]) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -443,10 +453,8 @@ def test_dtensors_on_any_mesh_of_everything_train_as_whole_ones() -> None:
             return x
 
     def body(rank: int, world: int) -> None:
-        meshes = [init_device_mesh("cpu", sizes, mesh_dim_names=names) for sizes, names, _ in EVERYTHING]
-        for (mesh, (_, names, dims)), keeps in itertools.product(zip(meshes, EVERYTHING, strict=True), (False, True)):
-            if keeps and dims.shard is None:
-                continue
+        for (sizes, names, dims), keeps in choices:
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
             parallel = names[-1] == "tp"
             at = rank // 2 if parallel else rank
             torch.manual_seed(0)
