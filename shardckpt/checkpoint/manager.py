@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import EARLIER_PARAMS, load
 from shardckpt.checkpoint.resume.witness import Witness
-from shardckpt.checkpoint.run.durability import Durability, decode_durability, encode_copies, require_durable
+from shardckpt.checkpoint.run.durability import Durability, require_durable
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import restore_step
@@ -265,7 +265,8 @@ class Checkpointer:
         """Return what a step survives now: where its complete copies are. Collective.
 
         A copy on a disk of this machine, or in its memory, survives the training processes; one in a bucket or on a
-        network file system survives the loss of a node too.
+        network file system survives the loss of nodes too. Copies in the memory of several machines survive the loss of
+        one machine fewer than each of their files is on.
 
         Args:
             step: Number of the step, equal on every rank.
@@ -274,10 +275,9 @@ class Checkpointer:
             ShardckptError: As for `steps`.
         """
         number = require_step_number(step)
-        copies = self._finder.ask_rank0("asking for copies", lambda: encode_copies(self._finder.list_copies(number)))
-        return decode_durability(number, copies)
+        return Durability(number, tuple(self._finder.find_copies(number)))
 
-    def wait(self, step: int | None = None, *, survives: Literal["process", "node"] = "process") -> None:
+    def wait(self, step: int | None = None, *, survives: Literal["process", "node", "2 nodes"] = "process") -> None:
         """Wait for the saves in the background that this object started. Collective.
 
         Args:

@@ -36,7 +36,7 @@ class RoundRequest(NamedTuple):
 
     Attributes:
         pieces: Pieces that it needs, with the rank that has each.
-        deleted: Folders that every node deletes.
+        deleted: Names of files that every node deletes.
         is_done: Whether this rank needs no more pieces.
     """
 
@@ -81,7 +81,7 @@ class RoundAnswer(NamedTuple):
     Attributes:
         accepted: Indices of its pieces that come in this round.
         sends: Pieces that it sends.
-        deleted: Folders to delete.
+        deleted: Names of files to delete.
         is_busy: Whether any rank needs pieces.
         is_over: Whether no rank needs more pieces: this was the last round.
     """
@@ -122,7 +122,7 @@ def plan_round(requests: Sequence[RoundRequest]) -> list[RoundAnswer]:
                 received[rank] += piece.nbytes
                 sends[piece.peer].append(piece._replace(peer=rank))
                 accepted[rank].append(index)
-    deleted = tuple(dict.fromkeys(folder for request in requests for folder in request.deleted))
+    deleted = tuple(dict.fromkeys(name for request in requests for name in request.deleted))
     is_busy = any(request.pieces for request in requests)
     is_over = all(request.is_done for request in requests) and not is_busy
     return [

@@ -71,9 +71,9 @@ def _report_or_nothing(own: Store, node: Node) -> NodeReport:
         return NodeReport(node)
 
 
-def _delete(own: Store, store: PeerStore, folder: str) -> None:
-    store.forget_folder(folder)
+def _delete(own: Store, store: PeerStore, name: str) -> None:
+    store.forget(name)
     try:
-        own.delete_folder(folder)
+        own.delete(name)
     except ShardckptError as error:
-        _LOG.warning("a folder was not deleted: %s", error)
+        _LOG.warning("a file was not deleted: %s", error)

@@ -50,7 +50,7 @@ class PeerExchange:
     Args:
         coordinator: Coordinator for this exchange alone.
         own: Store of this node, from which pieces are read for others.
-        on_delete: Called with a folder that every node deletes, on the thread of the exchange.
+        on_delete: Called with the name of a file that every node deletes, on the thread of the exchange.
 
     Attributes:
         received_bytes: Bytes that came from other ranks.
@@ -104,10 +104,10 @@ class PeerExchange:
                 raise self._failure
         return [bool(each.is_filled) for each in waiting]
 
-    def delete_folder(self, folder: str) -> None:
-        """Delete a folder on all nodes, in the next round."""
+    def delete(self, name: str) -> None:
+        """Delete a file on all nodes, in the next round."""
         with self._changed:
-            self._deleted.append(folder)
+            self._deleted.append(name)
 
     def _run(self) -> None:
         try:
@@ -129,8 +129,8 @@ class PeerExchange:
         what = f"exchanging files of {self._own.url}"
         answer = RoundAnswer.decode(self._coordinator.coordinate(what, request.encode(), decide))
         self._was_busy = answer.is_busy
-        for folder in answer.deleted:
-            self._on_delete(folder)
+        for name in answer.deleted:
+            self._on_delete(name)
         self._transfer(answer.sends, [wanted[index] for index in answer.accepted])
         with self._changed:
             self._waiting.extendleft(each for each in reversed(wanted) if each.is_filled is None)

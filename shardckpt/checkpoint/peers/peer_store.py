@@ -171,17 +171,18 @@ class PeerStore:
         raise StorageError("files of several nodes can be read only", where=f"{self.url}/{name}")
 
     def delete(self, name: str) -> None:
-        """Raise an error: this store is only read."""
-        self.create(name)
+        """Remove a file on all nodes, which delete it in the next round of the exchange."""
+        self.forget(name)
+        self.exchange.delete(name)
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder on all nodes, which delete it in the next round of the exchange."""
-        self.forget_folder(folder)
-        self.exchange.delete_folder(folder)
+        """Remove a folder on all nodes, as `delete`."""
+        for entry in self.list(folder):
+            self.delete(entry.name)
 
-    def forget_folder(self, folder: str) -> None:
-        """Remove a folder from this view."""
-        self._files = {name: each for name, each in self._files.items() if not name.startswith(f"{folder}/")}
+    def forget(self, name: str) -> None:
+        """Remove a file from this view."""
+        self._files = {each: copies for each, copies in self._files.items() if each != name}
 
     def changed_at(self, folder: str) -> float | None:  # noqa: ARG002
         """Return None: unknown."""

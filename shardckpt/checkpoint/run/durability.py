@@ -11,9 +11,9 @@ from typing import Any
 from shardckpt.errors import StorageError, UsageError
 from shardckpt.storage.resolve_url import local_path
 
-PROCESS, NODE = "process", "node"
-FAILURES = (PROCESS, NODE)
-"""Failures that a copy may survive: the end of all training processes, and the loss of a node."""
+PROCESS, NODE, TWO_NODES = "process", "node", "2 nodes"
+FAILURES = (PROCESS, NODE, TWO_NODES)
+"""Failures that a copy may survive: the end of all training processes, and the loss of one or two nodes."""
 
 _REMOTE = re.compile(r"(s3a?|gs|gcs|abfss?|az|adl|hf|oci|oss|obs|tos|r2|sftp|ssh|hdfs|webhdfs|dbfs)://")
 _NETWORK = {
@@ -32,7 +32,7 @@ class StepCopy:
     Attributes:
         tier: `memory`, or `root`.
         path: Path or URL of the copy.
-        survives: Failures that it survives, of `process` and `node`.
+        survives: Failures that it survives, of `process`, `node` and `2 nodes`.
         saved_at: Start of the save that wrote it, in seconds since the epoch; None if unknown. The writers hashed all
             bytes, and rank 0 saw every file before the commit.
     """
@@ -83,10 +83,11 @@ def require_durable(durability: Durability, survives: str) -> None:
         StorageError: No copy of the step survives it.
     """
     if survives not in FAILURES:
-        raise UsageError("`survives` must be 'process' or 'node'", found=repr(survives))
+        raise UsageError("`survives` must be 'process', 'node' or '2 nodes'", found=repr(survives))
     if survives not in durability.survives:
+        lost = survives if survives == TWO_NODES else f"the {survives}"
         raise StorageError(
-            f"step {durability.step} does not survive the loss of the {survives}",
+            f"step {durability.step} does not survive the loss of {lost}",
             found=", ".join(copy.path for copy in durability.copies) or "no complete copy",
             fix="Save it to the root, or to storage that survives this.",
         )

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import MIXED
-from shardckpt.checkpoint.run.durability import StepCopy, find_survived, read_mounts
+from shardckpt.checkpoint.run.durability import (
+    StepCopy,
+    decode_durability,
+    encode_copies,
+    find_survived,
+    read_mounts,
+)
 from shardckpt.errors import NoCompleteCheckpoint, TargetExistsError, UnsupportedError, UsageError
 from shardckpt.format.native.run_directory import (
     RunDirectory,
@@ -198,6 +205,15 @@ class StepFinder:
     def mark_damaged(self, found: FoundStep) -> None:
         """Record that a load found a step damaged."""
         self.damaged.add(found.save or "")
+
+    def open_places(self) -> AbstractContextManager[None]:
+        """Return the context of a restore, in which steps that are on other nodes can be read. Collective."""
+        return nullcontext()
+
+    def find_copies(self, number: int) -> Sequence[StepCopy]:
+        """Return the complete copies of a step, the nearest first. Collective."""
+        copies = self.ask_rank0("asking for copies", lambda: encode_copies(self.list_copies(number)))
+        return decode_durability(number, copies).copies
 
     def list_copies(self, number: int) -> list[StepCopy]:
         """Return the complete copies of a step, the nearest first. On rank 0."""

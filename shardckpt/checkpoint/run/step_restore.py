@@ -79,7 +79,8 @@ def restore_step(
                 on_event(event)
 
         given = {**options, "on_event": take_measurement}
-        restored = _load_newest(finder, state, wanted, given, on_event=on_event, fault=fault)
+        with finder.open_places():
+            restored = _load_newest(finder, state, wanted, given, on_event=on_event, fault=fault)
         if restored is not None:
             recorder.values.update(step=restored.number, warnings=restored.faults)
     return restored

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.checkpoint.peers.node_files import Node
+from shardckpt.checkpoint.peers.node_steps import give_marks
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
-from shardckpt.checkpoint.save.save import SaveParams
+from shardckpt.checkpoint.save.save import RunNotes, SaveParams
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.errors import RankError, ShardckptError, StorageError
 from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, deliver, emit
@@ -25,18 +27,32 @@ _MOST_SKIPPED = 64
 """Maximum number of captures that are left out after a failure, before the next attempt."""
 
 
+class NodeShare(NamedTuple):
+    """Part of a rank in a capture.
+
+    Attributes:
+        nodes: Number of nodes of all ranks.
+        is_first: Whether this rank acts for its node.
+    """
+
+    nodes: int
+    is_first: bool
+
+
 class TierPlace(NamedTuple):
     """A tier, as restores and claims see it.
 
     Attributes:
         name: Name of the tier: `memory`, `local`.
         finder: Finder of its steps.
-        is_found_again: Returns True if a new process would find its steps. On rank 0.
+        is_found_again: Returns True if a new process would find its steps, on the node of the calling rank.
+        find_node: Returns the node of this rank, if each node has files of its own; None if all ranks are on one node.
     """
 
     name: str
     finder: StepFinder
     is_found_again: Callable[[], bool]
+    find_node: Callable[[], Node] | None = None
 
 
 class CaptureTier(ABC):
@@ -76,8 +92,15 @@ class CaptureTier(ABC):
         self._pending: tuple[int, SaveHandle] | None = None
 
     @abstractmethod
-    def open(self, nodes: set[str]) -> None:
-        """Make the tier ready for a capture, unless it is. On rank 0.
+    def open_node(self) -> None:
+        """Make the tier ready for a capture on the node of this rank, unless it is.
+
+        Raises:
+            ShardckptError: Nothing can be captured.
+        """
+
+    def open(self, nodes: set[str]) -> None:  # noqa: ARG002  (a tier may refuse several)
+        """Make the tier ready on rank 0's node, unless it is. On rank 0.
 
         Args:
             nodes: Ids of the nodes of all ranks.
@@ -85,6 +108,46 @@ class CaptureTier(ABC):
         Raises:
             ShardckptError: Nothing can be captured.
         """
+        self.open_node()
+
+    def open_nodes(self, share: NodeShare) -> bool:
+        """Make the tier ready on all nodes; return whether a step can be captured. Collective.
+
+        Args:
+            share: Part of this rank.
+        """
+        return share.nodes == 1 or self._agree_on_start(share)
+
+    def _agree_on_start(self, share: NodeShare) -> bool:
+        coordinator = get_channels(self._group).main
+        fault = b""
+        try:
+            if share.is_first and coordinator.rank:
+                self.open_node()
+        except ShardckptError as error:
+            fault = str(error).encode()
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            faults = [(rank, text) for rank, text in enumerate(messages) if text]
+            for rank, text in faults[:1]:
+                self._note_failure(StorageError(f"rank {rank}: {text.decode()}"))
+            return [b"" if faults else b"1"] * len(messages)
+
+        return bool(coordinator.coordinate(f"opening {self.place.finder.root} on all nodes", fault, decide))
+
+    def finish(self, coordinator: Coordinator, number: int, share: NodeShare) -> None:
+        """Complete a capture that rank 0 has committed, on several nodes. Collective.
+
+        Args:
+            coordinator: Coordinator of the thread of the capture.
+            number: Number of the step.
+            share: Part of this rank.
+
+        Raises:
+            StorageError: The capture is not complete; RankError on other ranks.
+        """
+        own = self.place.finder.open_store()
+        give_marks(coordinator, own, step_name(number), is_first=share.is_first)
 
     def takes(self, number: int) -> bool:
         """Return True if a step belongs into this tier."""
@@ -107,7 +170,9 @@ class CaptureTier(ABC):
             return False
         return True
 
-    def capture(self, number: int, state: Any, notes: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    def capture(
+        self, number: int, state: Any, notes: Mapping[str, str], options: Mapping[str, Any], share: NodeShare
+    ) -> None:
         """Capture a step in the background. Collective.
 
         Args:
@@ -115,15 +180,20 @@ class CaptureTier(ABC):
             state: As for `shardckpt.save`.
             notes: Custom metadata.
             options: Options of `shardckpt.async_save` for the copy.
+            share: Part of this rank.
 
         Raises:
             Exception: The state cannot be saved; an error of the tier is a warning.
         """
-        is_first = get_channels(self._group).main.rank == 0
+        has_retention = get_channels(self._group).main.rank == 0 and share.nodes == 1
+        notes = RunNotes(notes)
+        if share.nodes > 1:
+            notes.is_shared = False
+            notes.after_commit = lambda coordinator: self.finish(coordinator, number, share)
 
         def on_event(event: OperationEvent) -> None:
             deliver(event, self._on_event)
-            if event.error is None and is_first:
+            if event.error is None and has_retention:
                 self._retention.apply(number)
 
         given: SaveParams = {

@@ -71,4 +71,8 @@ class LocalTier(CaptureTier):
         """
         if len(nodes) > 1:
             raise StorageError("Local captures the ranks of one node", found=f"ranks on {len(nodes)} nodes")
+        self.open_node()
+
+    def open_node(self) -> None:
+        """Claim the folder for this run. Raises as `open`."""
         claim_folder(open_store(self._folder), self._root)

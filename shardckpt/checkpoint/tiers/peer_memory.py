@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.holder.holder_sockets import NODE, socket_folder
@@ -75,13 +76,27 @@ def find_run_id(root: str) -> str:
     return hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def find_node_id() -> str:
-    """Return the id of this node: equal for the processes that find the same holders."""
+def find_node(rack: str = "") -> Node:
+    """Return the node of this process.
+
+    Args:
+        rack: Label of the machines that may fail together.
+    """
+    return Node(find_node_id(), _find_machine_id(), rack)
+
+
+def _find_machine_id() -> str:
+    """Return the id of this machine: containers of one machine have the same."""
     boot = ""
     with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
         boot = file.read().strip()
+    return f"{boot} {os.environ.get(NODE, '')}"
+
+
+def find_node_id() -> str:
+    """Return the id of this node: equal for the processes that find the same holders."""
     place = ""
     with suppress(OSError, UsageError):  # containers of one machine have folders of their own
         status = os.stat(os.path.dirname(socket_folder()))
         place = f"{status.st_dev} {status.st_ino}"
-    return f"{boot} {place} {os.environ.get(NODE, '')}"
+    return f"{_find_machine_id()} {place}"

@@ -6,18 +6,22 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.run.durability import PROCESS, StepCopy
+from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
+from shardckpt.checkpoint.peers.open_peers import open_peers
+from shardckpt.checkpoint.run.durability import FAILURES, PROCESS, StepCopy, decode_durability, encode_copies
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep, StepFinder, StepKey, find_next_branch
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
-from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about
+from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, step_name
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
@@ -76,9 +80,9 @@ class RootPosition(NamedTuple):
             newest: Order of the newest complete step of the root now.
             is_empty: Whether the root has no step, complete or not.
         """
-        if newest in self:
-            return True
-        return not is_empty if newest == NO_STEP else newest < self.committed
+        if newest == NO_STEP:
+            return self.committed == NO_STEP or not is_empty
+        return newest in self or newest < self.committed
 
 
 class TieredFinder(StepFinder):
@@ -162,16 +166,42 @@ class TieredFinder(StepFinder):
         if len(self._started) > _MOST_STARTED:
             del self._started[next(iter(self._started))]
 
-    def list_copies(self, number: int) -> list[StepCopy]:
-        """Return the complete copies of a step, the nearest first. On rank 0.
+    @contextmanager
+    def open_places(self) -> Iterator[None]:
+        """Read the steps that nodes have together, within the context. Collective."""
+        with ExitStack() as stack:
+            for place in self._places:
+                if place.find_node is not None:
+                    stack.enter_context(open_peers(place.finder.root, place.find_node(), self.group))
+            yield
+
+    def find_copies(self, number: int) -> Sequence[StepCopy]:
+        """Return the complete copies of a step, the nearest first. Collective.
 
         A copy that is older than this process's last save of the step is not one of it, and a capture that a new
         process would not find is none.
         """
-        held = [
-            _read_tier(place, partial(_list_held_copies, place, number), list[StepCopy]()) for place in self._places
-        ]
-        copies = [*chain.from_iterable(held), *super().list_copies(number)]
+        folder = step_name(number)
+        reports = [_report_step(place, folder).encode().decode() for place in self._places]
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            parts = [[NodeReport.decode(text.encode()) for text in json.loads(message)] for message in messages]
+            catalogs = [NodeCatalog.from_reports(column) for column in zip(*parts, strict=True)]
+            return [json.dumps(encode_copies(self._list_all_copies(number, catalogs))).encode()] * len(messages)
+
+        coordinator = get_channels(self.group).main
+        answer = coordinator.coordinate(f"asking for copies of {self.root}", json.dumps(reports).encode(), decide)
+        return decode_durability(number, json.loads(answer)).copies
+
+    def _list_all_copies(self, number: int, catalogs: Sequence[NodeCatalog]) -> list[StepCopy]:
+        """Return the complete copies of a step, from what the nodes have of it in each tier. On rank 0."""
+        held: list[StepCopy] = []
+        for place, catalog in zip(self._places, catalogs, strict=True):
+            if place.find_node is None:
+                held += _read_tier(place, partial(_list_held_copies, place, number), [])
+            else:
+                held += _list_node_copies(place, catalog, number)
+        copies = [*held, *self.list_copies(number)]
         started = self._started.get(number, 0.0)
         return [copy for copy in copies if not started or (copy.saved_at or 0.0) >= started]
 
@@ -194,6 +224,28 @@ def _list_held_copies(place: TierPlace, number: int) -> list[StepCopy]:
     if not held or not place.is_found_again():
         return []
     return [StepCopy(place.name, finder.path(step.name), (PROCESS,), step.saved_at) for step in held]
+
+
+def _report_step(place: TierPlace, folder: str) -> NodeReport:
+    """Return what this rank's node has of a step, if a new process would find it."""
+    if place.find_node is None:
+        return NodeReport(Node("", ""))
+    node, store = place.find_node(), place.finder.open_store()
+
+    def report() -> NodeReport:
+        found = report_files(store, node, [folder])
+        return found if found.steps and place.is_found_again() else NodeReport(node)
+
+    return _read_tier(place, report, NodeReport(node))
+
+
+def _list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> list[StepCopy]:
+    """Return the copy of a step that the nodes have together: it survives one machine fewer than each file is on."""
+    folder = step_name(number)
+    machines, step = catalog.count_machines(folder), StepFolder(number, folder, save=catalog.saves.get(folder, ""))
+    if not machines or not place.finder.is_good(step):
+        return []
+    return [StepCopy(place.name, place.finder.path(folder), FAILURES[:machines], step.saved_at)]
 
 
 def _read_about(store: Store, step: StepFolder) -> Mapping[str, str]:

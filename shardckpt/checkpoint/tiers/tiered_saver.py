@@ -26,7 +26,7 @@ from shardckpt.checkpoint.run.step_saver import (
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
 from shardckpt.checkpoint.save.save import RunNotes
-from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
+from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, NodeShare
 from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.local_tier import LocalTier
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
@@ -52,6 +52,7 @@ class _Places(NamedTuple):
         after: Position in the root, as text.
         in_tiers: Whether it is captured in each of the tiers.
         in_root: Whether it is saved in the root.
+        share: `NodeShare` of the rank.
     """
 
     number: int
@@ -59,6 +60,7 @@ class _Places(NamedTuple):
     after: str
     in_tiers: list[bool]
     in_root: bool
+    share: tuple[int, bool] = (1, False)
 
 
 class RunParts(NamedTuple):
@@ -183,9 +185,10 @@ class TieredSaver:
         notes.update({BRANCH: str(places.branch)} if places.branch else {})
         notes[AFTER] = places.after
         copy_options = {name: given[name] for name in _FOR_COPY if name in given}
+        share = NodeShare(*places.share)
         for tier, is_in_tier in zip(self._tiers, places.in_tiers, strict=True):
-            if is_in_tier:
-                tier.capture(places.number, state, notes, copy_options)
+            if is_in_tier and tier.open_nodes(share):
+                tier.capture(places.number, state, notes, copy_options, share)
         if places.in_root:
             return self._save_in_root(places, state, metrics, options)
         self._saver.record_save(places.number, places.branch, None)
@@ -233,4 +236,6 @@ class TieredSaver:
         position = self._finder.find_position()
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
-        return [json.dumps(_Places(number, branch, position.encode(), in_tiers, in_root)).encode()] * len(messages)
+        places = _Places(number, branch, position.encode(), in_tiers, in_root)
+        shares = [(len(set(nodes)), nodes.index(node) == rank) for rank, node in enumerate(nodes)]
+        return [json.dumps(places._replace(share=share)).encode() for share in shares]

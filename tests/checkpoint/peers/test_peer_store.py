@@ -42,7 +42,7 @@ def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple
     channels = get_channels(None)
     own = LocalStore(str(root / node))
     store = PeerStore(own, share_catalog(channels.main, report), rank)
-    store.exchange = PeerExchange(channels.background_coordinator(None, "peers"), own, store.forget_folder)
+    store.exchange = PeerExchange(channels.background_coordinator(None, "peers"), own, store.forget)
     return store, store.exchange
 
 
@@ -98,7 +98,7 @@ def test_a_file_that_a_node_has_lost_is_read_from_the_next_one_and_an_error_if_n
     assert [found for found, _ in run(3, body)] == [content(0)] * 3
 
 
-def test_a_folder_that_rank_0_deletes_is_gone_on_all_nodes(tmp_path):
+def test_a_folder_that_rank_0_deletes_disappears_on_all_nodes(tmp_path):
     held = {"a": [0], "b": [1]}
     write_nodes(tmp_path, held)
 

@@ -35,16 +35,16 @@ def test_the_file_system_of_a_path_is_that_of_the_longest_mount_above_it(path, k
     ("url", "survives"),
     [
         ("/nowhere/run", {"process"}),
-        ("/lustre/run", {"process", "node"}),
-        ("s3://bucket/run", {"process", "node"}),
-        ("gs://bucket/run", {"process", "node"}),
+        ("/lustre/run", {"process", "node", "2 nodes"}),
+        ("s3://bucket/run", {"process", "node", "2 nodes"}),
+        ("gs://bucket/run", {"process", "node", "2 nodes"}),
         ("memory://run", set()),
         ("odd://run", {"process"}),
     ],
 )
 def test_a_copy_claims_only_what_is_certain(url, survives):
     assert set(find_survived(url, MOUNTS)) == survives
-    assert set(find_survived(url, "")) == (survives - {"node"} if url.startswith("/") else survives)
+    assert set(find_survived(url, "")) == (survives - {"node", "2 nodes"} if url.startswith("/") else survives)
 
 
 def test_a_step_survives_what_one_of_its_copies_survives():
@@ -55,5 +55,7 @@ def test_a_step_survives_what_one_of_its_copies_survives():
     require_durable(Durability(3, (near, far)), "node")
     with pytest.raises(StorageError, match="step 3 does not survive the loss of the node; found a"):
         require_durable(Durability(3, (near,)), "node")
+    with pytest.raises(StorageError, match="does not survive the loss of 2 nodes"):
+        require_durable(Durability(3, (near, far)), "2 nodes")
     with pytest.raises(UsageError, match="galaxy"):
         require_durable(Durability(3, (near,)), "galaxy")

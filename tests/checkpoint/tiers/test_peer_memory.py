@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import shardckpt
 from shardckpt import Checkpointer, PeerMemory
 from shardckpt.checkpoint.save.handle import SaveHandle
-from shardckpt.checkpoint.tiers import memory_tier, peer_memory, tiered_saver
+from shardckpt.checkpoint.tiers import peer_memory
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.storage.holder import holder_connection
 from shardckpt.storage.holder.holder_connection import HolderConnection
@@ -261,24 +261,6 @@ def test_captures_are_given_if_the_root_has_lost_the_steps_that_they_followed(tm
             assert restore(root) == expected
 
 
-def test_ranks_that_do_not_see_the_holder_make_all_restore_and_save_in_the_root(tmp_path):
-    def on_two_nodes(rank: int, world: int, root: str) -> list:
-        if rank:
-            os.environ["SHARDCKPT_NODE"] = "other"
-        into = state(-1.0)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            ck = make(Path(root), save_every=5)
-            step = ck.restore(into)
-            save(ck, 7, 8, 10)
-        texts = [str(each.message) for each in warned]
-        return [step, into["step"], sum("ranks on 2 nodes" in text for text in texts), ck.steps()]
-
-    root = tmp_path / "run"
-    save(make(root, save_every=5), 5, 6)
-    assert run(2, on_two_nodes, str(root)) == [[5, 5, 1, (5, 10)], [5, 5, 0, (5, 10)]]
-
-
 def test_a_damaged_capture_is_never_given(tmp_path, monkeypatch):
     root = tmp_path / "run"
     ck = make(root, save_every=2)
@@ -376,16 +358,6 @@ def test_a_holder_of_another_version_is_named_and_can_be_ended(tmp_path, monkeyp
     with pytest.warns(UserWarning, match="another version.*tiers stop"):
         save(make(tmp_path / "run"), 2)
     assert len(shardckpt.stop_tiers()) == 1
-
-
-def test_ranks_on_two_nodes_are_one_warning(tmp_path, monkeypatch):
-    nodes = iter(["a", "b"])
-    monkeypatch.setattr(tiered_saver, "find_node_id", lambda: next(nodes))
-    tier = memory_tier.MemoryTier(PeerMemory(), str(tmp_path), None, None)
-    with pytest.warns(UserWarning, match="one node.*2 nodes"):
-        assert not tier.prepare({"a", "b"})
-    assert not tier.prepare({"a"}), "the next attempt is left out"
-    assert tier.prepare({"a"})
 
 
 def test_processes_with_other_folders_of_sockets_are_on_other_nodes(tmp_path, monkeypatch):

@@ -1,0 +1,177 @@
+"""The memory tier on several nodes, simulated on one machine: what is captured, claimed, lost and restored."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import outcomes, run
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+import shardckpt
+from shardckpt import Checkpointer, PeerMemory
+from shardckpt.checkpoint.peers import open_peers
+from shardckpt.checkpoint.peers.peer_store import PeerStore
+from shardckpt.storage.holder import holder_connection
+
+NODES = "abcd"
+VALUES = torch.arange(1_000_000.0).reshape(40, 25_000)
+BLOCKS = 4 << 17
+"""A few of the blocks that are read to verify small values, in bytes; the part of a rank has more."""
+
+
+@pytest.fixture(autouse=True)
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of sockets for one test; the holders of all nodes are ended after it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield
+    for node in NODES:
+        monkeypatch.setenv("SHARDCKPT_NODE", node)
+        shardckpt.stop_tiers()
+
+
+def enter(node: str) -> None:
+    """Be a process of a node."""
+    os.environ["SHARDCKPT_NODE"] = node
+    holder_connection._forget_connections()
+
+
+def holders(node: str) -> tuple:
+    before = os.environ.get("SHARDCKPT_NODE", "")
+    enter(node)
+    found = shardckpt.tiers().holders
+    enter(before)
+    return found
+
+
+def kill_holder(node: str) -> None:
+    for holder in holders(node):
+        os.kill(holder.pid, signal.SIGKILL)
+
+
+def make(root: Path, *, save_every: int = 100, on_event=None, **options: object) -> Checkpointer:
+    return Checkpointer(root, save_every=save_every, tiers=[PeerMemory(**options)], on_event=on_event)
+
+
+def state(world: int, step: int = 0) -> dict:
+    mesh = init_device_mesh("cpu", (world,))
+    return {
+        "w": distribute_tensor(VALUES * step, mesh, [Shard(0)]),
+        "bias": torch.full((5,), float(step)),
+        "step": step,
+    }
+
+
+def train(rank: int, world: int, root: Path, nodes: str, steps: tuple[int, ...], options: dict) -> list:
+    enter(nodes[rank])
+    ck = make(root, **options)
+    for step in steps:
+        ck.save(step, state(world, step))
+    ck.wait()
+    return sorted(ck.durability(steps[-1]).survives)
+
+
+def resume(rank: int, world: int, root: Path, nodes: str, options: dict) -> tuple:
+    """Restore; return the step, whether the values are its own, and the bytes from the own node and from others."""
+    enter(nodes[rank])
+    stores: list[PeerStore] = []
+    open_peers.PeerStore = lambda *args: stores.append(PeerStore(*args)) or stores[-1]
+    into = state(world)
+    step = make(root, **options).restore(into)
+    is_equal = torch.equal(into["w"].full_tensor(), VALUES * (step or 0)) and into["step"] == (step or 0)
+    return step, is_equal, *((store.own_bytes, store.pulled_bytes) for store in stores)
+
+
+def test_ranks_on_two_nodes_capture_into_their_own_holders_and_other_numbers_of_ranks_restore_it(tmp_path):
+    assert run(4, train, tmp_path / "run", "aabb", (1, 2, 3), {}) == [["process"]] * 4
+    for node in "ab":
+        (holder,) = holders(node)
+        payload = VALUES.nbytes // 2
+        assert payload < holder.nbytes < payload + 20_000, "each node has its half, of one capture"
+    for world, nodes in ((4, "aabb"), (3, "abb"), (2, "ab"), (5, "aaabb")):
+        found = run(world, resume, tmp_path / "run", nodes, {})
+        assert [each[:2] for each in found] == [(3, True)] * world
+    in_place = run(4, resume, tmp_path / "run", "aabb", {})
+    assert all(pulled < BLOCKS for *_, (_, pulled) in in_place), "only the replicated values cross the network"
+    moved = run(4, resume, tmp_path / "run", "bbaa", {})
+    assert all(own < BLOCKS and pulled >= VALUES.nbytes // 4 for *_, (own, pulled) in moved)
+
+
+def test_a_rank_whose_node_has_no_holder_pulls_all_from_a_peer(tmp_path):
+    run(2, train, tmp_path / "run", "aa", (6,), {})
+    assert [each[:2] for each in run(3, resume, tmp_path / "run", "bac", {})] == [(6, True)] * 3
+
+
+def test_a_capture_of_which_a_node_is_lost_is_neither_claimed_nor_restored(tmp_path):
+    root = tmp_path / "run"
+
+    def lose(rank: int, world: int) -> tuple:
+        enter("aabb"[rank])
+        ck = make(root, save_every=2)
+        for step in (2, 3):
+            ck.save(step, state(world, step))
+        ck.wait()
+        before = ck.durability(3).survives
+        if rank == 2:
+            kill_holder("b")
+        torch.distributed.barrier()
+        return before, ck.durability(3).survives, ck.durability(2).survives
+
+    assert run(4, lose) == [({"process"}, set(), {"process"})] * 4
+    assert [each[:2] for each in run(4, resume, root, "aabb", {})] == [(2, True)] * 4
+
+
+def test_a_node_without_a_holder_is_one_warning_and_steps_are_captured_again_later(tmp_path):
+    def body(rank: int, world: int) -> list:
+        enter("ab"[rank])
+        ck = make(tmp_path / "run", save_every=2)
+        folder = tmp_path / "shardckpt-b"
+        if rank:
+            folder.mkdir(mode=0o777)
+            folder.chmod(0o777)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            ck.save(1, state(world, 1))
+            ck.wait()
+            claims = [ck.durability(1).survives]
+            if rank:
+                folder.chmod(0o700)
+            for step in (2, 3, 4, 5):
+                ck.save(step, state(world, step))
+            ck.wait()
+        texts = [str(each.message) for each in warned if "not captured" in str(each.message)]
+        return [*claims, ck.durability(5).survives, ["rank 1" in text for text in texts]]
+
+    assert run(2, body) == [[set(), {"process"}, [True]], [set(), {"process"}, []]]
+
+
+def test_a_rank_that_is_killed_leaves_the_capture_before_it_on_every_node(tmp_path):
+    root = tmp_path / "run"
+
+    def die(rank: int, world: int) -> None:
+        enter("ab"[rank])
+        ck = make(root)
+        ck.save(1, state(world, 1))
+        ck.wait()
+        ck.save(2, state(world, 2))
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ck.wait()
+
+    outcomes(2, die, group_timeout=3.0)
+    found = run(2, resume, root, "ab", {})
+    assert found[0][:2] in {(1, True), (2, True)} and found[1][:2] == found[0][:2]
+
+
+def test_captures_of_a_root_that_was_emptied_are_dropped_on_all_nodes(tmp_path):
+    root = tmp_path / "run"
+    run(2, train, root, "ab", (2,), {"save_every": 2})
+    run(2, train, root, "ab", (3,), {"save_every": 2})
+    root.rename(tmp_path / "moved")
+    assert [each[0] for each in run(2, resume, root, "ab", {})] == [None, None]
+    assert [holder.nbytes for node in "ab" for holder in holders(node)] == [0, 0]
