@@ -2,10 +2,10 @@
 
     python examples/elastic_resume.py                                # forks gloo ranks on the CPU
 
-`ElasticBatchSampler` decides which samples a rank gets. The order of samples depends on the seed and the epoch only. A
-step takes the next `BATCH` samples at any world size, and each rank takes its part of them. So a checkpoint only needs
-the number of consumed samples, which is the same on every rank. At the end one process trains on the full batches
-without a checkpoint, and the losses are compared.
+`shardckpt.data.ElasticBatchSampler` decides which samples a rank gets. The order of samples depends on the seed and the
+epoch only. A step takes the next `BATCH` samples at any world size, and each rank takes its part of them. So a
+checkpoint only needs the number of consumed samples, which is the same on every rank. At the end one process trains on
+the full batches without a checkpoint, and the losses are compared.
 """
 
 from __future__ import annotations
@@ -27,57 +27,11 @@ from train_fsdp import WORDS, Block, Model, print_rank0
 import shardckpt
 from shardckpt.core import FullyShardedDataParallel
 from shardckpt.core.wrap import ModuleWrapPolicy
+from shardckpt.data import ElasticBatchSampler
 
 SAMPLES, BATCH, SEED = 64, 12, 5
 JOBS = ((4, 4), (2, 7), (3, 12))
 """World size of each job, and the step at which it saves and ends. An epoch has five steps."""
-
-
-class ElasticBatchSampler:
-    """Yield this rank's part of each batch, starting at the current position of the training.
-
-    Iterating does not change the position, because the workers of a loader run ahead. The training calls `advance`.
-
-    Args:
-        samples: Number of samples in an epoch.
-        batch: Samples per step of all ranks together. An incomplete last batch of an epoch is skipped.
-        rank: This rank.
-        world: Current world size.
-    """
-
-    def __init__(self, samples: int, batch: int, rank: int, world: int) -> None:
-        self.samples, self.batch, self.rank, self.world = samples, batch, rank, world
-        self.consumed = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's part of every remaining batch of this epoch."""
-        steps = self.samples // self.batch
-        epoch, done = divmod(self.consumed // self.batch, steps)
-        permutation = torch.randperm(self.samples, generator=torch.Generator().manual_seed(SEED + epoch))
-        for step in range(done, steps):
-            batch = permutation[step * self.batch : (step + 1) * self.batch]
-            yield batch.tensor_split(self.world)[self.rank].tolist()
-
-    def advance(self) -> None:
-        """Count one step of all ranks."""
-        self.consumed += self.batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position, which is the same on every rank and valid for any world size."""
-        return {"samples": self.samples, "batch": self.batch, "consumed": self.consumed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the position.
-
-        Args:
-            state: The result of `state_dict`.
-
-        Raises:
-            ValueError: The number of samples or the batch size differs.
-        """
-        if (state["samples"], state["batch"]) != (self.samples, self.batch):
-            raise ValueError(f"samples and batch must be {self.samples} and {self.batch}, got {state}")
-        self.consumed = state["consumed"]
 
 
 class CountingSequences(Dataset):
@@ -92,26 +46,25 @@ class CountingSequences(Dataset):
 
 def train(steps: shardckpt.Checkpointer | None, last: int) -> Iterator[tuple[int, float, list[int]]]:
     """Train on this rank; yield each step with the mean loss and the samples of all ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     # A resumed job starts with other weights, before it loads.
     torch.manual_seed(0 if steps is None else steps.latest() or 0)
     model: nn.Module = Model()
     if steps is not None:
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    order = ElasticBatchSampler(SAMPLES, BATCH, rank, world)
-    loader = DataLoader(CountingSequences(), batch_sampler=order)
-    state: dict[str, Any] = {"model": model, "optim": optimizer, "order": order, "rng": shardckpt.RNGState()}
+    data = ElasticBatchSampler(SAMPLES, BATCH, seed=SEED, drop_last=True)
+    loader = DataLoader(CountingSequences(), batch_sampler=data)
+    state: dict[str, Any] = {"model": model, "optim": optimizer, "data": data, "rng": shardckpt.RNGState()}
     step = (steps.restore(state) or 0) if steps is not None else 0
     while step < last:
         for numbers, ids in loader:
             loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
             # Gradients are averaged over ranks, so a rank with more samples needs a larger weight.
-            weight = len(ids) * world / BATCH
+            weight = data.loss_weight
             (loss * weight).backward()
             optimizer.step()
             optimizer.zero_grad()
-            order.advance()
+            data.advance()
             step += 1
             yield step, *reduce_over_ranks(loss.detach() * weight, numbers)
             if step == last:

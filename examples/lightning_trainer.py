@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from elastic_resume import CountingSequences, ElasticBatchSampler
+from elastic_resume import CountingSequences
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from train_fsdp import Model, launch, print_rank0
 
 import shardckpt
+from shardckpt.data import ElasticBatchSampler
 from shardckpt.integrations.lightning import ShardckptModelCheckpoint
 
 STEPS, SAVE_STEPS, STOPPED_AT = 12, 3, 8  # an epoch has five steps
@@ -55,7 +56,7 @@ class LanguageModule(LightningModule):
 
     def train_dataloader(self) -> ElasticLoader:
         """Return the loader of this rank."""
-        sampler = ElasticBatchSampler(64, 12, self.global_rank, self.trainer.world_size)
+        sampler = ElasticBatchSampler(64, 12, seed=5, drop_last=True)
         return ElasticLoader(CountingSequences(), batch_sampler=sampler)
 
     def on_train_batch_start(self, *_args: Any) -> None:

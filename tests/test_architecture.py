@@ -57,6 +57,7 @@ ARROWS: dict[str, set[str]] = {
     "offline": {"plan", "format", "storage", "plugins", "deprecation", "events", "torchrun"} | LEAVES,
     "offline.write.parallel": {"events", "plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "checkpoint", "offline", "plan", "format", "storage"} | LEAVES,
+    "data": {"checkpoint", "plan", "errors"},
     "integrations": {"shardckpt", "checkpoint", "events"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},
     # The package itself names everything for type checkers and resolves each name on first use.
@@ -93,7 +94,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"fsdp2"},
     ),
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
-    "plan": ({"naming", "layout"}, {"optim"}, {"rules", "resume"}),
+    "plan": ({"naming", "layout", "data"}, {"optim"}, {"rules", "resume"}),
     "storage": ({"linux_syscalls", "orphans", "store"}, {"local"}, {"holder"}),
     "format": (
         {"value_stats"},
@@ -131,7 +132,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
 
 # Third-party libraries and the packages that may know of them.
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"torch_features", "groups", "devices", "core", "state", "checkpoint", "integrations", "testing"},
+    "torch": {"torch_features", "groups", "devices", "core", "state", "checkpoint", "data", "integrations", "testing"},
     "fsspec": {"storage", "testing"},
     "typer": {"cli"},
     "pytest": {"testing"},

@@ -15,7 +15,19 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 START, END = "<!-- drawing: tests/test_architecture_page.py -->\n", "<!-- end of drawing -->\n"
-ORDER = ("testing", "integrations", "checkpoint", "offline", "state", "format", "plan", "storage", "core", "events")
+ORDER = (
+    "testing",
+    "integrations",
+    "data",
+    "checkpoint",
+    "offline",
+    "state",
+    "format",
+    "plan",
+    "storage",
+    "core",
+    "events",
+)
 
 
 def load_tables() -> ModuleType:

@@ -26,6 +26,7 @@ PACKAGES = (
     "shardckpt",
     "shardckpt.core",
     "shardckpt.core.errors",
+    "shardckpt.data",
     "shardckpt.events",
     "shardckpt.state",
     "shardckpt.testing",
@@ -128,7 +129,10 @@ def read_raised(doc: str) -> list[str]:
 @pytest.mark.parametrize("path", PACKAGES)
 def test_errors_that_public_functions_name_are_public(path: str) -> None:
     package = import_module(path)
-    lists = (import_module(name).__all__ for name in ("shardckpt", "shardckpt.state", "shardckpt.core.errors"))
+    lists = (
+        import_module(name).__all__
+        for name in ("shardckpt", "shardckpt.data", "shardckpt.state", "shardckpt.core.errors")
+    )
     public = {*vars(builtins), *vars(errors), *(name for names in lists for name in names)}
     documented = (each for name in package.__all__ for each in list_documented(name, getattr(package, name)))
     assert [(name, raised) for name, doc in documented for raised in read_raised(doc) if raised not in public] == []

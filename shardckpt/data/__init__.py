@@ -1,0 +1,12 @@
+"""Samplers and loaders of training data whose position is exact after a resume on any number of ranks."""
+
+from __future__ import annotations
+
+from shardckpt.errors import require_torch
+
+require_torch("shardckpt.data")
+
+from shardckpt.data.batch_sampler import ElasticBatchSampler
+from shardckpt.plan.data.positions import DataPosition, InexactPositionError
+
+__all__ = ["DataPosition", "ElasticBatchSampler", "InexactPositionError"]

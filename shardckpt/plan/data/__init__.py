@@ -1,0 +1,1 @@
+"""Arithmetic of data positions: the order of samples, batches of a step, streams of a rank."""

@@ -1,0 +1,221 @@
+"""Positions in the samples of a training run, and the batches that follow from them on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from shardckpt.errors import FormatError, UsageError
+
+
+@dataclass(frozen=True, order=True)
+class DataPosition:
+    """Position of a training run in its samples, valid for any number of ranks and any batch size.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        consumed: Number of samples of the epoch that were trained.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+
+    def __str__(self) -> str:
+        return f"sample {self.consumed} of epoch {self.epoch}"
+
+
+_COUNTS = ("epoch", "consumed", "unfinished", "samples")
+"""Values of a stored position that are 0 or more."""
+
+
+class InexactPositionError(UsageError):
+    """A position cannot be continued exactly: samples would come twice, or be left out.
+
+    Args:
+        what: Description of the error.
+        nearest: The nearest position that can be continued exactly.
+        fix: Action that the reader of the message can take.
+    """
+
+    def __init__(self, what: str, *, nearest: DataPosition, fix: str) -> None:
+        self.nearest = nearest
+        super().__init__(what, fix=fix)
+
+
+@dataclass(frozen=True)
+class SavedPosition:
+    """Position of a sampler as a checkpoint stores it, with what has to be equal for an exact continuation.
+
+    Attributes:
+        epoch: Number of the epoch.
+        consumed: Samples of the epoch that completed steps trained.
+        unfinished: Batches of the next step that were trained without its end: their gradients are in no checkpoint.
+        samples: Number of samples of an epoch.
+        seed: Seed of the shuffle.
+        order: Name of the order of samples.
+    """
+
+    epoch: int
+    consumed: int
+    unfinished: int
+    samples: int
+    seed: int
+    order: str
+
+    @property
+    def position(self) -> DataPosition:
+        """The position of the last completed step."""
+        return DataPosition(self.epoch, self.consumed)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the position as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> SavedPosition:
+        """Return the position of plain values.
+
+        Raises:
+            FormatError: The values are not those of `to_state`.
+        """
+        for each in fields(cls):
+            value = state.get(each.name) if isinstance(state, Mapping) else None
+            is_text = each.name == "order"
+            is_negative = isinstance(value, int) and value < 0 and each.name in _COUNTS
+            if type(value) is not (str if is_text else int) or is_negative:
+                expected = "text" if is_text else "a number"
+                raise FormatError(
+                    f"{each.name} of a data position must be {expected}, got {value!r}",
+                    fix="It is the state of another object.",
+                )
+        return cls(**{each.name: state[each.name] for each in fields(cls)})
+
+    def require_same_order(self, other: SavedPosition) -> None:
+        """Require that a sampler has the samples of this position in the same order.
+
+        At the beginning of an epoch, every order continues exactly.
+
+        Args:
+            other: Position of the sampler that is to continue.
+
+        Raises:
+            InexactPositionError: The orders differ; the error contains the beginning of the nearest epoch.
+        """
+        names = ("samples", "order") if self.order == other.order == "sequential" else ("samples", "order", "seed")
+        differing = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) != getattr(other, name)]
+        if not self.consumed or not differing:
+            return
+        nearest = DataPosition(self.epoch + (2 * self.consumed >= self.samples))
+        raise InexactPositionError(
+            f"{self.position} was saved with {', '.join(differing)}, and the sampler has another order of samples",
+            nearest=nearest,
+            fix=f"Make the sampler with these values. The nearest exact place in the new order is {nearest}: restore "
+            "without the sampler, and call its `move_to`.",
+        )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Division of an epoch's samples into steps, of steps over ranks, and of a rank's samples into batches.
+
+    A step takes the next samples of the order, at any number of ranks. Without `drop_last`, the last two steps of an
+    epoch share its rest, so that neither has less than half of `batch_size`.
+
+    Args:
+        samples: Number of samples of an epoch.
+        batch_size: Samples of a step, of all ranks and accumulated batches together.
+        accumulate: Batches of a step on each rank.
+        num_replicas: Number of ranks.
+        drop_last: Whether samples that do not fill a last step are left out of the epoch.
+
+    Raises:
+        UsageError: A number is too small, or a rank would have a batch without samples.
+    """
+
+    samples: int
+    batch_size: int
+    accumulate: int = 1
+    num_replicas: int = 1
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "accumulate", "num_replicas"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        parts = self.accumulate * self.num_replicas
+        if not self.count_steps(0):
+            fix = "Use a smaller batch, or drop_last=False."
+            raise UsageError(f"batch_size {self.batch_size} leaves out all {self.samples} samples", fix=fix)
+        if self.smallest_step(0) < parts:
+            raise UsageError(
+                f"a step of {self.smallest_step(0)} samples has fewer than one for each of {self.num_replicas} ranks x "
+                f"{self.accumulate} batches",
+                fix="Use a larger batch_size, fewer ranks" + ("." if self.drop_last else ", or drop_last=True."),
+            )
+
+    def step_size(self, consumed: int) -> int:
+        """Return the number of samples of the step behind `consumed` samples of an epoch; 0 at its end."""
+        left = self.samples - consumed
+        if left >= 2 * self.batch_size or (self.drop_last and left >= self.batch_size):
+            return self.batch_size
+        if self.drop_last:
+            return 0
+        return left if left <= self.batch_size else (left + 1) // 2
+
+    def count_steps(self, consumed: int) -> int:
+        """Return the number of steps behind `consumed` samples of an epoch."""
+        left = max(self.samples - consumed, 0)
+        return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
+
+    def smallest_step(self, consumed: int) -> int:
+        """Return the number of samples of the smallest step behind `consumed` samples of an epoch."""
+        left = self.samples - consumed
+        if left < self.batch_size:
+            return self.step_size(consumed)
+        rest = 0 if self.drop_last else left % self.batch_size
+        return (self.batch_size + rest) // 2 if rest else self.batch_size
+
+    def find_batch(self, consumed: int, batch: int, rank: int) -> range:
+        """Return the places in the epoch's order of one batch of a rank.
+
+        Args:
+            consumed: Samples of the epoch before the step.
+            batch: Number of the batch in its step, below `accumulate`.
+            rank: Rank.
+        """
+        start, stop = _divide(consumed, consumed + self.step_size(consumed), self.num_replicas, rank)
+        return range(*_divide(start, stop, self.accumulate, batch))
+
+    def go_to_next_step(self, position: DataPosition) -> DataPosition:
+        """Return the position behind the step at a position."""
+        return self.skip_end(replace(position, consumed=position.consumed + self.step_size(position.consumed)))
+
+    def skip_end(self, position: DataPosition) -> DataPosition:
+        """Return the position, or the beginning of the next epoch if no step of this one is left."""
+        return position if self.step_size(position.consumed) > 0 else DataPosition(position.epoch + 1)
+
+    def require_parts(self, position: DataPosition) -> None:
+        """Require that each rank has samples in every batch behind a position; `batch_size` may have changed.
+
+        Raises:
+            InexactPositionError: A step is too small; the error contains the beginning of the next epoch.
+        """
+        left, smallest = self.samples - position.consumed, self.smallest_step(position.consumed)
+        if left <= 0 or not self.step_size(position.consumed) or smallest >= self.accumulate * self.num_replicas:
+            return
+        nearest = DataPosition(position.epoch + 1)
+        raise InexactPositionError(
+            f"behind {position} there are {left} samples, with a step of {smallest}: fewer than one for each of "
+            f"{self.num_replicas} ranks x {self.accumulate} batches",
+            nearest=nearest,
+            fix=f"Resume with at most {max(smallest // self.accumulate, 1)} ranks, with accumulate=1, or with "
+            f"drop_last=True. The nearest exact place for this topology is {nearest}: restore without the sampler, and "
+            "call its `move_to`.",
+        )
+
+
+def _divide(start: int, stop: int, parts: int, number: int) -> tuple[int, int]:
+    """Return the beginning and end of one of nearly equal parts of a range."""
+    size = stop - start
+    return start + size * number // parts, start + size * (number + 1) // parts

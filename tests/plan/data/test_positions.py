@@ -1,0 +1,131 @@
+"""Steps divide an epoch, ranks and batches divide a step, and positions that cannot be continued are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shardckpt.errors import FormatError, UsageError
+from shardckpt.plan.data.positions import BatchPlan, DataPosition, InexactPositionError, SavedPosition
+
+
+def steps_from(plan: BatchPlan, consumed: int = 0) -> Iterator[range]:
+    """Yield the places of each step to the end of the epoch."""
+    while size := plan.step_size(consumed):
+        yield range(consumed, consumed + size)
+        consumed += size
+
+
+def parts_of(plan: BatchPlan, step: range) -> list[range]:
+    """Return the places of each batch of each rank, in their order."""
+    places = ((batch, rank) for rank in range(plan.num_replicas) for batch in range(plan.accumulate))
+    return [plan.find_batch(step.start, batch, rank) for batch, rank in places]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_on_1_to_64_ranks_every_step_has_each_of_its_samples_once(accumulate: int, drop_last: bool) -> None:
+    for world in range(1, 65):
+        plan = BatchPlan(1500, 400, accumulate, world, drop_last)
+        for step in steps_from(plan):
+            parts = parts_of(plan, step)
+            assert [place for part in parts for place in part] == list(step)
+            assert max(map(len, parts)) - min(map(len, parts)) <= 2
+            assert min(map(len, parts)) > 0
+
+
+@given(samples=st.integers(1, 300), batch=st.integers(1, 60), drop_last=st.booleans())
+def test_steps_divide_an_epoch(samples: int, batch: int, drop_last: bool) -> None:
+    assume(not drop_last or batch <= samples)
+    plan = BatchPlan(samples, batch, drop_last=drop_last)
+    steps = list(steps_from(plan))
+    assert [place for step in steps for place in step] == list(
+        range(samples - samples % batch if drop_last else samples)
+    )
+    assert len(steps) == plan.count_steps(0)
+    for step in steps:
+        rest = [len(each) for each in steps_from(plan, step.start)]
+        assert (plan.count_steps(step.start), plan.smallest_step(step.start)) == (len(rest), min(rest))
+        assert batch // 2 <= len(step) <= batch or len(steps) == 1
+
+
+def test_the_last_two_steps_share_the_rest_of_an_epoch() -> None:
+    assert [len(step) for step in steps_from(BatchPlan(27, 8, drop_last=False))] == [8, 8, 6, 5]
+    assert [len(step) for step in steps_from(BatchPlan(27, 8))] == [8, 8, 8]
+
+
+def test_the_next_step_of_the_last_one_is_the_next_epoch() -> None:
+    plan = BatchPlan(20, 8)
+    assert plan.go_to_next_step(DataPosition(3, 0)) == DataPosition(3, 8)
+    assert plan.go_to_next_step(DataPosition(3, 8)) == DataPosition(4, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((8, 0), "batch_size must be 1 or more, got 0"),
+        ((8, 4, 0), "accumulate must be 1 or more, got 0"),
+        ((8, 9), "batch_size 9 leaves out all 8 samples"),
+        ((80, 8, 3, 3), "a step of 8 samples has fewer than one for each of 3 ranks x 3 batches"),
+        ((82, 8, 1, 8, False), "a step of 5 samples .* drop_last=True"),
+    ],
+)
+def test_impossible_plans_are_refused(arguments: tuple[int, ...], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        BatchPlan(*arguments)
+
+
+class TestSavedPositions:
+    saved = SavedPosition(2, 30, 0, 100, 5, "swap-or-not-32")
+
+    def test_a_position_comes_back_from_its_state(self) -> None:
+        assert SavedPosition.from_state(self.saved.to_state()) == self.saved
+        assert str(self.saved.position) == "sample 30 of epoch 2"
+
+    @pytest.mark.parametrize("change", [{"samples": 120}, {"seed": 6}, {"order": "sequential"}])
+    @pytest.mark.parametrize(("consumed", "nearest"), [(30, 2), (70, 3)])
+    def test_another_order_is_refused_with_the_beginning_of_the_nearest_epoch(
+        self, change: dict[str, object], consumed: int, nearest: int
+    ) -> None:
+        saved = replace(self.saved, consumed=consumed)
+        with pytest.raises(InexactPositionError, match=f"saved with {next(iter(change))}=") as caught:
+            saved.require_same_order(replace(saved, **change))
+        assert caught.value.nearest == DataPosition(nearest)
+
+    def test_at_the_beginning_of_an_epoch_every_order_continues_exactly(self) -> None:
+        replace(self.saved, consumed=0).require_same_order(replace(self.saved, samples=7, seed=1, order="sequential"))
+
+    def test_without_a_shuffle_the_seed_does_not_matter(self) -> None:
+        saved = replace(self.saved, order="sequential")
+        saved.require_same_order(replace(saved, seed=9))
+
+    @pytest.mark.parametrize(
+        "state",
+        [
+            None,
+            [],
+            {},
+            {"epoch": True},
+            {"consumed": -1},
+            {"consumed": 1.0},
+            {"order": 3},
+            {"seed": "5"},
+            {"samples": []},
+        ],
+    )
+    def test_values_of_another_kind_are_refused(self, state: object) -> None:
+        broken = {**self.saved.to_state(), **state} if isinstance(state, dict) and state else state
+        with pytest.raises(FormatError, match="of a data position must be"):
+            SavedPosition.from_state(broken)
+
+    def test_a_rest_with_fewer_samples_than_ranks_is_refused_with_the_next_epoch(self) -> None:
+        plan = BatchPlan(100, 50, 1, 25, drop_last=False)
+        plan.require_parts(DataPosition(1, 75))
+        with pytest.raises(InexactPositionError, match=r"12 samples, with a step of 12: .* at most 12 ranks") as caught:
+            plan.require_parts(DataPosition(1, 88))
+        assert caught.value.nearest == DataPosition(2)
+        BatchPlan(100, 50, 1, 25).require_parts(DataPosition(1, 88))  # left out by drop_last
