@@ -7,6 +7,14 @@ from shardckpt.errors import require_torch
 require_torch("shardckpt.data")
 
 from shardckpt.data.batch_sampler import ElasticBatchSampler
+from shardckpt.data.dataset_streams import DatasetStreams
+from shardckpt.data.stream_loader import ElasticStreamLoader
 from shardckpt.plan.data.positions import DataPosition, InexactPositionError
 
-__all__ = ["DataPosition", "ElasticBatchSampler", "InexactPositionError"]
+__all__ = [
+    "DataPosition",
+    "DatasetStreams",
+    "ElasticBatchSampler",
+    "ElasticStreamLoader",
+    "InexactPositionError",
+]

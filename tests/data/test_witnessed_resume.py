@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import shardckpt
-from shardckpt.data import ElasticBatchSampler
+from shardckpt.data import ElasticBatchSampler, ElasticStreamLoader
 
 SAMPLES, BATCH, ACCUMULATE = 50, 12, 2
 SAVED_AT, STEPS = 3, 7  # an epoch has five steps, so that the second one is begun
@@ -59,13 +59,14 @@ class Training:
                 self.checkpointer.save(step, self.state)
 
 
-def read_steps(sampler: ElasticBatchSampler) -> Iterator[list[tuple[torch.Tensor, float]]]:
-    # A loader draws a seed when it is iterated, and a resumed job iterates it in the middle of an epoch.
-    loader, batches = DataLoader(Points(), batch_sampler=sampler, generator=torch.Generator()), []
+def read_steps(
+    loader: DataLoader[torch.Tensor] | ElasticStreamLoader, position: ElasticBatchSampler | ElasticStreamLoader
+) -> Iterator[list[tuple[torch.Tensor, float]]]:
+    batches = []
     while True:
         for points in loader:
-            batches.append((points, sampler.loss_weight))
-            if sampler.advance():
+            batches.append((points, position.loss_weight))
+            if position.advance():
                 yield batches
                 batches = []
 
@@ -74,7 +75,16 @@ def train_elastically(rank: int, world: int, root: Path, accumulate: int) -> sha
     sampler = ElasticBatchSampler(SAMPLES, BATCH, accumulate=accumulate)
     training = Training(root, seed=world)
     training.state["data"] = sampler
-    return resume(training, read_steps(sampler))
+    # A loader draws a seed when it is iterated, and a resumed job iterates it in the middle of an epoch.
+    loader = DataLoader(Points(), batch_sampler=sampler, generator=torch.Generator())
+    return resume(training, read_steps(loader, sampler))
+
+
+def train_on_streams(rank: int, world: int, root: Path) -> shardckpt.Divergence | None:
+    loader = ElasticStreamLoader(lambda stream, epoch: Points().points[stream::6], 6, 2)
+    training = Training(root, seed=world)
+    training.state["data"] = loader
+    return resume(training, read_steps(loader, loader))
 
 
 def train_with_a_plain_sampler(
@@ -104,6 +114,12 @@ def test_on_1_2_and_3_ranks_the_witness_finds_no_difference(saved_by: int, tmp_p
     assert run(saved_by, train_elastically, tmp_path, ACCUMULATE) == [None] * saved_by
     for world, accumulate in ((1, 2), (2, 2), (3, 1), (3, 2)):
         assert run(world, train_elastically, tmp_path, accumulate) == [None] * world
+
+
+def test_with_streams_the_witness_finds_no_difference_on_1_2_and_3_ranks(tmp_path: Path) -> None:
+    assert run(2, train_on_streams, tmp_path) == [None] * 2
+    for world in (1, 2, 3):
+        assert run(world, train_on_streams, tmp_path) == [None] * world
 
 
 @pytest.mark.parametrize(

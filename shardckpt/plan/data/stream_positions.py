@@ -1,0 +1,161 @@
+"""Division of logical streams over ranks and workers, and positions in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardckpt.errors import FormatError, UsageError
+from shardckpt.plan.data.positions import DataPosition, InexactPositionError
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Position in one stream.
+
+    Attributes:
+        epoch: Number of the stream's epoch.
+        samples: Number of samples of the epoch that were trained.
+        state: State of the iterable at this place; None if it is found by reading.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Division of a fixed number of streams over ranks: a step takes one batch of every stream.
+
+    Each rank has a range of streams, and one batch a step for each of them. So a step has the same samples at any
+    number of ranks that divides the number of streams.
+
+    Args:
+        streams: Number of streams.
+        num_replicas: Number of ranks.
+
+    Raises:
+        UsageError: A number is too small, or the streams cannot be divided evenly.
+    """
+
+    streams: int
+    num_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.streams, self.num_replicas) < 1:
+            raise UsageError(f"streams and num_replicas must be 1 or more, got {self.streams} and {self.num_replicas}")
+        if self.streams % self.num_replicas:
+            fitting = [number for number in range(1, self.streams + 1) if not self.streams % number]
+            below = max(number for number in fitting if number <= self.num_replicas)
+            above = [number for number in fitting if number > self.num_replicas][:1]
+            raise UsageError(
+                f"{self.streams} streams cannot be divided evenly over {self.num_replicas} ranks",
+                fix=f"Use {' or '.join(map(str, [below, *above]))} ranks; the number of streams is fixed in a run.",
+            )
+
+    @property
+    def batches_per_step(self) -> int:
+        """Number of batches of a rank in a step."""
+        return self.streams // self.num_replicas
+
+    def find_streams(self, rank: int) -> range:
+        """Return the streams of a rank."""
+        return range(rank * self.batches_per_step, (rank + 1) * self.batches_per_step)
+
+    def choose_workers(self, most: int) -> int:
+        """Return the largest number of workers that divides a rank's streams, at most `most`; 0 for no worker.
+
+        A loader takes a batch of each worker in turn, so each needs the same number of streams.
+        """
+        return max((number for number in range(1, most + 1) if not self.batches_per_step % number), default=0)
+
+
+@dataclass(frozen=True)
+class SavedStreams:
+    """Positions in streams as a checkpoint stores them, of one rank or of all.
+
+    Attributes:
+        streams: Number of streams of all ranks.
+        unfinished: Batches of the next step that were trained without its end.
+        positions: Position in each stream, by its number.
+    """
+
+    streams: int
+    unfinished: int
+    positions: Mapping[int, StreamPosition]
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the positions as plain values."""
+        positions = {str(number): [at.epoch, at.samples, at.state] for number, at in self.positions.items()}
+        return {"streams": self.streams, "unfinished": self.unfinished, "positions": positions}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> SavedStreams:
+        """Return the positions of plain values.
+
+        Raises:
+            FormatError: The values are not those of `to_state`.
+        """
+        try:
+            streams, unfinished = _read_count(state["streams"]), _read_count(state["unfinished"])
+            rows = {int(number): row for number, row in state["positions"].items()}
+            positions = {
+                number: StreamPosition(_read_count(epoch), _read_count(samples), inner)
+                for number, (epoch, samples, inner) in rows.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                "this is not the state of a stream loader", fix="It is that of another object."
+            ) from error
+        return cls(streams, unfinished, positions)
+
+    @classmethod
+    def merge(cls, saved: Sequence[SavedStreams]) -> SavedStreams:
+        """Return the positions of all ranks.
+
+        Args:
+            saved: Positions that each rank saved.
+
+        Raises:
+            FormatError: Ranks have different numbers of streams.
+        """
+        counts = sorted({each.streams for each in saved})
+        if len(counts) != 1:
+            raise FormatError(f"ranks of one save have different numbers of streams: {counts}")
+        positions = {number: at for each in saved for number, at in each.positions.items()}
+        return cls(counts[0], max(each.unfinished for each in saved), positions)
+
+    def select(self, plan: StreamPlan, rank: int) -> dict[int, StreamPosition]:
+        """Return the positions of a rank's streams.
+
+        Args:
+            plan: Division of the streams now.
+            rank: Rank.
+
+        Raises:
+            InexactPositionError: The number of streams differs; the error contains the beginning of the nearest epoch.
+            FormatError: The position in a stream is missing.
+        """
+        if self.streams != plan.streams:
+            nearest = DataPosition(min((at.epoch for at in self.positions.values()), default=0))
+            raise InexactPositionError(
+                f"positions in {self.streams} streams were saved, and the loader divides the data into {plan.streams}",
+                nearest=nearest,
+                fix=f"Make the loader with streams={self.streams}. The nearest exact place for other streams is "
+                f"{nearest}: restore without the loader, and call its `move_to`.",
+            )
+        missing = [number for number in plan.find_streams(rank) if number not in self.positions]
+        if missing:
+            raise FormatError(
+                f"the positions in streams {missing} of rank {rank} are missing",
+                fix="If the data-parallel size changed on as many ranks, resume once with the size of the save.",
+            )
+        return {number: self.positions[number] for number in plan.find_streams(rank)}
+
+
+def _read_count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} must be a number from 0")
+    return value
