@@ -95,6 +95,9 @@ COVERED = {
     "FSDPModule.set_reshard_after_backward": (
         "fsdp2/test_fully_shard.py::test_parameters_are_kept_between_passes_as_was_set"
     ),
+    "FSDPModule.set_keep_unsharded_storage": (
+        "fsdp2/test_fully_shard.py::test_kept_storage_has_the_same_addresses_in_every_step"
+    ),
     "FSDPModule.set_unshard_in_backward": (
         "fsdp2/test_fully_shard.py::test_backward_does_without_parameters_that_it_is_told_it_does_not_need"
     ),

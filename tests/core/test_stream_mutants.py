@@ -192,6 +192,10 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         EACH,
     ),
     "core.params.tensor_extension:_PendingAll.wait:wait": (scenarios.gathers_by_extensions, EACH),
+    "core.params.unsharded_params:UnshardedParams._wait_for_kept_memory:make_gathers_wait": (
+        scenarios.gathers_into_kept_storage,
+        EACH,
+    ),
     "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait": (scenarios.trains, FLAT),
     "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_event": (
         scenarios.trains_without_shards_in_low_precision,

@@ -523,6 +523,24 @@ def keeps_slices_within_a_forward(style: Style) -> None:
     train(model, torch.optim.SGD(model.parameters()))
 
 
+class TwiceExtended(nn.Module):
+    """A unit gathered by extensions that runs twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = core.fully_shard(extended())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.inner(2 * x)
+
+
+def gathers_into_kept_storage(style: Style) -> None:
+    """The second call gathers into the memory that the first one reads."""
+    model = core.fully_shard(TwiceExtended())
+    model.set_keep_unsharded_storage(True)
+    train_extended(model)
+
+
 def copies_for_a_background_save(style: Style) -> None:
     """What a state on a device goes through in `async_save`, then steps that change it: twice, in the same buffers."""
     tensors = {"flat": torch.zeros(50_000), "turned": torch.zeros(300, 200).t()}
@@ -558,6 +576,7 @@ IN_PLACE: tuple[Scenario, ...] = (
     *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
     *(copies_for_a_background_save, drops_extended_parameters_that_are_gathered),
     *(loads_a_state_dict_between_the_passes, gathers_by_extensions_within_another_unit),
+    gathers_into_kept_storage,
 )
 FOUR_RANKS: tuple[Scenario, ...] = (
     *(trains_with_replicas, accumulates_over_replicas, keeps_slices, keeps_slices_within_a_forward),

@@ -58,7 +58,7 @@ class ResizableStorage:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = numel * dtype.itemsize
-        self.alive = True
+        self.alive = self._has_memory = True
         self._counter = FULL_BYTES if device.type != "meta" else StorageCounter()
         self._counter.add(self._nbytes)
 
@@ -72,21 +72,27 @@ class ResizableStorage:
         return storage
 
     def __del__(self) -> None:
-        if getattr(self, "alive", False):
+        if getattr(self, "_has_memory", False):
             self._counter.add(-self._nbytes)
 
     def allocate(self) -> None:
         """Allocate the storage, with undefined content; do nothing if it is allocated."""
-        if not self.alive:
+        if not self._has_memory:
             self.tensor.untyped_storage().resize_(self._nbytes)
-            self.alive = True
+            self._has_memory = True
             self._counter.add(self._nbytes)
+        self.alive = True
 
-    def free(self) -> None:
-        """Free the storage; do nothing if it is freed."""
-        if self.alive:
+    def free(self, *, keep_memory: bool = False) -> None:
+        """Free the storage; do nothing if it is freed.
+
+        Args:
+            keep_memory: Mark it as freed only: the next `allocate` finds the same memory at the same address.
+        """
+        self.alive = False
+        if self._has_memory and not keep_memory:
             self.tensor.untyped_storage().resize_(0)
-            self.alive = False
+            self._has_memory = False
             self._counter.add(-self._nbytes)
 
 

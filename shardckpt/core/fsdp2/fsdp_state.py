@@ -144,6 +144,7 @@ class FSDPState:
         self.collectives = UnitCollectives()
         self.root_state: RootState | None = None
         self._is_last_backward = True
+        self._keeps_unsharded_storage = False
         self._param_dtypes: dict[Identity, torch.dtype | None] = {}
         module = self._one_module
         owners: dict[FSDPUnit, FSDPState] = {nested.unit: nested for nested in fsdp_states_below(module)}
@@ -185,6 +186,17 @@ class FSDPState:
     def _set_unit(self, unit: FSDPUnit) -> None:
         self.unit = unit
         self.collectives.attach(unit)
+        self.set_keep_unsharded_storage(self._keeps_unsharded_storage)
+
+    def set_keep_unsharded_storage(self, keep: bool) -> None:
+        """Set whether a reshard keeps the memory of full parameters; kept when the unit is rebuilt.
+
+        Args:
+            keep: Whether it keeps the memory.
+        """
+        self._keeps_unsharded_storage = keep
+        for bucket in self.unit.buckets:
+            bucket.unsharded.keeps_storage = keep
 
     def _build_unit(self, config: UnitConfig) -> FSDPUnit:
         managed = managed_parameters(self._one_module, self._excluded_params)

@@ -374,6 +374,18 @@ class FSDPModule:
         """
         self._configure(lambda config: replace(config, reshard_after_backward=reshard_after_backward), recurse=recurse)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether a reshard keeps the memory of full parameters, for CUDA graphs.
+
+        A graph needs their addresses to stay. Memory that was kept is freed by the first reshard after `keep=False`.
+
+        Args:
+            keep: Whether to keep the memory: as many bytes as the full parameters have.
+            recurse: Also set it for nested sharded modules.
+        """
+        for state in self._states(recurse):
+            state.set_keep_unsharded_storage(keep)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs this module's full parameters.
 

@@ -221,6 +221,7 @@ class Bucket:
         members = [self.members[index] for index in indices]
         selected = kind(members, self.group, self.name, spec, self.stored.precision, self.stored.offload)
         reducer = self.reducer
+        selected.unsharded.keeps_storage = self.unsharded.keeps_storage
         selected.set_collectives(hook=reducer.hook, comms=reducer.comms, group=reducer.group)
         return selected
 

@@ -121,10 +121,14 @@ class _Outputs:
         for buffer in self.buffers:
             record_stream(buffer.tensor)
 
-    def free(self) -> None:
-        """Free all storages."""
+    def free(self, *, keep_memory: bool) -> None:
+        """Free all storages.
+
+        Args:
+            keep_memory: Keep their memory for the next `allocate`.
+        """
         for buffer in self.buffers:
-            buffer.free()
+            buffer.free(keep_memory=keep_memory)
 
 
 class ExtensionBucket(Bucket):
@@ -288,6 +292,7 @@ class ExtendedParams(UnshardedParams):
                 self._outputs = _Outputs(
                     [ResizableStorage(part.numel() * size, part.dtype, part.device) for part in self._inputs]
                 )
+            self._wait_for_kept_memory()
             self._outputs.allocate()
             pairs = zip(self._outputs.gathered, self._inputs, strict=True)
             what = f"gather {self._layout.name}"
@@ -375,8 +380,10 @@ class ExtendedParams(UnshardedParams):
                     pending.wait()
         finally:
             self._inputs, self._metadata = (), None
+            if self.keeps_storage and self.is_unsharded:
+                self._kept_event = self.streams.record_event()
             if self._outputs is not None:
-                self._outputs.free()
+                self._outputs.free(keep_memory=self.keeps_storage)
             self.is_unsharded = False
 
 

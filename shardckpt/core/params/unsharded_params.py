@@ -99,6 +99,7 @@ class UnshardedParams:
         is_aliased: Whether the full parameters alias the shard, which is never freed.
         is_unsharded: Whether the full parameters can be read.
         custom_all_gather: Custom all-gather of a user; None for torch's.
+        keeps_storage: Whether a reshard keeps the memory of the full parameters, so that their addresses stay.
     """
 
     def __init__(
@@ -116,6 +117,8 @@ class UnshardedParams:
         self._placements = tuple(placements)
         self.post_forward_group = post_forward_group
         self.custom_all_gather: AllGatherOp | None = None
+        self.keeps_storage = False
+        self._kept_event: Event | None = None  # after the computation with full parameters whose memory was kept
         self.watch = GradientWatch()
         self._gather_output: torch.Tensor | None = None
         self._partial_shard: torch.Tensor | None = None
@@ -249,6 +252,7 @@ class UnshardedParams:
             self._current.set_requires_grad(index, on)
 
     def _launch_all_gather(self, buffer: ResizableStorage) -> Pending:
+        self._wait_for_kept_memory()
         what, dtype = f"gather {self._layout.name.text}", buffer.tensor.dtype
         if self._layout.packing.is_direct:
             buffer.allocate()
@@ -265,6 +269,12 @@ class UnshardedParams:
             rank = self._layout.group.rank
             shard = incoming[rank * chunk : (rank + 1) * chunk].copy_(shard, non_blocking=True)
         return self._layout.group.all_gather(incoming, shard, what, self.custom_all_gather)
+
+    def _wait_for_kept_memory(self) -> None:
+        """Make an all-gather into kept memory wait for the computation that reads it."""
+        if self._kept_event is not None:
+            self.streams.make_gathers_wait(self._kept_event)
+            self._kept_event = None
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
         """Wait for the all-gather, so that the full parameters can be read.
@@ -303,7 +313,7 @@ class UnshardedParams:
             self._partial_shard_event = self.streams.record_event()
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Free the full parameters, unless they alias the shard; allocates no memory.
+        """Free the full parameters, unless they alias the shard or are kept; allocates no memory.
 
         Args:
             keep_partial_shard: Keep the shard that `wait_all_gather` kept.
@@ -318,8 +328,10 @@ class UnshardedParams:
         finally:
             self._gather_output = None
             if not self.is_aliased:
-                self._current.buffer.free()
-                self._leaves.buffer.free()
+                if self.keeps_storage and self.is_unsharded:
+                    self._kept_event = self.streams.record_event()
+                self._current.buffer.free(keep_memory=self.keeps_storage)
+                self._leaves.buffer.free(keep_memory=self.keeps_storage)
                 self._current = self._leaves
                 self.is_unsharded = False
 

@@ -759,6 +759,32 @@ def test_reductions_can_have_a_group_of_their_own() -> None:
     harness.run(2, body)
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_keep_unsharded_storage"), reason="torch has it from 2.15 on")
+def test_kept_storage_has_the_same_addresses_in_every_step() -> None:
+    def body(rank: int, world: int) -> None:
+        expected = trained(tower(), rank)
+        model = tower()
+        model.set_keep_unsharded_storage(True)
+        shown: dict[str, set[int]] = {}
+
+        def note(module: nn.Linear, _: Any) -> None:
+            shown.setdefault(names[module], set()).add(module.weight.data_ptr())
+            memory.add(module.weight.untyped_storage())
+
+        names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        memory: set[torch.UntypedStorage] = set()
+        for module in names:
+            module.register_forward_pre_hook(note)
+        same(trained(model, rank), expected)
+        assert set(map(len, shown.values())) == {1}
+        assert all(each.nbytes() for each in memory)  # now that all units are resharded
+        model.set_keep_unsharded_storage(False)
+        model(batch(0, rank)).sum().backward()
+        assert not any(each.nbytes() for each in memory)
+
+    harness.run(2, body)
+
+
 def test_backward_does_without_parameters_that_it_is_told_it_does_not_need() -> None:
     def body(rank: int, world: int) -> None:
         class Embedded(nn.Module):
