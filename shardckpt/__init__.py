@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         OperationEvent,
         PruneEvent,
         RestoreEvent,
+        ResumeEvent,
         SaveEvent,
     )
     from shardckpt.events.progress import Progress
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.reshard import reshard
     from shardckpt.offline.run_history.bisect import bisect
     from shardckpt.offline.run_history.history import history
+    from shardckpt.offline.run_history.prove import prove
     from shardckpt.offline.select.options import Options
     from shardckpt.offline.stats import stats
     from shardckpt.offline.targets.target_registry import list_targets
@@ -85,8 +87,10 @@ if TYPE_CHECKING:
         Inspection,
         LayerDifference,
         LayerStats,
+        Proof,
         Report,
         Statistics,
+        StepProof,
         StepStats,
         TensorDifference,
         TensorInfo,
@@ -96,6 +100,7 @@ if TYPE_CHECKING:
         WrittenFile,
     )
     from shardckpt.open_checkpoint import open
+    from shardckpt.plan.resume.resumes import Resume
     from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
     from shardckpt.state.keys.kinds import StateKind
     from shardckpt.state.model.load_model_state_dict import load_model_state_dict
@@ -107,6 +112,7 @@ _HOMES = {
     "shardckpt.checkpoint.manager": ("Checkpointer",),
     "shardckpt.checkpoint.resume.prove_resume": ("ResumeReport", "prove_resume"),
     "shardckpt.checkpoint.resume.witness": ("Witness",),
+    "shardckpt.plan.resume.resumes": ("Resume",),
     "shardckpt.plan.resume.verdict": ("Divergence", "ResumeDivergence"),
     "shardckpt.checkpoint.run.durability": ("Durability", "StepCopy"),
     "shardckpt.checkpoint.save.async_save": ("async_save",),
@@ -125,6 +131,7 @@ _HOMES = {
         "OperationEvent",
         "PruneEvent",
         "RestoreEvent",
+        "ResumeEvent",
         "SaveEvent",
     ),
     "shardckpt.offline.copy": ("Copied", "copy"),
@@ -146,8 +153,10 @@ _HOMES = {
         "Inspection",
         "LayerDifference",
         "LayerStats",
+        "Proof",
         "Report",
         "Statistics",
+        "StepProof",
         "StepStats",
         "TensorDifference",
         "TensorInfo",
@@ -160,6 +169,7 @@ _HOMES = {
     "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
     "shardckpt.offline.run_history.bisect": ("bisect",),
     "shardckpt.offline.run_history.history": ("history",),
+    "shardckpt.offline.run_history.prove": ("prove",),
     "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.events.progress": ("Progress",),
@@ -216,6 +226,7 @@ __all__ = [
     "PrecisionError",
     "Problem",
     "Progress",
+    "Proof",
     "PruneEvent",
     "Pruned",
     "RNGState",
@@ -223,7 +234,9 @@ __all__ = [
     "Repair",
     "Report",
     "RestoreEvent",
+    "Resume",
     "ResumeDivergence",
+    "ResumeEvent",
     "ResumeReport",
     "SaveEvent",
     "SaveHandle",
@@ -236,6 +249,7 @@ __all__ = [
     "StepCopy",
     "StepInfo",
     "StepList",
+    "StepProof",
     "StepStats",
     "StorageError",
     "TargetExistsError",
@@ -274,6 +288,7 @@ __all__ = [
     "model_state_dict",
     "open",
     "optim_state_dict",
+    "prove",
     "prove_resume",
     "prune",
     "rekey",

@@ -60,6 +60,7 @@ VERBS = {
     "history": Verb(stats.history),
     "bisect": Verb(stats.bisect),
     "ls": Verb(ls.ls),
+    "prove": Verb(ls.prove),
     "prune": Verb(prune.prune),
     "tiers": Verb(ls.tiers),
 }

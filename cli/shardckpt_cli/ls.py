@@ -1,4 +1,4 @@
-"""`shardckpt ls` and `tiers`."""
+"""`shardckpt ls`, `prove` and `tiers`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import StepInfo
+    from shardckpt import Proof, Resume, StepInfo, StepProof
 
 
 def ls(
@@ -19,20 +19,23 @@ def ls(
     long: Annotated[
         bool, typer.Option("--long", "-l", help="Show sizes, times, metrics and statistics in a table.")
     ] = False,
+    proof: Annotated[
+        bool, typer.Option("--proof", help="Show whether a resume of the step was proven, diverged or unproven.")
+    ] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
     """List the complete steps of a run, one number per line; report others on stderr."""
     import shardckpt
 
-    found = shardckpt.ls(root, metrics=long or as_json)
+    found = shardckpt.ls(root, metrics=long or as_json, proof=proof or as_json)
     if as_json:
         output.print_json(found)
         return
-    if long:
-        header: tuple[str, ...] = ("step", "size", "saved", "metrics")
-        if any(step.has_stats for step in found.complete):
-            header = (*header, "statistics")
-        output.show_table([_row(step)[: len(header)] for step in found.complete], header=header, right=_NUMBERS)
+    if long or proof:
+        rows = [_row(step, is_long=long) for step in found.complete]
+        shown = [name for name in _COLUMNS if any(name in row for row in rows)] or ["step"]
+        table = [[row.get(name, "") for name in shown] for row in rows]
+        output.show_table(table, header=shown, right=frozenset(i for i, name in enumerate(shown) if name in _NUMBERS))
     else:
         for step in found.complete:
             print(step.number)
@@ -40,16 +43,78 @@ def ls(
         print(f"not complete: {step.fault}", file=sys.stderr)
 
 
-_NUMBERS = frozenset({0, 1})
+_COLUMNS = ("step", "size", "saved", "metrics", "statistics", "proof")
+_NUMBERS = frozenset({"step", "size"})
 """Columns of numbers."""
 
 
-def _row(step: StepInfo) -> tuple[str, ...]:
+def _row(step: StepInfo, *, is_long: bool) -> dict[str, str]:
+    """Return the text of a step in each of its columns; a column that no step has is not shown."""
     from shardckpt.errors import escape
 
-    saved = "" if step.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(step.saved_at))
-    metrics = " ".join(f"{escape(name)}={value:.6g}" for name, value in (step.metrics or {}).items())
-    return f"{step.number}", output.size(step.nbytes), saved, metrics, "stored" if step.has_stats else ""
+    row = {"step": f"{step.number}"}
+    if is_long:
+        saved = "" if step.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(step.saved_at))
+        metrics = " ".join(f"{escape(name)}={value:.6g}" for name, value in (step.metrics or {}).items())
+        row |= {"size": output.size(step.nbytes), "saved": saved, "metrics": metrics}
+        row |= {"statistics": "stored"} if step.has_stats else {}
+    return row if step.proof is None else {**row, "proof": step.proof}
+
+
+def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJson = False) -> None:
+    """Show which resumes of a run were compared with its records, and what differed; exit 1 if a step diverged."""
+    import shardckpt
+    from shardckpt.errors import escape
+
+    found = shardckpt.prove(root, html=html)
+    if as_json:
+        output.print_json(found)
+        raise typer.Exit(0 if found.ok else 1)
+    output.warn(found.warnings)
+    if html:
+        print(f"wrote {escape(html)}")
+    else:
+        rows = [row for step in found.steps for row in _proof_rows(step)]
+        output.show_table(rows, header=("step", "verdict", "resumed", "ranks", "equal steps"), right=_PROOF_NUMBERS)
+        for number, resume in [(step.number, resume) for step in found.steps for resume in step.resumes]:
+            if resume.divergence is not None:
+                print(f"step {number}, resumed {_resume_time(resume)}: {escape(resume.divergence)}")
+    print(_proof_summary(found))
+    raise typer.Exit(0 if found.ok else 1)
+
+
+_PROOF_NUMBERS = frozenset({0})
+"""Columns of numbers."""
+
+
+def _proof_rows(step: StepProof) -> list[tuple[str, ...]]:
+    """Return a row for each resume of a step, the newest first; one row if there is none."""
+    if not step.resumes:
+        steps = f"0 of {len(step.recorded)}" if step.recorded else ""
+        return [(f"{step.number}", step.verdict, "", f"{step.ranks or ''}", steps)]
+    number, newest_first = f"{step.number}", reversed(step.resumes)
+    return [(number, resume.verdict, _resume_time(resume), *_topology(resume)) for resume in newest_first]
+
+
+def _topology(resume: Resume) -> tuple[str, str]:
+    """Return the numbers of ranks, and of steps that were equal."""
+    changed = f"{resume.ranks_before} to {resume.ranks}" if resume.ranks_before != resume.ranks else f"{resume.ranks}"
+    return changed, f"{resume.compared} of {len(resume.steps)}"
+
+
+def _resume_time(resume: Resume) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(resume.began_at))
+
+
+def _proof_summary(found: Proof) -> str:
+    from shardckpt.errors import escape
+
+    verdicts = [step.verdict for step in found.steps]
+    shown = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in _VERDICTS if verdict in verdicts)
+    return f"{escape(found.root)}: {output.count(len(found.steps), 'step')}{': ' if shown else ''}{shown}"
+
+
+_VERDICTS = ("diverged", "proven", "unproven", "no record")
 
 
 _Action = Annotated[str, typer.Argument(metavar="[stop]", help="`stop` ends holders; their captures are lost.")]

@@ -5,7 +5,15 @@ of one run or call. The logger `shardckpt` gets a line of level INFO from rank 0
 `shardckpt.integrations.sinks` has functions for monitoring systems.
 """
 
-from shardckpt.events.operations import FallbackEvent, LoadEvent, OperationEvent, PruneEvent, RestoreEvent, SaveEvent
+from shardckpt.events.operations import (
+    FallbackEvent,
+    LoadEvent,
+    OperationEvent,
+    PruneEvent,
+    RestoreEvent,
+    ResumeEvent,
+    SaveEvent,
+)
 from shardckpt.events.recorder import (
     OnEvent,
     Recorder,
@@ -25,6 +33,7 @@ __all__ = [
     "PruneEvent",
     "Recorder",
     "RestoreEvent",
+    "ResumeEvent",
     "SaveEvent",
     "count_retry",
     "deliver",

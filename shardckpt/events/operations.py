@@ -27,7 +27,7 @@ class OperationEvent:
     """
 
     operation: ClassVar[str] = ""
-    """Name of the operation: `save`, `load`, `restore`, `prune` or `fallback`."""
+    """Name of the operation: `save`, `load`, `restore`, `resume`, `prune` or `fallback`."""
 
     path: str
     seconds: float = 0.0
@@ -87,6 +87,27 @@ class RestoreEvent(OperationEvent):
     """
 
     operation: ClassVar[str] = "restore"
+
+
+@dataclass(frozen=True)
+class ResumeEvent(OperationEvent):
+    """A verdict on a resume that was compared with the record of a step (`Checkpointer(witness=...)`). On rank 0.
+
+    The error of a resume that diverged is a `ResumeDivergence`, also if training goes on with a warning. The duration
+    is that since the restore.
+
+    Attributes:
+        verdict: `proven` or `diverged`.
+        compared: Number of steps that were equal to the record.
+        cause: Kind of the thing that differs first; empty if the resume is proven.
+        name: Name of that thing: a tensor, a generator, a setting.
+    """
+
+    operation: ClassVar[str] = "resume"
+    verdict: str = ""
+    compared: int = 0
+    cause: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.format.registry import checkpoint_in
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.format.witness.record_file import copy_record
+from shardckpt.format.witness.resume_file import copy_resumes
 from shardckpt.offline.prune import StepInfo, describe_steps
 from shardckpt.storage.local_publication import require_space
 from shardckpt.storage.publication import Publication, target_exists_error
@@ -141,7 +142,8 @@ def copy(
     appears at once on a disk; on other stores its `COMMIT` is written last. Steps of a run keep their names, and are
     copied after the steps that they refer to. A step that the target has already, with the same `COMMIT`, is not copied
     again, so that an interrupted copy of a run can be repeated; so are files of an interrupted copy that match their
-    hashes. Records of training steps (`Checkpointer(witness=...)`) are copied with their steps.
+    hashes. Records of training steps (`Checkpointer(witness=...)`) are copied with their steps, and the verdicts on
+    resumes are added to those of the copy.
 
     Args:
         src: Path or URL of a step's folder, or of a run's.
@@ -349,16 +351,18 @@ def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
 
 
 def _copy_witness(transfer: _Transfer) -> list[str]:
-    """Copy the record of training steps beside a step; return what the user has to know."""
+    """Copy the files beside a step: record of training steps, resumes. Return what the user has to know."""
     try:
         source, target = split(transfer.folder.raw_store.url), split(transfer.target)
     except UsageError:  # a bucket is a step: it has no place beside it
         return []
-    try:
-        copy_record(open_store(source[0]), source[1], open_store(target[0]), target[1])
-    except (CheckpointError, StorageError) as error:
-        return [f"the witness of {transfer.shown} was not copied: {error}"]
-    return []
+    notes = []
+    for what, copy_file in (("witness", copy_record), ("verdicts", copy_resumes)):
+        try:
+            copy_file(open_store(source[0]), source[1], open_store(target[0]), target[1])
+        except (CheckpointError, StorageError) as error:
+            notes.append(f"the {what} of {transfer.shown} could not be copied: {error}")
+    return notes
 
 
 def _find_good_files(transfer: _Transfer, meter: Meter) -> frozenset[str]:

@@ -28,6 +28,7 @@ from shardckpt.format.native.run_directory import (
     with_sound_newest,
 )
 from shardckpt.format.run_start import require_start_of_run
+from shardckpt.format.witness.step_witness import StepVerdict, read_step_witness
 from shardckpt.offline.verify import verify as verification
 from shardckpt.plan.retention import Retention, RetentionParams
 from shardckpt.storage.resolve_url import as_url, kind, open_store
@@ -49,6 +50,7 @@ class StepInfo:
         fault: Reason why the step is not complete; empty if it is.
         metrics: Metrics that were saved with it, by name; None if they were not read.
         has_stats: Whether statistics of its values were saved with it; None if this was not read.
+        proof: Verdict on its resumes: `proven`, `diverged`, `unproven` or `no record`; None if this was not read.
     """
 
     number: int
@@ -58,6 +60,7 @@ class StepInfo:
     fault: str = ""
     metrics: Mapping[str, float] | None = field(default=None, hash=False)
     has_stats: bool | None = None
+    proof: StepVerdict | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class Pruned:
     leftovers = RenamedAttribute[tuple[str, ...]]("orphans")
 
 
-def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
+def ls(root: str | os.PathLike[str], *, metrics: bool = False, proof: bool = False) -> StepList:
     """List the steps of a run.
 
     A step is complete if its `COMMIT` is valid and all its files have their sizes.
@@ -113,6 +116,7 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
     Args:
         root: Path or URL of the run's folder.
         metrics: Read the metrics of the complete steps, and whether they have statistics, from their manifests.
+        proof: Read the verdicts on resumes of the complete steps; `prove` returns more about them.
 
     Raises:
         UsageError: The folder does not exist or has no steps; the message describes its content.
@@ -122,17 +126,34 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False) -> StepList:
         >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
     """
     root = as_url(root)
-    require_bools(metrics=metrics)
+    require_bools(metrics=metrics, proof=proof)
+    store, run = open_run(root)
+    complete = describe_steps(store, run.complete)
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-ls") as pool:
+        if metrics:
+            read = pool.map(partial(read_measures, store), run.complete)
+            complete = tuple(replace(step, **found._asdict()) for step, found in zip(complete, read, strict=True))
+        if proof:
+            verdicts = (found.verdict for found in pool.map(partial(read_step_witness, store), run.complete))
+            complete = tuple(replace(step, proof=verdict) for step, verdict in zip(complete, verdicts, strict=True))
+    return StepList(root, complete, describe_steps(store, run.incomplete))
+
+
+def open_run(root: str) -> tuple[Store, RunDirectory]:
+    """Return the store and the steps of a run.
+
+    Args:
+        root: Path or URL of the run's folder.
+
+    Raises:
+        UsageError: The folder does not exist or has no steps; the message describes its content.
+        StorageError: Reading failed.
+    """
     store = _open(root)
     run = read_run(store)
     if not run.steps:
         _require_empty(root, store)
-    complete = describe_steps(store, run.complete)
-    if metrics:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-metrics") as pool:
-            read = pool.map(partial(read_measures, store), run.complete)
-            complete = tuple(replace(step, **found._asdict()) for step, found in zip(complete, read, strict=True))
-    return StepList(root, complete, describe_steps(store, run.incomplete))
+    return store, run
 
 
 def prune(

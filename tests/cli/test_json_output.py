@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.format.native.run_directory import step_name
+from shardckpt.format.witness.resume_file import add_resumes
+from shardckpt.storage.local import LocalStore
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "output.schema.json"
 
@@ -40,6 +42,7 @@ COMMANDS = {
     "history": ["RUN --tensor a.w"],
     "bisect": ["RUN --when nan", "RUN --when l2>1e9 --scan"],
     "ls": ["RUN"],
+    "prove": ["RUN", "PROVEN"],
     "prune": ["RUN --dry-run --keep-last 1"],
     "tiers": [""],
 }
@@ -51,6 +54,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("places")
     names = {"RUN": "run", "STEP": f"run/{step_name(1)}", "SHORT": "short", "FLIPPED": "flipped", "LOST": "lost"}
     names |= {"MEASURED": "measured", "OTHER": "other", "SRC": "src", "OUT": "out", "ADAPTER": "adapter"}
+    names |= {"PROVEN": "proven"}
     places = {name: folder / path for name, path in names.items()}
     state = {
         "model": {"a.w": torch.eye(3), "b": torch.tensor([float("nan"), float("inf"), 0.0])},
@@ -74,6 +78,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     places["SRC"].mkdir()
     save_file({"layers.0.weight": torch.eye(3), "layers.0.bias": torch.ones(2)}, places["SRC"] / "w.safetensors")
     write_adapter(places["ADAPTER"])
+    write_step(places["PROVEN"] / step_name(1), state, save="0" * 15)
+    found = shardckpt.Divergence("schedule", 2, "lr", "lr is 1", "Put it into the state", (0,))
+    resume = shardckpt.Resume("1" * 15, 1.5, (2, 3), 0, 1, 2, "Net", "Net", divergence=found)
+    add_resumes(LocalStore(str(places["PROVEN"])), step_name(1), "0" * 15, resume)
     return places
 
 

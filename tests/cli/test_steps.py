@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ from command import run_here
 from native_writer import write_step
 from shardckpt_cli import exits
 
-from shardckpt import Checkpointer, ls
+from shardckpt import Checkpointer, Divergence, Resume, ls
 from shardckpt.format import apply_retention
 from shardckpt.format.native import run_directory
 from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.native.run_directory import step_name
+from shardckpt.format.witness.resume_file import add_resumes
+from shardckpt.storage.local import LocalStore
 
 
 @pytest.fixture
@@ -61,6 +64,42 @@ def test_ls_names_steps_whose_statistics_were_stored(tmp_path: Path) -> None:
     listed = json.loads(run_here("ls", tmp_path, "--json").out)["complete"]
     assert [step["has_stats"] for step in listed] == [True, False]
     assert [step.has_stats for step in ls(tmp_path).complete] == [None, None], "no manifest was read"
+
+
+RESUME = Resume("1" * 15, 1.5, (16, 17), 2, 2, 2, "Net", "Net", has_equal_layout=True, is_deterministic=True)
+FOUND = Divergence("schedule", 16, "optim.lr", "optim.lr is 1 after step 16", "Put the schedule into the state")
+
+
+def add_resume(root: Path, number: int, resume: Resume) -> None:
+    store = LocalStore(str(root))
+    add_resumes(store, step_name(number), run_directory.read_step(store, number).save, resume)
+
+
+def test_ls_and_prove_show_verdicts_on_resumes_and_prove_exits_1_for_a_divergence(root: Path) -> None:
+    add_resume(root, 10, replace(RESUME, ranks=4))
+    assert run_here("ls", root, "--proof").out.splitlines() == [
+        "step  proof",
+        "   5  no record",
+        "  10  proven",
+        "  15  no record",
+    ]
+    assert [step["proof"] for step in json.loads(run_here("ls", root, "--json").out)["complete"]][1] == "proven"
+    assert [step.proof for step in ls(root).complete] == [None] * 3, "no verdict was read"
+    assert run_here("prove", root).code == 0
+    add_resume(root, 15, replace(RESUME, compared=0, divergence=FOUND))
+    found = run_here("prove", root)
+    assert found.code == 1
+    assert found.out.splitlines() == [
+        "step  verdict    resumed               ranks   equal steps",
+        "   5  no record",
+        "  10  proven     1970-01-01 00:00:01Z  2 to 4  2 of 2",
+        "  15  diverged   1970-01-01 00:00:01Z  2       0 of 2",
+        "step 15, resumed 1970-01-01 00:00:01Z: optim.lr is 1 after step 16. Put the schedule into the state",
+        f"{root}: 3 steps: 1 diverged, 1 proven, 1 no record",
+    ]
+    assert json.loads(run_here("prove", root, "--json").out)["ok"] is False
+    page = run_here("prove", root, "--html", root.parent / "page.html")
+    assert (page.code, page.out.splitlines()[0]) == (1, f"wrote {root.parent}/page.html")
 
 
 def test_a_plain_ls_reads_no_manifest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,13 @@ from shardckpt.checkpoint.resume.rank_message import (
     merge_rank_steps,
     read_float,
 )
+from shardckpt.checkpoint.resume.resume_log import ResumeLog
 from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects, digest_state, find_trained_objects
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.errors import CheckpointError, StorageError, UsageError
+from shardckpt.events import OnEvent
 from shardckpt.format.witness.record_file import read_record, write_record
 from shardckpt.plan.resume.step_records import (
     BatchDigests,
@@ -35,7 +37,6 @@ from shardckpt.plan.resume.step_records import (
 from shardckpt.plan.resume.verdict import (
     Divergence,
     ResumeDivergence,
-    explain_topology,
     find_divergence,
     relative_difference,
 )
@@ -75,11 +76,12 @@ class WitnessSession(NoWitness):
     Args:
         options: Options of the witness.
         finder: Finder of the run's steps.
+        on_event: Function for the events of verdicts; None without one.
     """
 
-    def __init__(self, options: Witness, finder: StepFinder) -> None:
+    def __init__(self, options: Witness, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._options, self._finder = options, finder
-        self._records = _RecordsOnRank0(finder)
+        self._records = _RecordsOnRank0(finder, ResumeLog(finder, on_event))
         self._start: _Start | None = None
         self._fault: Exception | None = None
         self._due: dict[int, set[int]] = {}  # number of a step to the saved steps that it is behind
@@ -136,7 +138,8 @@ class WitnessSession(NoWitness):
         """
         self._is_new, self._first_batch = False, None
         self._due.clear()
-        steps = self._finder.ask_rank0("reading the witness", lambda: self._records.read(restored))
+        ranks = self._coordinator.size
+        steps = self._finder.ask_rank0("reading the witness", lambda: self._records.read(restored, ranks))
         if steps:
             self._begin(restored.number, state, None)
             self._due.update({step: {restored.number} for step in steps})
@@ -223,12 +226,13 @@ class WitnessSession(NoWitness):
         )
 
 
-def open_session(options: Witness | None, finder: StepFinder) -> NoWitness:
+def open_session(options: Witness | None, finder: StepFinder, on_event: OnEvent | None) -> NoWitness:
     """Return the session of a run.
 
     Args:
         options: Argument `witness` of the user.
         finder: Finder of the run's steps.
+        on_event: Function for the events of verdicts; None without one.
 
     Raises:
         UsageError: The options are not a `Witness`.
@@ -237,7 +241,7 @@ def open_session(options: Witness | None, finder: StepFinder) -> NoWitness:
         return NoWitness()
     if not isinstance(options, Witness):
         raise UsageError("`witness` must be a Witness", found=repr(options), expected="shardckpt.Witness(steps=2)")
-    return WitnessSession(options, finder)
+    return WitnessSession(options, finder, on_event)
 
 
 @dataclass
@@ -277,8 +281,8 @@ class _Finding:
 class _RecordsOnRank0:
     """Records of a run on rank 0: those that are written, and the one that is compared."""
 
-    def __init__(self, finder: StepFinder) -> None:
-        self._finder = finder
+    def __init__(self, finder: StepFinder, log: ResumeLog) -> None:
+        self._finder, self._log = finder, log
         self._open: dict[int, _OpenRecord] = {}
         self._compared: WitnessRecord | None = None
         self._name = ""
@@ -296,8 +300,8 @@ class _RecordsOnRank0:
         self._open = {at: each for at, each in self._open.items() if not each.is_written or at + each.steps > number}
         self._open[number] = _OpenRecord(steps, is_over)
 
-    def read(self, restored: RestoredStep) -> list[int]:
-        """Return the numbers of the steps that the record of a restored step has."""
+    def read(self, restored: RestoredStep, ranks: int) -> list[int]:
+        """Return the numbers of the steps that the record of a restored step has, and begin its resume."""
         self._compared, self._name = None, restored.name
         self._open.clear()
         try:
@@ -309,6 +313,7 @@ class _RecordsOnRank0:
             _LOG.info("step %d has no witness record: the resume is not compared", restored.number)
             return []
         self._compared, self._first_batch, self._noise = record, record.first_batch, record.noise
+        self._log.begin(restored, record, ranks)
         return [step.step for step in record.steps]
 
     def add(self, merged: MergedStep) -> _Finding | None:
@@ -324,6 +329,7 @@ class _RecordsOnRank0:
         if record is None or recorded is None:
             return None
         divergence = find_divergence(record, Observation(merged.environment, merged.record))
+        self._log.add_step(merged.environment, divergence)
         is_exact = record.environment.is_deterministic and merged.environment.is_deterministic
         if divergence is not None:
             where = self._finder.path(self._name)
@@ -332,9 +338,6 @@ class _RecordsOnRank0:
             self._learn_noise(record, merged, recorded.loss)
         if merged.record.step == record.steps[-1].step:
             self._compared = None
-            topology = explain_topology(record.environment, merged.environment)
-            detail = f", {topology}" if topology else ", bit for bit" if is_exact else ""
-            _LOG.info("the resume of step %d is proven over %d steps%s", record.number, len(record.steps), detail)
         return None
 
     def _learn_noise(self, record: WitnessRecord, merged: MergedStep, loss: tuple[int, ...]) -> None:

@@ -111,7 +111,7 @@ def build_run(
     finder = tiered or finder
     retention = StepRetention(rules, finder, on_event)
     saver = StepSaver(finder, retention, schedule, dedup=dedup, on_event=on_event)
-    session = open_session(witness, finder)
+    session = open_session(witness, finder, on_event)
     saver.on_saved = session.begin_record
     if tiered is None:
         return RunParts(finder, saver, retention, session)

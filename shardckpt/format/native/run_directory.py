@@ -47,7 +47,7 @@ def step_name(number: int) -> str:
     return f"step-{number:08d}"
 
 
-_WITNESS = ".witness.json"
+_WITNESS, _RESUMES = ".witness.json", ".resumes.json"
 
 
 def witness_name(step: str) -> str:
@@ -57,6 +57,15 @@ def witness_name(step: str) -> str:
         step: Name of the step's folder.
     """
     return f"{step}{_WITNESS}"
+
+
+def resumes_name(step: str) -> str:
+    """Return the name of the file beside a step that has the verdicts on its resumes.
+
+    Args:
+        step: Name of the step's folder.
+    """
+    return f"{step}{_RESUMES}"
 
 
 def is_step_name(name: str) -> bool:
@@ -667,9 +676,9 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
 
 
 def _delete_witnesses(store: Store, entries: Sequence[Listed], kept: Set[str]) -> None:
-    """Remove the records beside steps that are gone."""
+    """Remove the records and verdicts beside steps that are gone."""
     for entry in entries:
-        step = entry.name.removesuffix(_WITNESS)
+        step = entry.name.removesuffix(_WITNESS).removesuffix(_RESUMES)
         if not entry.is_folder and step != entry.name and is_step_name(step) and step not in kept:
             store.delete(entry.name)
 

@@ -1,18 +1,12 @@
-"""Files of witness records: `step-00001000.witness.json` beside the step of that name.
-
-A file has a line of JSON, and a line with the SHA-256 of the first.
-"""
+"""Files of witness records: `step-00001000.witness.json` beside the step of that name."""
 
 from __future__ import annotations
 
-import hashlib
-
-from shardckpt.errors import ChecksumError
-from shardckpt.format.budget import require_small
 from shardckpt.format.native.run_directory import witness_name
+from shardckpt.format.witness.line_file import line_url, read_line, write_line
 from shardckpt.format.witness.record_json import decode_record, encode_record
 from shardckpt.plan.resume.step_records import WitnessRecord
-from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.store import Store
 
 _MOST_BYTES = 64 << 20
 
@@ -28,13 +22,7 @@ def write_record(store: Store, step: str, record: WitnessRecord) -> None:
     Raises:
         StorageError: The store failed; the earlier record stays.
     """
-    data = encode_record(record)
-    _write(store, step, data + b"\n" + hashlib.sha256(data).hexdigest().encode("ascii") + b"\n")
-
-
-def _write(store: Store, step: str, data: bytes) -> None:
-    with store.create(witness_name(step)) as writer:
-        writer.write(data)
+    write_line(store, witness_name(step), encode_record(record))
 
 
 def read_record(store: Store, step: str) -> WitnessRecord | None:
@@ -48,8 +36,8 @@ def read_record(store: Store, step: str) -> WitnessRecord | None:
         CheckpointError: The record is damaged, or of a newer version.
         StorageError: The store failed.
     """
-    data = _read(store, step)
-    return None if data is None else decode_record(data.partition(b"\n")[0], where=_where(store, step))
+    line = _read(store, step)
+    return None if line is None else decode_record(line, where=line_url(store, witness_name(step)))
 
 
 def copy_record(source: Store, step: str, target: Store, name: str) -> None:
@@ -65,25 +53,10 @@ def copy_record(source: Store, step: str, target: Store, name: str) -> None:
         CheckpointError: The record is damaged.
         StorageError: A store failed.
     """
-    data = _read(source, step)
-    if data is not None and data != _read(target, name):
-        _write(target, name, data)
-
-
-def _where(store: Store, step: str) -> str:
-    return f"{store.url.rstrip('/')}/{witness_name(step)}"
+    line = _read(source, step)
+    if line is not None and line != _read(target, name):
+        write_line(target, witness_name(name), line)
 
 
 def _read(store: Store, step: str) -> bytes | None:
-    """Return the bytes of a record that match their SHA-256; None without one."""
-    name, where = witness_name(step), _where(store, step)
-    size = next((entry.size for entry in store.list() if entry.name == name and not entry.is_folder), None)
-    if size is None:
-        return None
-    require_small("a witness record", size, _MOST_BYTES, where)
-    content = read_bytes(store, name, 0, size)
-    data, _, rest = content.partition(b"\n")
-    digest = hashlib.sha256(data).hexdigest()
-    if rest.strip() != digest.encode("ascii"):
-        raise ChecksumError("the witness record does not match its SHA-256", where=where, expected=digest)
-    return content
+    return read_line(store, witness_name(step), "the witness record", _MOST_BYTES)

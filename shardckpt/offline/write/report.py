@@ -10,8 +10,10 @@ from typing import Literal, NamedTuple
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import escape
+from shardckpt.format.witness.step_witness import StepVerdict
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.write.problems import Problem
+from shardckpt.plan.resume.resumes import Resume
 
 NO_SHAPES = (
     "this layout stores neither full shapes nor the number of ranks: if the last rank's files were lost, nothing here"
@@ -298,6 +300,55 @@ class History:
     root: str
     steps: tuple[StepStats, ...]
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepProof:
+    """Resumes of one step of a run, compared with its record of training steps.
+
+    Attributes:
+        number: Number of the step.
+        path: Path or URL of the step.
+        verdict: `proven` or `diverged`, as the last resume that was compared to the end; `unproven` if none was;
+            `no record` if no training step behind it was recorded.
+        recorded: Numbers of the training steps that are recorded.
+        ranks: Number of ranks of the run that saved; 0 without a record.
+        style: How the model was sharded; empty without a record.
+        resumes: Resumes that were compared, or began to be, oldest first; the newest 64 are kept.
+        faults: Reasons why the record or the verdicts cannot be read.
+    """
+
+    number: int
+    path: str
+    verdict: StepVerdict
+    recorded: tuple[int, ...] = ()
+    ranks: int = 0
+    style: str = ""
+    resumes: tuple[Resume, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Result of `prove`: the complete steps of a run, with the verdicts on their resumes.
+
+    Attributes:
+        root: Path or URL of the run.
+        steps: Complete steps, oldest first.
+    """
+
+    root: str
+    steps: tuple[StepProof, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no step is `diverged`."""
+        return all(step.verdict != "diverged" for step in self.steps)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Files of verdicts and records that cannot be read, one sentence each."""
+        return tuple(fault for step in self.steps for fault in step.faults)
 
 
 @dataclass(frozen=True, slots=True)

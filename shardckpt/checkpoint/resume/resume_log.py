@@ -1,0 +1,97 @@
+"""Verdict on the resume that is being compared: its file beside the step, and its event. On rank 0."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from dataclasses import dataclass
+
+from shardckpt.checkpoint.run.step_finder import StepFinder
+from shardckpt.checkpoint.run.step_restore import RestoredStep
+from shardckpt.errors import CheckpointError, StorageError
+from shardckpt.events import OnEvent, ResumeEvent, emit
+from shardckpt.format.native.payload import new_save_id
+from shardckpt.format.witness.resume_file import add_resumes
+from shardckpt.plan.resume.resumes import Resume, add_compared_step, begin_resume
+from shardckpt.plan.resume.step_records import Environment, WitnessRecord
+from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence, explain_topology
+
+_LOG = logging.getLogger("shardckpt")
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """The resume that is being compared."""
+
+    restored: RestoredStep
+    before: Environment
+    resume: Resume
+
+
+class ResumeLog:
+    """Log of the resumes of a run, on rank 0.
+
+    A resume is in its file from the restore on, as unproven: so one that dies before it was compared is known too.
+
+    Args:
+        finder: Finder of the run's steps.
+        on_event: Function for the event of the verdict; None without one.
+    """
+
+    def __init__(self, finder: StepFinder, on_event: OnEvent | None) -> None:
+        self._finder, self._on_event = finder, on_event
+        self._compared: _Compared | None = None
+
+    def begin(self, restored: RestoredStep, record: WitnessRecord, ranks: int) -> None:
+        """Begin a resume.
+
+        Args:
+            restored: The restored step.
+            record: Its record.
+            ranks: Number of ranks.
+        """
+        resume = begin_resume(record, resume_id=new_save_id(), began_at=time.time(), ranks=ranks)
+        self._compared = _Compared(restored, record.environment, resume)
+        self._write(restored, resume)
+
+    def add_step(self, now: Environment, found: Divergence | None) -> None:
+        """Add a compared step.
+
+        Args:
+            now: Environment of the resumed run.
+            found: Divergence of the step; None without one.
+        """
+        if self._compared is None:
+            return
+        restored, before, earlier = self._compared.restored, self._compared.before, self._compared.resume
+        resume = add_compared_step(earlier, before, now, found)
+        self._compared = _Compared(restored, before, resume)
+        if resume != earlier:
+            self._write(restored, resume)
+        if resume.verdict != earlier.verdict:
+            self._emit(restored, before, now, resume)
+
+    def _emit(self, restored: RestoredStep, before: Environment, now: Environment, resume: Resume) -> None:
+        path, found = self._finder.path(restored.name), resume.divergence
+        if found is None:
+            topology = explain_topology(before, now)
+            detail = f", {topology}" if topology else ", bit for bit" if resume.is_deterministic else ""
+            _LOG.info("the resume of step %d is proven over %d steps%s", restored.number, resume.compared, detail)
+        event = ResumeEvent(
+            path,
+            time.time() - resume.began_at,
+            restored.number,
+            verdict=resume.verdict,
+            compared=resume.compared,
+            cause="" if found is None else found.cause,
+            name="" if found is None else found.name,
+            error=None if found is None else ResumeDivergence(found, path),
+        )
+        emit(event, self._on_event)
+
+    def _write(self, restored: RestoredStep, resume: Resume) -> None:
+        try:
+            add_resumes(self._finder.open_store(), restored.name, restored.save, resume)
+        except (CheckpointError, StorageError) as error:
+            warnings.warn(f"the verdict on the resume of {restored.name} could not be stored: {error}", stacklevel=7)

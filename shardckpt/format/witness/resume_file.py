@@ -1,0 +1,70 @@
+"""Files of verdicts: `step-00001000.resumes.json` beside the step, with the resumes that were compared."""
+
+from __future__ import annotations
+
+from shardckpt.format.native.run_directory import resumes_name
+from shardckpt.format.witness.line_file import line_url, read_line, write_line
+from shardckpt.format.witness.resume_json import SavedResumes, decode_resumes, encode_resumes
+from shardckpt.plan.resume.resumes import Resume, merge_resumes
+from shardckpt.storage.store import Store
+
+_MOST_BYTES = 1 << 20
+
+
+def read_resumes(store: Store, step: str, save: str) -> tuple[Resume, ...]:
+    """Return the resumes of a step, oldest first; empty if none was compared.
+
+    Args:
+        store: Store whose root is the run.
+        step: Name of the step's folder.
+        save: Id of the save that wrote the step; resumes of another save do not count.
+
+    Raises:
+        CheckpointError: The file is damaged, or of a newer version.
+        StorageError: The store failed.
+    """
+    saved = _read(store, step)
+    return saved.resumes if saved is not None and saved.save == save else ()
+
+
+def add_resumes(store: Store, step: str, save: str, *resumes: Resume) -> None:
+    """Add resumes of a step to its file, each in place of an earlier one with its id; the file changes at once.
+
+    Args:
+        store: Store whose root is the run.
+        step: Name of the step's folder.
+        save: Id of the save that wrote the step.
+        resumes: The resumes.
+
+    Raises:
+        CheckpointError: The file is damaged, or of a newer version; it stays as it is.
+        StorageError: The store failed; the file stays as it is.
+    """
+    known = read_resumes(store, step, save)
+    merged = merge_resumes(known, resumes)
+    if merged != known:
+        write_line(store, resumes_name(step), encode_resumes(SavedResumes(save, merged)))
+
+
+def copy_resumes(source: Store, step: str, target: Store, name: str) -> None:
+    """Add the resumes of a step to those of its copy.
+
+    Args:
+        source: Store whose root is the run of the step.
+        step: Name of the step's folder.
+        target: Store whose root is the run of the copy.
+        name: Name of the copy's folder.
+
+    Raises:
+        CheckpointError: A file is damaged.
+        StorageError: A store failed.
+    """
+    saved = _read(source, step)
+    if saved is not None:
+        add_resumes(target, name, saved.save, *saved.resumes)
+
+
+def _read(store: Store, step: str) -> SavedResumes | None:
+    name = resumes_name(step)
+    line = read_line(store, name, "the file of resumes", _MOST_BYTES)
+    return None if line is None else decode_resumes(line, where=line_url(store, name))

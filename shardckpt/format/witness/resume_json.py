@@ -1,0 +1,113 @@
+"""Encode resumes of a step as JSON, and decode them without trust."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.format.encodings.safetensors import parse_json
+from shardckpt.format.native.records import NEWER, read_fields, read_integer, read_save
+from shardckpt.plan.resume.resumes import MOST_RESUMES, Resume
+from shardckpt.plan.resume.verdict import Cause, Divergence, Since
+
+VERSION = 1
+
+_MAX_STEP = 10**18
+_MAX_SECONDS = 10**12
+_MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SavedResumes:
+    """Resumes of a step.
+
+    Attributes:
+        save: Id of the save that wrote the step.
+        resumes: The resumes, oldest first.
+    """
+
+    save: str
+    resumes: tuple[Resume, ...]
+
+
+def encode_resumes(saved: SavedResumes) -> bytes:
+    """Return resumes as JSON."""
+    content = {"version": VERSION, **asdict(saved)}
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def decode_resumes(data: bytes, *, where: str) -> SavedResumes:
+    """Return the resumes of `encode_resumes`.
+
+    Args:
+        data: JSON, from a file that anybody may have written.
+        where: Name of the file, for messages.
+
+    Raises:
+        FormatError: The data is not a list of resumes.
+        UnsupportedError: A newer version of shardckpt wrote it.
+        UnsafeError: Its values would take far more memory than it.
+    """
+    content = parse_json(data, where=where)
+    version = read_fields(content, {"version": int}, where)["version"]
+    if version > VERSION:
+        raise UnsupportedError("a newer version wrote these resumes", where=where, found=version, fix=NEWER)
+    raw = read_fields(content, {"save": str, "resumes": list}, where)
+    if len(raw["resumes"]) > MOST_RESUMES:
+        raise _error("too many", len(raw["resumes"]), where)
+    return SavedResumes(read_save(raw["save"], where), tuple(_read_resume(each, where) for each in raw["resumes"]))
+
+
+def _error(what: str, found: object, where: str) -> FormatError:
+    return FormatError(f"not a file of resumes: {what}", where=where, found=found)
+
+
+_KINDS: dict[str, type] = {
+    "id": str,
+    "began_at": float,
+    "steps": list,
+    "compared": int,
+    "ranks_before": int,
+    "ranks": int,
+    "style_before": str,
+    "style": str,
+    "has_equal_layout": object,
+    "is_deterministic": object,
+    "divergence": object,
+}
+
+
+def _read_resume(value: object, where: str) -> Resume:
+    raw = read_fields(value, _KINDS, where)
+    if not 0 <= raw["began_at"] < _MAX_SECONDS:
+        raise _error("a time is none", raw["began_at"], where)
+    steps = tuple(read_integer(step, "steps", where, below=_MAX_STEP) for step in raw["steps"])
+    flags = {name: raw[name] for name in ("has_equal_layout", "is_deterministic")}
+    for name, flag in flags.items():
+        if not (flag is None or isinstance(flag, bool)):
+            raise _error(f"{name} must be true, false or null", flag, where)
+    return Resume(
+        read_save(raw["id"], where),
+        raw["began_at"],
+        steps,
+        read_integer(raw["compared"], "compared", where, below=len(steps) + 1),
+        read_integer(raw["ranks_before"], "ranks_before", where, below=_MOST_RANKS),
+        read_integer(raw["ranks"], "ranks", where, below=_MOST_RANKS),
+        raw["style_before"],
+        raw["style"],
+        **flags,
+        divergence=None if raw["divergence"] is None else _read_divergence(raw["divergence"], where),
+    )
+
+
+def _read_divergence(value: object, where: str) -> Divergence:
+    texts = ("cause", "name", "sentence", "fix", "since")
+    raw: dict[str, Any] = read_fields(value, {"step": int, "ranks": list, **dict.fromkeys(texts, str)}, where)
+    for name, allowed in (("cause", get_args(Cause)), ("since", get_args(Since))):
+        if raw[name] not in allowed:
+            raise _error(f"an unknown {name}", raw[name], where)
+    step = read_integer(raw["step"], "step", where, below=_MAX_STEP)
+    ranks = tuple(read_integer(rank, "ranks", where, below=_MOST_RANKS) for rank in raw["ranks"])
+    return Divergence(raw["cause"], step, raw["name"], raw["sentence"], raw["fix"], ranks, raw["since"])

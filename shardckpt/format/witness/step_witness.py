@@ -1,0 +1,59 @@
+"""Files beside a step, read as one: the record of training steps, and the resumes that were compared with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardckpt.errors import CheckpointError
+from shardckpt.format.native.run_directory import StepFolder
+from shardckpt.format.witness.record_file import read_record
+from shardckpt.format.witness.resume_file import read_resumes
+from shardckpt.plan.resume.resumes import Resume, find_verdict
+from shardckpt.plan.resume.step_records import WitnessRecord
+from shardckpt.storage.store import Store
+
+StepVerdict = Literal["proven", "diverged", "unproven", "no record"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepWitness:
+    """Files beside a step.
+
+    Attributes:
+        record: Record of the training steps behind the step; None without one that can be read.
+        resumes: Resumes of the step, oldest first.
+        faults: Reasons why a file cannot be read.
+    """
+
+    record: WitnessRecord | None
+    resumes: tuple[Resume, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def verdict(self) -> StepVerdict:
+        """Verdict on the step: that of its last resume that was compared to the end."""
+        return find_verdict(self.resumes) if self.record is not None or self.resumes else "no record"
+
+
+def read_step_witness(store: Store, step: StepFolder) -> StepWitness:
+    """Return the files beside a step; those of another save do not count.
+
+    Args:
+        store: Store whose root is the run.
+        step: The step.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    record, resumes, faults = None, tuple[Resume, ...](), list[str]()
+    try:
+        record = read_record(store, step.name)
+    except CheckpointError as error:
+        faults.append(str(error))
+    try:
+        resumes = read_resumes(store, step.name, step.save)
+    except CheckpointError as error:
+        faults.append(str(error))
+    is_of_step = record is not None and record.save == step.save
+    return StepWitness(record if is_of_step else None, resumes, tuple(faults))

@@ -1,0 +1,50 @@
+"""Describe the resumes of a run for the page: steps on a line, with a verdict each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardckpt.errors import escape
+from shardckpt.offline.write.report import Proof, StepProof
+from shardckpt.plan.resume.resumes import Resume
+
+
+def describe_proof(found: Proof) -> dict[str, Any]:
+    """Return the data of a run's page of resumes: JSON values only."""
+    return {
+        "schema_version": 1,
+        "kind": "proof",
+        "root": escape(found.root),
+        "steps": [_describe_step(step) for step in found.steps],
+        "warnings": [*map(escape, found.warnings)],
+    }
+
+
+def _describe_step(step: StepProof) -> dict[str, Any]:
+    return {
+        "number": step.number,
+        "verdict": step.verdict,
+        "recorded": [*step.recorded],
+        "ranks": step.ranks,
+        "style": escape(step.style),
+        "resumes": [*map(_describe_resume, step.resumes)],
+    }
+
+
+def _describe_resume(resume: Resume) -> dict[str, Any]:
+    found = resume.divergence
+    texts = {
+        name: "" if found is None else escape(getattr(found, name)) for name in ("cause", "name", "sentence", "fix")
+    }
+    return {
+        "began_at": resume.began_at,
+        "verdict": resume.verdict,
+        "steps": len(resume.steps),
+        "compared": resume.compared,
+        "ranks_before": resume.ranks_before,
+        "ranks": resume.ranks,
+        "style_before": escape(resume.style_before),
+        "style": escape(resume.style),
+        "is_exact": bool(resume.has_equal_layout and resume.is_deterministic),
+        **texts,
+    }

@@ -1,0 +1,67 @@
+"""Implement `prove`: which resumes of a run were compared with its records, and what differed."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from shardckpt.errors import escape
+from shardckpt.format.native.run_directory import StepFolder
+from shardckpt.format.witness.step_witness import read_step_witness
+from shardckpt.offline.prune import describe_steps, open_run
+from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.offline.report_html.proof_lines import describe_proof
+from shardckpt.offline.write.report import Proof, StepProof
+from shardckpt.storage.resolve_url import as_url
+from shardckpt.storage.store import Store
+
+_AT_ONCE = 8
+
+
+def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") -> Proof:
+    """Show which steps of a run have a record, which resumes were compared with it, and what differed first.
+
+    Nothing is trained: the verdicts are those that resumed runs wrote (`Checkpointer(witness=...)`).
+
+    Args:
+        root: Path or URL of the run's folder.
+        html: Path or URL of a file to write: one page with the steps on a line, and their resumes.
+
+    Returns:
+        The complete steps with their resumes. A record or a verdict that cannot be read is one of the warnings.
+
+    Raises:
+        UsageError: The folder does not exist or has no steps; `html` names another file than an earlier report.
+        StorageError: Reading failed.
+
+    Examples:
+        >>> [step.verdict for step in shardckpt.prove("runs/a").steps]  # doctest: +SKIP
+    """
+    root, html = as_url(root), as_url(html)
+    if html:
+        require_report_target(html)
+    store, run = open_run(root)
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-prove") as pool:
+        found = Proof(root, tuple(pool.map(lambda step: _read_step(store, step), run.complete)))
+    if html:
+        write_page(render_page(escape(root), describe_proof(found)), html)
+    return found
+
+
+def _read_step(store: Store, step: StepFolder) -> StepProof:
+    (info,) = describe_steps(store, [step])
+    witness = read_step_witness(store, step)
+    number, path, record = info.number, info.path, witness.record
+    if record is None:
+        return StepProof(number, path, witness.verdict, resumes=witness.resumes, faults=witness.faults)
+    recorded, environment = tuple(each.step for each in record.steps), record.environment
+    return StepProof(
+        number,
+        path,
+        witness.verdict,
+        recorded,
+        environment.world,
+        environment.style,
+        witness.resumes,
+        witness.faults,
+    )

@@ -1,0 +1,108 @@
+"""Resumes of a step: how far each was compared with the record, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardckpt.plan.resume.step_records import Environment, WitnessRecord
+from shardckpt.plan.resume.verdict import Divergence
+
+Verdict = Literal["proven", "diverged", "unproven"]
+
+MOST_RESUMES = 64
+"""Maximum number of resumes of a step that are kept, the newest."""
+
+_MOST_CHARACTERS = 1000
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A resume of a step, as far as it was compared with the record of the run that saved.
+
+    Attributes:
+        id: Id of the resume.
+        began_at: Time of the restore, in seconds since the epoch.
+        steps: Numbers of the recorded steps, which the resume has to reproduce.
+        compared: Number of them that were equal to the record.
+        ranks_before: Number of ranks of the run that saved.
+        ranks: Number of ranks of the resumed run.
+        style_before: How the model was sharded when it was saved.
+        style: How it is sharded in the resumed run; empty before the first compared step.
+        has_equal_layout: Whether each rank holds the same elements as before; None before the first compared step.
+        is_deterministic: Whether both runs say that a step gives the same bits each time, so that bits were compared;
+            None before the first compared step.
+        divergence: The first difference; None without one.
+    """
+
+    id: str
+    began_at: float
+    steps: tuple[int, ...]
+    compared: int
+    ranks_before: int
+    ranks: int
+    style_before: str
+    style: str = ""
+    has_equal_layout: bool | None = None
+    is_deterministic: bool | None = None
+    divergence: Divergence | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """`proven` if all recorded steps were equal, `diverged`, or `unproven` if the run ended before."""
+        if self.divergence is not None:
+            return "diverged"
+        return "proven" if self.compared >= len(self.steps) else "unproven"
+
+
+def begin_resume(record: WitnessRecord, *, resume_id: str, began_at: float, ranks: int) -> Resume:
+    """Return a resume that was not compared yet.
+
+    Args:
+        record: Record of the restored step.
+        resume_id: Id of the resume.
+        began_at: Time of the restore, in seconds since the epoch.
+        ranks: Number of ranks of the resumed run.
+    """
+    steps, before = tuple(step.step for step in record.steps), record.environment
+    return Resume(resume_id, began_at, steps, 0, before.world, ranks, before.style[:_MOST_CHARACTERS])
+
+
+def add_compared_step(resume: Resume, before: Environment, now: Environment, found: Divergence | None) -> Resume:
+    """Return a resume with one more compared step; the first divergence stays.
+
+    Args:
+        resume: The resume so far.
+        before: Environment of the run that saved.
+        now: Environment of the resumed run.
+        found: Divergence of the step; None without one.
+    """
+    first = resume.divergence or (None if found is None else _shorten(found))
+    return replace(
+        resume,
+        compared=resume.compared + (first is None),
+        style=now.style[:_MOST_CHARACTERS],
+        has_equal_layout=before.has_equal_layout(now),
+        is_deterministic=before.is_deterministic and now.is_deterministic,
+        divergence=first,
+    )
+
+
+def _shorten(found: Divergence) -> Divergence:
+    """Return a divergence of bounded size: names of tensors may have any length, and ranks may be many."""
+    texts = {name: getattr(found, name)[:_MOST_CHARACTERS] for name in ("name", "sentence", "fix")}
+    return replace(found, **texts, ranks=found.ranks[:_MOST_RANKS])
+
+
+def merge_resumes(known: Iterable[Resume], newer: Iterable[Resume]) -> tuple[Resume, ...]:
+    """Return the resumes of two lists, oldest first; of those with one id the newer, and at most `MOST_RESUMES`."""
+    by_id = {resume.id: resume for resume in (*known, *newer)}
+    return tuple(sorted(by_id.values(), key=lambda resume: (resume.began_at, resume.id)))[-MOST_RESUMES:]
+
+
+def find_verdict(resumes: Sequence[Resume]) -> Verdict:
+    """Return the verdict on a step: that of its last resume that was compared to the end."""
+    verdicts = (resume.verdict for resume in reversed(resumes))
+    return next((verdict for verdict in verdicts if verdict != "unproven"), "unproven")
