@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 
@@ -32,8 +33,9 @@ def imported(name: str) -> Iterator[ModuleType]:
             sys.modules.pop(script.stem, None)
 
 
-def exit_code(main: Callable[[], object]) -> object:
-    """Return the code with which a script exits."""
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return caught.value.code
+def exit_code(name: str, *arguments: str) -> object:
+    """Return the code with which a script exits, in this process."""
+    with imported(name) as script, mock.patch.object(sys, "argv", [f"{name}.py", *arguments]):
+        with pytest.raises(SystemExit) as caught:
+            script.main()
+        return caught.value.code

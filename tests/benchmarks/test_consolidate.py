@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_scripts import FOLDER, run_script
+from benchmark_scripts import FOLDER, exit_code, run_script
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_pairs_are_those_of_the_chosen_cases(tmp_path: Path) -> None:
     "arguments", [("--cases", "no-such-case"), ("--size", "many"), ("--pairs", "1", "--cases", "help")]
 )
 def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...]) -> None:
-    assert run_script("consolidate", *arguments).returncode == 2
+    assert exit_code("consolidate", *arguments) == 2
 
 
 def test_a_wrong_output_stops_the_run(tmp_path: Path) -> None:

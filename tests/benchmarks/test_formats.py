@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmark_scripts import run_script
+from benchmark_scripts import exit_code, run_script
 
 
 @pytest.mark.slow
@@ -26,4 +26,4 @@ def test_a_small_run_prints_a_row_for_every_tool_and_what_was_asked(tmp_path: Pa
 
 @pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "many")])
 def test_what_cannot_be_run_is_refused(arguments: tuple[str, str]) -> None:
-    assert run_script("formats", *arguments).returncode == 2
+    assert exit_code("formats", *arguments) == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from benchmark_scripts import exit_code, imported, run_script
 
@@ -38,9 +36,8 @@ def test_plans_of_few_ranks_are_made_for_rows_and_flat_ranges(module):
 
 
 @pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "big"), ("--fsync", "one")])
-def test_what_cannot_be_run_is_refused(module, monkeypatch, arguments):
-    monkeypatch.setattr(sys, "argv", ["save_load.py", *arguments])
-    assert exit_code(module.main) == 2
+def test_what_cannot_be_run_is_refused(arguments):
+    assert exit_code("save_load", *arguments) == 2
 
 
 def measured(module, by, role, seconds, limits=()):

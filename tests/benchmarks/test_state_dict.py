@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from benchmark_scripts import exit_code, imported, run_script
 
@@ -50,9 +48,8 @@ def test_a_small_run_prints_every_case_beside_torch(row, cases, compared, bare):
 
 
 @pytest.mark.parametrize("arguments", [("--rows", "no-such-row"), ("--cases", "no-such-case"), ("--size", "big")])
-def test_what_cannot_be_run_is_refused(states, monkeypatch, arguments):
-    monkeypatch.setattr(sys, "argv", ["state_dict.py", *arguments])
-    assert exit_code(states.main) == 2
+def test_what_cannot_be_run_is_refused(arguments):
+    assert exit_code("state_dict", *arguments) == 2
 
 
 def measured(states, role, seconds, limits=()):

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from command import Outcome, run_here
 from harness import raised_everywhere, run
 
 import shardckpt
@@ -142,21 +144,31 @@ def test_the_command_works_under_torchrun(tmp_path: Path) -> None:
     assert content(tmp_path / "many") == content(tmp_path / "one")
 
 
-def _run_command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardckpt_cli", *map(str, arguments)]
-    named = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**named, **environment})
+@pytest.fixture
+def run_in_world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Runs the command with a WORLD_SIZE and without a RANK."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def run_command(world: str, *arguments: object) -> Outcome:
+        monkeypatch.setenv("WORLD_SIZE", world)
+        return run_here(*arguments)
+
+    return run_command
 
 
-def test_a_number_of_ranks_without_a_rank_is_an_error_that_says_so(tmp_path: Path) -> None:
-    done = _run_command("consolidate", write(tmp_path), tmp_path / "out", WORLD_SIZE="2")
-    assert done.returncode == 2
-    assert "environment variable RANK expected, but not set" in done.stderr
-    assert "unset WORLD_SIZE" in done.stderr
+def test_a_number_of_ranks_without_a_rank_is_an_error_that_says_so(
+    run_in_world: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    done = run_in_world("2", "consolidate", write(tmp_path), tmp_path / "out")
+    assert done.code == 2
+    assert "environment variable RANK expected, but not set" in done.err
+    assert "unset WORLD_SIZE" in done.err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("world", ["", "1", "many"])
-def test_a_process_without_a_number_of_ranks_is_alone(world: str, tmp_path: Path) -> None:
-    done = _run_command("consolidate", write(tmp_path), tmp_path / "out.pt", "--quiet", WORLD_SIZE=world)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_process_without_a_number_of_ranks_is_alone(
+    run_in_world: Callable[..., Outcome], world: str, tmp_path: Path
+) -> None:
+    done = run_in_world(world, "consolidate", write(tmp_path), tmp_path / "out.pt", "--quiet")
+    assert (done.code, done.err) == (0, "")
