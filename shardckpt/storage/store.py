@@ -222,6 +222,14 @@ class ObjectStore(Store, Protocol):
         """
 
 
+@runtime_checkable
+class CopiedStore(Protocol):
+    """A store that may have several copies of a file."""
+
+    def reject(self, name: str, offset: int, nbytes: int) -> bool:
+        """Read a damaged range from another copy from now on; return False if no other copy is left."""
+
+
 def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
     """Return one range of a file.
 
@@ -352,6 +360,10 @@ class WrappedStore:
         """Forward to the underlying store."""
         self._store.read(reads)
 
+    def reject(self, name: str, offset: int, nbytes: int) -> bool:
+        """Forward to the underlying store, if that may have copies."""
+        return isinstance(self._store, CopiedStore) and self._store.reject(name, offset, nbytes)
+
     def create(self, name: str) -> Writer:
         """Forward to the underlying store."""
         return self._store.create(name)
@@ -413,6 +425,10 @@ class SubfolderStore(WrappedStore):
         Raises TruncatedError, MissingFileError, UnsafeError or StorageError.
         """
         self._store.read([Read(self._name(name), offset, buffer) for name, offset, buffer in reads])
+
+    def reject(self, name: str, offset: int, nbytes: int) -> bool:
+        """Read a damaged range from another copy, as `CopiedStore`."""
+        return super().reject(self._name(name), offset, nbytes)
 
     def create(self, name: str) -> Writer:
         """Start a new file and create its parent folders. Raises StorageError."""

@@ -160,6 +160,16 @@ class PeerStore:
         self.own_bytes += sum(len(read.buffer) for read in reads)
         return []
 
+    def reject(self, name: str, offset: int, nbytes: int) -> bool:
+        """Read a damaged range from another node from now on; return False if no other node is left."""
+        damaged = Read(name, offset, memoryview(bytearray(nbytes)))
+        try:
+            for part, node in [*self._assign(damaged)]:
+                self._reject(part, node, "a block is damaged")
+            return bool([*self._assign(damaged)])
+        except MissingFileError:
+            return False
+
     def _reject(self, read: Read, node: int, reason: str) -> None:
         rejected = _Rejected(read.offset, read.offset + len(read.buffer), node)
         self._rejected.setdefault(read.name, []).append(rejected)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator
+from shardckpt.checkpoint.peers.copy_step import CopiedStep, copy_step
 from shardckpt.checkpoint.peers.node_steps import read_commits, remove_old_steps
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.save.async_save import CAPTURES
@@ -14,7 +16,7 @@ from shardckpt.checkpoint.save.staging import memory_size
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, NodeShare, TierPlace
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node, find_run_id
 from shardckpt.errors import StorageError
-from shardckpt.events import OnEvent
+from shardckpt.events import FallbackEvent, OnEvent, emit
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
@@ -45,10 +47,24 @@ class MemoryTier(CaptureTier):
         self, config: PeerMemory, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
     ) -> None:
         self._config, self._run = config, find_run_id(root)
+        self._copied = ""
+        self._is_warned = self._has_failed = False
         finder = MemoryFinder(f"{SCHEME}://{self._run}", group)
-        place = TierPlace("memory", finder, lambda: is_reachable(self._run), find_node)
+        place = TierPlace("memory", finder, lambda: is_reachable(self._run), partial(find_node, config.rack))
         rules = Retention.from_params("PeerMemory", keep_last=config.keep_last)
         super().__init__(place, "memory", CAPTURES, config.every, rules, group, on_event)
+
+    def open(self, nodes: set[str]) -> None:
+        """Start the holder of rank 0's node unless it is there. On rank 0; as `CaptureTier.open`."""
+        super().open(nodes)
+        self._warn_of_copies(len(nodes))
+
+    def _warn_of_copies(self, machines: int) -> None:
+        """Warn once if there are too few machines for the copies. On rank 0."""
+        if self._config.copies >= machines and not self._is_warned:
+            self._is_warned = True
+            found = f"{machines} machine{'s' * (machines != 1)} for copies={self._config.copies}"
+            warnings.warn(f"captures in memory get fewer copies than asked for: {found}", stacklevel=7)
 
     def open_node(self) -> None:
         """Start the holder of this node unless it is there.
@@ -60,7 +76,9 @@ class MemoryTier(CaptureTier):
         start_holder(self._run, self._config.limit(memory_size()), last=COMMIT, idle_s=self._config.idle_s)
 
     def finish(self, coordinator: Coordinator, number: int, share: NodeShare) -> None:
-        """Give the capture's marks to all nodes, then remove older captures. Collective.
+        """Give the capture's marks to all nodes, copy it to others, then remove older captures. Collective.
+
+        A copy that fails is one warning and an event: then the newest capture that has all its copies is kept too.
 
         Args:
             coordinator: Coordinator of the thread of the capture.
@@ -71,12 +89,29 @@ class MemoryTier(CaptureTier):
             StorageError: This node did not get the marks; RankError on other ranks.
         """
         super().finish(coordinator, number, share)
+        own, folder = self.place.finder.open_store(), step_name(number)
+        if self._config.copies:
+            copied = copy_step(coordinator, own, find_node(self._config.rack), folder, self._config.copies)
+            self._note_copies(coordinator.rank, number, copied)
         if share.is_first:
-            self._remove_old(self.place.finder.open_store(), step_name(number))
+            self._remove_old(own, {folder, self._copied} - {""})
 
-    def _remove_old(self, own: Store, saved: str) -> None:
+    def _note_copies(self, rank: int, number: int, copied: CopiedStep) -> None:
+        """Record whether all copies of a capture exist; if not, emit that it has fewer, and warn once in a row."""
+        if rank == 0:
+            self._warn_of_copies(copied.machines)
+        had_failed, self._has_failed = self._has_failed, bool(copied.faults)
+        if not copied.faults:
+            self._copied = step_name(number)
+            return
+        path = self.place.finder.path(step_name(number))
+        emit(FallbackEvent(path, step=number, rank=rank, warnings=copied.faults), self._on_event)
+        if rank == 0 and not had_failed:
+            warnings.warn(f"a capture has fewer copies than asked for: {copied.faults[0]}", stacklevel=2)
+
+    def _remove_old(self, own: Store, kept: set[str]) -> None:
         """Remove the captures of this node that are not kept; an error is a warning."""
         try:
-            remove_old_steps(own, self._config.keep_last, {saved}, self.place.finder.damaged)
+            remove_old_steps(own, self._config.keep_last, kept, self.place.finder.damaged)
         except StorageError as error:
-            warnings.warn(f"{saved} is captured, but old captures could not be removed: {error}", stacklevel=2)
+            warnings.warn(f"a step is captured, but old captures could not be removed: {error}", stacklevel=2)

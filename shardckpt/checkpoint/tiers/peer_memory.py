@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shardckpt.checkpoint.peers.node_files import Node
-from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.errors import UsageError
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.holder.holder_sockets import NODE, socket_folder
 from shardckpt.storage.holder.holders import IDLE_S
@@ -25,17 +25,19 @@ class PeerMemory:
     ends after `idle_s` seconds without one, or by `shardckpt tiers stop`.
 
     Args:
-        copies: Number of other nodes that keep a copy of each capture. This version keeps none: 0.
+        copies: Number of other machines that keep a copy of each capture. They are written in the background, and need
+            `max_bytes` for as many captures more.
         every: Capture the steps whose number is a multiple of this.
         max_bytes: Maximum memory of the holder of each node, in bytes or as text such as `"64GB"`. The old capture
             stays until the new one is complete, so there has to be memory for both. None for half of the machine's
             memory.
         keep_last: Number of newest captures to keep.
         idle_s: Seconds without a training process after which the holder ends.
+        rack: Label of the machines that may fail together with this one, such as that of its rack: copies go to
+            machines with another label if possible.
 
     Raises:
         UsageError: An argument has an invalid value.
-        UnsupportedError: `copies` is not 0.
     """
 
     copies: int = 0
@@ -43,6 +45,7 @@ class PeerMemory:
     max_bytes: int | str | None = None
     keep_last: int = 1
     idle_s: float = IDLE_S
+    rack: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("copies", 0), ("every", 1), ("keep_last", 1)):
@@ -53,12 +56,8 @@ class PeerMemory:
             raise UsageError("`idle_s` of PeerMemory must be a positive number", found=repr(self.idle_s))
         if self.max_bytes is not None:
             parse_size(self.max_bytes)
-        if self.copies:
-            raise UnsupportedError(
-                "PeerMemory keeps no copies on other nodes in this version",
-                found=f"copies={self.copies}",
-                fix="Pass 0.",
-            )
+        if not isinstance(self.rack, str):
+            raise UsageError("`rack` of PeerMemory must be text", found=repr(self.rack))
 
     def limit(self, memory_bytes: int) -> int:
         """Return the maximum bytes of a holder, on a machine with so many bytes of memory."""

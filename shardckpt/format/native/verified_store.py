@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import xxhash
@@ -277,7 +277,7 @@ class VerifiedStore(WrappedStore):
         return checked is not None and bool(checked[block[1]])
 
     def _check(self, name: str, first: int, views: Sequence[memoryview]) -> None:
-        """Compare consecutive blocks with their hashes.
+        """Compare consecutive blocks with their hashes; read a damaged one from another copy, if there is one.
 
         Args:
             name: Name of the file.
@@ -287,23 +287,30 @@ class VerifiedStore(WrappedStore):
         file = self._files[name]
         found = _hash(views, file.block_bytes)
         at = first * HASH_BYTES
-        if found != file.hashes[at : at + len(found)]:
-            raise self._mismatch(name, first, found)
+        while found != file.hashes[at : at + len(found)]:
+            self._read_again(name, first, views, found)
+            found = _hash(views, file.block_bytes)
         count = len(found) // HASH_BYTES
         checked = self._good.get(name)
         if checked is None:
             checked = self._good.setdefault(name, bytearray(len(file.hashes) // HASH_BYTES))
         checked[first : first + count] = b"\1" * count
 
-    def _mismatch(self, name: str, first: int, found: bytes) -> ChecksumError:
-        """Return the error for the first block that differs from its hash."""
+    def _read_again(self, name: str, first: int, views: Sequence[memoryview], found: bytes) -> None:
+        """Read the first block that differs from its hash from another copy; without one raise its error."""
         file = self._files[name]
         hashes = zip(_split_hashes(found), _split_hashes(file.hashes[first * HASH_BYTES :]), strict=False)
         number, (digest, expected) = next(
             (number, pair) for number, pair in enumerate(hashes, first) if pair[0] != pair[1]
         )
         start, size = file.extent(number)
-        return ChecksumError(
+        if self.reject(name, start, size):
+            at = start - first * file.block_bytes
+            again = [views[0][at : at + size]] if len(views) == 1 else views
+            ends = accumulate(map(len, again), initial=start)
+            self._store.read([Read(name, offset, view) for offset, view in zip(ends, again, strict=False)])
+            return
+        raise ChecksumError(
             f"block {start // BLOCK_BYTES}, bytes {start} to {start + size}, does not match its checksum",
             where=f"{self.url}/{name}",
             found=digest.hex(),

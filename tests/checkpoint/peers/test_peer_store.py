@@ -7,19 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import xxhash
 from harness import outcomes, run
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.peers import exchange_round
-from shardckpt.checkpoint.peers.node_files import Node, NodeReport, NodeStep
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
 from shardckpt.checkpoint.peers.open_peers import share_catalog
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
-from shardckpt.errors import MissingFileError, StorageError, TruncatedError
+from shardckpt.errors import ChecksumError, MissingFileError, StorageError, TruncatedError
+from shardckpt.format.native.verified_store import Hashed, VerifiedStore
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.store import Read, read_bytes
+from shardckpt.storage.store import Read, SubfolderStore, read_bytes
 
-FOLDER = "step-00000001"
+FOLDER, BLOCK = "step-00000001", 4
 
 
 def content(number: int) -> bytes:
@@ -129,3 +133,53 @@ def test_a_rank_that_does_not_take_part_ends_the_reads_of_the_others_within_the_
     assert absent.raised is None
     for each in (first, second):
         assert each.raised is not None and each.raised.name == "RankError" and "rank 2 of 3" in each.raised.message
+
+
+@given(st.integers(1, 40), st.data())
+def test_a_file_is_read_exactly_if_every_block_is_good_in_one_of_its_copies(nbytes, data):
+    good = bytes(range(1, nbytes + 1))
+    blocks = -(-nbytes // BLOCK)
+    damaged = data.draw(st.lists(st.sets(st.integers(0, blocks - 1)), min_size=1, max_size=3))
+    copies = [bytearray(good) for _ in damaged]
+    for copy, numbers in zip(copies, damaged, strict=True):
+        for number in numbers:
+            copy[number * BLOCK] ^= 1
+    report = {FOLDER: NodeStep("save", 1, {"f": nbytes})}
+    catalog = NodeCatalog.from_reports([NodeReport(Node(str(at), str(at)), report) for at in range(len(copies))])
+    store = PeerStore(MemoryStore(copies[0]), catalog, 0)
+    store.exchange = DirectExchange(copies)
+    hashes = b"".join(xxhash.xxh3_64_digest(good[at : at + BLOCK]) for at in range(0, nbytes, BLOCK))
+    verified = VerifiedStore(SubfolderStore(store, FOLDER), {"f": Hashed(nbytes, BLOCK, hashes)})
+    start = data.draw(st.integers(0, nbytes - 1))
+    stop = data.draw(st.integers(start + 1, nbytes))
+    touched = range(start // BLOCK, (stop - 1) // BLOCK + 1)
+    if all(any(number not in numbers for numbers in damaged) for number in touched):
+        assert read_bytes(verified, "f", start, stop - start) == good[start:stop]
+    else:
+        with pytest.raises(ChecksumError):
+            read_bytes(verified, "f", start, stop - start)
+
+
+class MemoryStore:
+    """A store of one file in memory."""
+
+    url = "memory"
+
+    def __init__(self, data: bytearray) -> None:
+        self.data = data
+
+    def read(self, reads: list[Read]) -> None:
+        for _, offset, buffer in reads:
+            buffer[:] = self.data[offset : offset + len(buffer)]
+
+
+class DirectExchange:
+    """An exchange that reads the memory of others."""
+
+    def __init__(self, copies: list[bytearray]) -> None:
+        self.copies = copies
+
+    def pull(self, wanted: list) -> list[bool]:
+        for piece, buffer in wanted:
+            buffer[:] = self.copies[piece.peer][piece.offset : piece.offset + piece.nbytes]
+        return [True] * len(wanted)

@@ -453,16 +453,12 @@ def test_a_signal_asks_for_a_step_in_the_root(tmp_path):
         ({"idle_s": 0}, "idle_s"),
         ({"max_bytes": 0}, "a size must be"),
         ({"max_bytes": "much"}, "much"),
+        ({"rack": 3}, "rack"),
     ],
 )
 def test_an_invalid_argument_is_named(options, text):
     with pytest.raises(UsageError, match=text):
         PeerMemory(**options)
-
-
-def test_copies_on_other_nodes_are_refused_in_this_version():
-    with pytest.raises(UnsupportedError, match="copies=1"):
-        PeerMemory(copies=1)
 
 
 def test_tiers_need_a_schedule_of_the_root_and_are_at_most_one(tmp_path):
@@ -479,3 +475,11 @@ def test_a_held_file_of_an_ended_holder_is_missing(tmp_path):
     shardckpt.stop_tiers()
     with pytest.raises(MissingFileError):
         store.size("step-00000001/COMMIT")
+
+
+def test_copies_on_one_machine_are_one_warning_and_a_lower_claim(tmp_path):
+    ck = make(tmp_path / "run", copies=1)
+    with pytest.warns(UserWarning, match="1 machine for copies=1") as warned:
+        save(ck, 1, 2)
+    assert len(warned) == 1
+    assert ck.durability(2).survives == {"process"}

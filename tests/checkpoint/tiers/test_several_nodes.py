@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt import Checkpointer, PeerMemory
-from shardckpt.checkpoint.peers import open_peers
+from shardckpt.checkpoint.peers import open_peers, peer_exchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.storage.holder import holder_connection
 
@@ -175,3 +175,121 @@ def test_captures_of_a_root_that_was_emptied_are_dropped_on_all_nodes(tmp_path):
     root.rename(tmp_path / "moved")
     assert [each[0] for each in run(2, resume, root, "ab", {})] == [None, None]
     assert [holder.nbytes for node in "ab" for holder in holders(node)] == [0, 0]
+
+
+def lose(root: Path, nodes: str, lost: str, options: dict) -> list:
+    """Capture steps 1 and 2 on some nodes, then kill the ranks and the holders of some; return the claims before."""
+
+    def body(rank: int, world: int) -> list:
+        claims = train(rank, world, root, nodes, (1, 2), options)
+        torch.distributed.barrier()
+        (root.parent / f"claims-{rank}").write_text(",".join(claims))
+        if nodes[rank] in lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return claims
+
+    outcomes(len(nodes), body)
+    for node in lost:
+        kill_holder(node)
+    return [(root.parent / f"claims-{rank}").read_text() for rank in range(len(nodes))]
+
+
+def test_with_a_copy_the_loss_of_any_node_is_survived_on_other_numbers_of_ranks(tmp_path):
+    root, options = tmp_path / "run", {"copies": 1}
+    assert lose(root, "abcd", "b", options) == ["node,process"] * 4
+    for node in "acd":
+        (holder,) = holders(node)
+        payload = 2 * VALUES.nbytes // 4
+        assert payload < holder.nbytes < payload + 60_000, "a node has its part and that of one other"
+    for nodes in ("abcd", "acd", "aaccd"):
+        found = run(len(nodes), resume, root, nodes, options)
+        assert [each[:2] for each in found] == [(2, True)] * len(nodes)
+
+
+def test_of_two_ranks_on_each_of_two_nodes_the_survivor_has_all(tmp_path):
+    root, options = tmp_path / "run", {"copies": 1}
+    assert lose(root, "aabb", "a", options) == ["node,process"] * 4
+    found = run(2, resume, root, "bb", options)
+    assert [each[:2] for each in found] == [(2, True)] * 2
+
+
+def test_two_partners_may_be_lost_with_two_copies_and_are_not_survived_with_one(tmp_path):
+    two = tmp_path / "two" / "run"
+    two.parent.mkdir()
+    assert lose(two, "abcd", "ab", {"copies": 2}) == ["2 nodes,node,process"] * 4
+    for nodes in ("acd", "cd"):
+        found = run(len(nodes), resume, two, nodes, {"copies": 2})
+        assert [each[:2] for each in found] == [(2, True)] * len(nodes)
+    for node in NODES:
+        kill_holder(node)
+    one = tmp_path / "one" / "run"
+    one.parent.mkdir()
+    assert lose(one, "abcd", "ab", {"copies": 1, "save_every": 1}) == ["node,process"] * 4
+    found = run(2, resume, one, "cd", {"copies": 1, "save_every": 1})
+    assert [each[:2] for each in found] == [(2, True)] * 2, "from the root"
+
+
+def test_more_copies_than_other_machines_are_one_warning_and_a_lower_claim(tmp_path):
+    def body(rank: int, world: int) -> tuple:
+        enter("ab"[rank])
+        ck = make(tmp_path / "run", copies=2)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in (1, 2):
+                ck.save(step, state(world, step))
+            ck.wait()
+        texts = [str(each.message) for each in warned if "fewer copies" in str(each.message)]
+        return ck.durability(2).survives, texts
+
+    (claim, texts), other = run(2, body)
+    assert claim == {"process", "node"} and other == (claim, [])
+    assert len(texts) == 1 and "2 machines for copies=2" in texts[0]
+
+
+def flip_what_is_sent() -> None:
+    """Damage every large piece that this rank sends, as a fault of its memory or of the network would."""
+    read = peer_exchange.PeerExchange._read
+
+    def flipped(self, piece):
+        row = read(self, piece)
+        if row is not None and piece.nbytes > 100_000:
+            row[piece.nbytes // 2] ^= 1
+        return row
+
+    peer_exchange.PeerExchange._read = flipped
+
+
+def test_a_copy_that_arrives_damaged_is_not_acknowledged_and_the_copied_capture_before_it_is_kept(tmp_path):
+    root = tmp_path / "run"
+
+    def body(rank: int, world: int) -> tuple:
+        enter("ab"[rank])
+        events: list = []
+        ck = make(root, copies=1, on_event=events.append)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in (1, 2, 3):
+                ck.save(step, state(world, step))
+                ck.wait()
+                if (rank, step) == (0, 1):
+                    flip_what_is_sent()
+        texts = [str(each.message) for each in warned if "fewer copies" in str(each.message)]
+        fell = [event.step for event in events if event.operation == "fallback"]
+        return [sorted(ck.durability(step).survives) for step in (1, 2, 3)], fell, len(texts)
+
+    claims = [["node", "process"], [], ["process"]]
+    assert run(2, body) == [(claims, [2, 3], 1), (claims, [2, 3], 0)]
+    kill_holder("a")
+    assert [each[:2] for each in run(2, resume, root, "bb", {"copies": 1})] == [(1, True)] * 2
+
+
+def test_a_damaged_block_of_a_peer_is_read_from_the_next_copy(tmp_path):
+    root, options = tmp_path / "run", {"copies": 1}
+    assert run(3, train, root, "abc", (1, 2), options) == [["node", "process"]] * 3
+
+    def body(rank: int, world: int) -> tuple:
+        if rank == 0:
+            flip_what_is_sent()
+        return resume(rank, world, root, "abcd", options)[:2]
+
+    assert run(4, body) == [(2, True)] * 4

@@ -1,0 +1,108 @@
+"""Copy the files of a step to other nodes; every block is compared with its hash before a copy exists."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardckpt.checkpoint.coordinator import Coordinator
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, report_files
+from shardckpt.checkpoint.peers.open_peers import share_catalog
+from shardckpt.checkpoint.peers.partner_plan import plan_copies
+from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
+from shardckpt.checkpoint.peers.peer_store import PeerStore
+from shardckpt.errors import RankError, StorageError
+from shardckpt.format.native.commit import read_commit, read_contents
+from shardckpt.format.native.reader import find_hashes
+from shardckpt.format.native.verified_store import VerifiedStore
+from shardckpt.storage.store import Read, Store, SubfolderStore
+
+_BUFFER_BYTES = 32 << 20
+"""Bytes that a rank receives and compares with their hashes at a time."""
+
+
+class CopiedStep(NamedTuple):
+    """Result of copying a step.
+
+    Attributes:
+        nbytes: Bytes that this rank copied to its node.
+        seconds: Duration.
+        machines: Number of machines of all nodes.
+        faults: Reasons why copies of ranks failed, the same on all ranks; empty if all copies exist.
+    """
+
+    nbytes: int
+    seconds: float
+    machines: int
+    faults: tuple[str, ...]
+
+
+def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, copies: int) -> CopiedStep:
+    """Copy the files of a step that are on too few machines. Collective.
+
+    All nodes have the marks of the step. When this returns, every copy has been acknowledged, or failed.
+
+    Args:
+        coordinator: Coordinator of the ranks, which nothing else uses meanwhile.
+        own: Store of this node, whose root is the run.
+        node: Node of this rank.
+        folder: Name of the step's folder.
+        copies: Number of copies of each file on other machines.
+
+    Raises:
+        RankError: A rank is lost.
+    """
+    start = time.monotonic()
+    catalog = share_catalog(coordinator, report_files(own, node, [folder]))
+    names = plan_copies(catalog, folder, copies).get(coordinator.rank, [])
+    store = PeerStore(own, catalog, coordinator.rank)
+    fault = ""
+    with PeerExchange(coordinator, own, store.forget) as exchange:
+        store.exchange = exchange
+        try:
+            _copy_files(SubfolderStore(store, folder), SubfolderStore(own, folder), names)
+        except RankError:
+            raise
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for the result)
+            fault = f"rank {coordinator.rank}: {error}"
+    faults = _share_faults(coordinator, folder, fault)
+    return CopiedStep(exchange.received_bytes, time.monotonic() - start, _count_machines(catalog), faults)
+
+
+def _copy_files(source: Store, target: Store, names: Sequence[str]) -> None:
+    """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest."""
+    if not names:
+        return
+    sizes = {entry.name: entry.size for entry in target.list()}
+    contents = read_contents(target, sizes, read_commit(target, sizes))
+    hashed = {file.name: hashes for file in contents.files if (hashes := find_hashes(file)) is not None}
+    verified = VerifiedStore(source, hashed)
+    unknown = [name for name in names if name not in hashed]
+    if unknown:
+        raise StorageError("a file without hashes is not copied", where=f"{target.url}/{unknown[0]}")
+    buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(hashed[name].nbytes for name in names))))
+    for name in names:
+        with target.create(name) as writer:
+            for offset in range(0, hashed[name].nbytes, len(buffer)):
+                part = buffer[: hashed[name].nbytes - offset]
+                verified.read([Read(name, offset, part)])
+                writer.write(part)
+
+
+def _share_faults(coordinator: Coordinator, folder: str, fault: str) -> tuple[str, ...]:
+    """Return the faults of all ranks. Collective."""
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        return [b"\n".join(message for message in messages if message)] * len(messages)
+
+    text = coordinator.coordinate(f"acknowledging the copies of {folder}", _encode_line(fault), decide)
+    return tuple(text.decode().splitlines())
+
+
+def _encode_line(text: str) -> bytes:
+    return " ".join(text.split())[:1000].encode("utf-8", "replace")
+
+
+def _count_machines(catalog: NodeCatalog) -> int:
+    return len({node.machine for node in catalog.nodes})
