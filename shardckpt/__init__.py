@@ -51,10 +51,12 @@ if TYPE_CHECKING:
         UsageError,
     )
     from shardckpt.events.operations import (
+        BackpressureEvent,
         FallbackEvent,
         LoadEvent,
         OperationEvent,
         PruneEvent,
+        ReplicateEvent,
         RestoreEvent,
         ResumeEvent,
         SaveEvent,
@@ -126,10 +128,12 @@ _HOMES = {
     "shardckpt.checkpoint.save.save": ("save",),
     "shardckpt.checkpoint.stateful.variant": ("Variant",),
     "shardckpt.events.operations": (
+        "BackpressureEvent",
         "FallbackEvent",
         "LoadEvent",
         "OperationEvent",
         "PruneEvent",
+        "ReplicateEvent",
         "RestoreEvent",
         "ResumeEvent",
         "SaveEvent",
@@ -189,6 +193,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmbiguousError",
+    "BackpressureEvent",
     "Bisection",
     "CheckpointError",
     "Checkpointer",
@@ -232,6 +237,7 @@ __all__ = [
     "RNGState",
     "RankError",
     "Repair",
+    "ReplicateEvent",
     "Report",
     "RestoreEvent",
     "Resume",

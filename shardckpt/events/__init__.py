@@ -6,10 +6,12 @@ of one run or call. The logger `shardckpt` gets a line of level INFO from rank 0
 """
 
 from shardckpt.events.operations import (
+    BackpressureEvent,
     FallbackEvent,
     LoadEvent,
     OperationEvent,
     PruneEvent,
+    ReplicateEvent,
     RestoreEvent,
     ResumeEvent,
     SaveEvent,
@@ -26,12 +28,14 @@ from shardckpt.events.recorder import (
 )
 
 __all__ = [
+    "BackpressureEvent",
     "FallbackEvent",
     "LoadEvent",
     "OnEvent",
     "OperationEvent",
     "PruneEvent",
     "Recorder",
+    "ReplicateEvent",
     "RestoreEvent",
     "ResumeEvent",
     "SaveEvent",

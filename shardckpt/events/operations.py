@@ -27,7 +27,7 @@ class OperationEvent:
     """
 
     operation: ClassVar[str] = ""
-    """Name of the operation: `save`, `load`, `restore`, `resume`, `prune` or `fallback`."""
+    """Name: `save`, `load`, `restore`, `resume`, `prune`, `fallback`, `replicate` or `backpressure`."""
 
     path: str
     seconds: float = 0.0
@@ -132,3 +132,23 @@ class FallbackEvent(OperationEvent):
     """
 
     operation: ClassVar[str] = "fallback"
+
+
+@dataclass(frozen=True)
+class ReplicateEvent(OperationEvent):
+    """Copies of a capture on other machines; its warnings are the faults of copies that failed.
+
+    Bytes are those that this rank received, compared with their hashes and wrote.
+    """
+
+    operation: ClassVar[str] = "replicate"
+
+
+@dataclass(frozen=True)
+class BackpressureEvent(OperationEvent):
+    """A save that waited for the capture before it in a tier, which was still being written or copied.
+
+    The step and path are those of the earlier capture.
+    """
+
+    operation: ClassVar[str] = "backpressure"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.errors import RankError, ShardckptError, StorageError
-from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, deliver, emit
+from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, OperationEvent, deliver, emit
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
 
@@ -214,6 +215,21 @@ class CaptureTier(ABC):
             self._withdraw(number, error)
         else:
             self._pending = number, handle
+
+    def settle_before_next(self) -> None:
+        """Wait for the last capture, since the next one begins; an event records a wait. Collective.
+
+        Raises:
+            Exception: As for `settle`.
+        """
+        if self._pending is None:
+            return
+        number, handle = self._pending
+        start, has_waited = time.monotonic(), not handle.done()
+        self.settle()
+        if has_waited:
+            rank, seconds = get_channels(self._group).main.rank, time.monotonic() - start
+            emit(BackpressureEvent(self._path(number), seconds, number, rank), self._on_event)
 
     def settle(self) -> None:
         """Wait for the last capture. Collective.

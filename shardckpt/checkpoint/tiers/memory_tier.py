@@ -16,7 +16,7 @@ from shardckpt.checkpoint.save.staging import memory_size
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, NodeShare, TierPlace
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node, find_run_id
 from shardckpt.errors import StorageError
-from shardckpt.events import FallbackEvent, OnEvent, emit
+from shardckpt.events import OnEvent, ReplicateEvent, emit
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
@@ -97,15 +97,16 @@ class MemoryTier(CaptureTier):
             self._remove_old(own, {folder, self._copied} - {""})
 
     def _note_copies(self, rank: int, number: int, copied: CopiedStep) -> None:
-        """Record whether all copies of a capture exist; if not, emit that it has fewer, and warn once in a row."""
+        """Record whether all copies of a capture exist; emit it, and warn of the first failure in a row."""
         if rank == 0:
             self._warn_of_copies(copied.machines)
+        path = self.place.finder.path(step_name(number))
+        event = ReplicateEvent(path, copied.seconds, number, rank, copied.nbytes, warnings=copied.faults)
+        emit(event, self._on_event)
         had_failed, self._has_failed = self._has_failed, bool(copied.faults)
         if not copied.faults:
             self._copied = step_name(number)
             return
-        path = self.place.finder.path(step_name(number))
-        emit(FallbackEvent(path, step=number, rank=rank, warnings=copied.faults), self._on_event)
         if rank == 0 and not had_failed:
             warnings.warn(f"a capture has fewer copies than asked for: {copied.faults[0]}", stacklevel=2)
 

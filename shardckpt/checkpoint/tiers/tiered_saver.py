@@ -223,7 +223,7 @@ class TieredSaver:
             number = require_step_number(step)
             for tier in self._tiers:
                 if tier.takes(number):
-                    tier.settle()
+                    tier.settle_before_next()
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose the places of a step. On rank 0."""

@@ -483,3 +483,17 @@ def test_copies_on_one_machine_are_one_warning_and_a_lower_claim(tmp_path):
         save(ck, 1, 2)
     assert len(warned) == 1
     assert ck.durability(2).survives == {"process"}
+
+
+def test_a_save_that_waits_for_the_capture_before_it_has_an_event(tmp_path, monkeypatch):
+    is_free, write, events = threading.Event(), os.write, []
+    ck = make(tmp_path / "run", on_event=events.append)
+    save(ck, 1)
+    with monkeypatch.context() as slow:
+        slow.setattr(os, "write", lambda fd, data: is_free.wait(DEADLINE_S) and write(fd, data))
+        ck.save(2, state(2))
+        threading.Timer(0.05, is_free.set).start()
+        ck.save(3, state(3))
+    ck.wait()
+    waits = [(event.step, event.seconds > 0) for event in events if event.operation == "backpressure"]
+    assert waits == [(2, True)]

@@ -274,8 +274,10 @@ def test_a_copy_that_arrives_damaged_is_not_acknowledged_and_the_copied_capture_
                 if (rank, step) == (0, 1):
                     flip_what_is_sent()
         texts = [str(each.message) for each in warned if "fewer copies" in str(each.message)]
-        fell = [event.step for event in events if event.operation == "fallback"]
-        return [sorted(ck.durability(step).survives) for step in (1, 2, 3)], fell, len(texts)
+        copies = [event for event in events if event.operation == "replicate"]
+        assert [event.nbytes > VALUES.nbytes // 2 for event in copies] == [True] * 3
+        failed = [event.step for event in copies if event.warnings]
+        return [sorted(ck.durability(step).survives) for step in (1, 2, 3)], failed, len(texts)
 
     claims = [["node", "process"], [], ["process"]]
     assert run(2, body) == [(claims, [2, 3], 1), (claims, [2, 3], 0)]
