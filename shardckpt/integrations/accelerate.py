@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 
 import shardckpt
 from shardckpt import (
+    ResumeReport,
     RNGState,
     SaveHandle,
     SourceNotFoundError,
@@ -27,6 +28,7 @@ from shardckpt import (
     UnsupportedError,
     UsageError,
 )
+from shardckpt.checkpoint.resume.framework_drill import run_drill
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
 from shardckpt.integrations.accelerate_state import LoaderPosition, LoopState
 
@@ -106,6 +108,25 @@ class AcceleratorCheckpoints:
         if handle is not None:
             handle.result()
             self._remove_old()
+
+    def prove_resume(self, train_step: Callable[[], Any], folder: Folder, *, steps: int = 2) -> ResumeReport:
+        """Save, train, restore, train again, and compare all bits; then restore the state as it was. Collective.
+
+        Call it after `prepare`, before the first step: training goes on as without it.
+
+        Args:
+            train_step: Function of a training step with an update of the optimizer, as for `shardckpt.prove_resume`.
+            folder: Folder or URL for the checkpoints of the drill, which are removed.
+            steps: Number of steps to train each time.
+
+        Returns:
+            The first difference, and values that `save_state` does not save.
+
+        Raises:
+            ShardckptError: As for `shardckpt.prove_resume`.
+        """
+        self.wait()
+        return run_drill(train_step, self._build_state(self._name_models()), _as_text(folder), steps=steps)
 
     def end_training(self) -> None:
         """Wait for the last save, then end training. In place of `Accelerator.end_training`."""
@@ -196,6 +217,9 @@ class AcceleratorCheckpoints:
             **({} if held.scaler is None else {"scaler": held.scaler}),
             "rng": RNGState(),
         }
+
+    def _name_models(self) -> dict[str, Any]:
+        return _number("model", self._accelerator._models)
 
     def _call_save_hooks(self, folder: str) -> dict[str, Any]:
         """Call the hooks of `register_save_state_pre_hook`; return the models to save by name. Collective.

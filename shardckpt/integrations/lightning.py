@@ -38,8 +38,11 @@ from shardckpt import (
     model_state_dict,
     prune,
 )
+from shardckpt.checkpoint.resume.framework_drill import require_proven, run_drill
+from shardckpt.errors import require_bools
 from shardckpt.events import OperationEvent, SaveEvent
 from shardckpt.integrations.lightning_state import COMMIT, StepLoading, build_state, has_hook, pop_strange_hparams
+from shardckpt.integrations.lightning_step import LightningStep, require_steps_for_drill
 
 __all__ = ["ShardckptModelCheckpoint"]
 
@@ -59,6 +62,9 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
     Args:
         root: Run directory: a path, or a URL that fsspec supports.
         background: Save in the background. An error is then raised by the next save, or at the end of training.
+        drill: Before the first step of each `fit`, train its batch twice from one saved state, and compare all bits. If
+            they differ, `fit` raises a `ResumeDivergence` that names the first difference and the values that a step
+            lacks. Training goes on as without it.
         options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
         **arguments: Arguments of `ModelCheckpoint`, such as `monitor`, `mode`, `save_top_k`, `save_last`,
             `every_n_train_steps` and `save_weights_only`; not those of names of files.
@@ -83,6 +89,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         root: str | os.PathLike[str],
         *,
         background: bool = True,
+        drill: bool = False,
         options: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
@@ -91,6 +98,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             raise UsageError("steps have the names of shardckpt", found=", ".join(sorted(names)))
         if not isinstance(background, bool):
             raise UsageError("`background` is neither True nor False", found=repr(background))
+        require_bools(drill=drill)
         inherited = ("_save_checkpoint", "_save_last_checkpoint", "_remove_checkpoint", "_monitor_candidates")
         missing = [name for name in (*inherited, "_find_last_checkpoints") if not hasattr(ModelCheckpoint, name)]
         if missing:
@@ -109,6 +117,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._handle: SaveHandle | None = None
         self._to_remove: deque[int] = deque()
         self._is_saved = self._has_warned = False
+        self._has_drill, self._is_drill_due = drill, False
         self._loading: StepLoading | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -136,9 +145,12 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         """Restore the generators that data loaders have used, and the last saved step.
 
         Raises:
-            UsageError: Training would start in a run that has steps.
+            UsageError: Training would start in a run that has steps, or its steps cannot have a drill.
         """
         super().on_train_start(trainer, pl_module)
+        if self._has_drill:
+            require_steps_for_drill(trainer)
+            self._is_drill_due = True
         assert self._loading is not None, "`setup` comes first"
         self._loading.restore_generators(is_epoch_running=True)
         is_new = not (trainer.ckpt_path or trainer.global_step or trainer.fast_dev_run)
@@ -152,6 +164,20 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
                 found=f"step {numbers[-1]}",
                 fix='Call fit(..., ckpt_path="last"), or choose another folder.',
             )
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        """Prove a resume before the first step.
+
+        Raises:
+            ResumeDivergence: The second time differs from the first.
+        """
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx, *args)
+        if self._is_drill_due:
+            self._is_drill_due = False
+            step = LightningStep(trainer, batch, batch_idx)
+            require_proven(run_drill(step.watching(pl_module), step.build_state(), f"{self.checkpointer.root}/drill"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last save, and raise its error if it failed."""

@@ -24,6 +24,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load, load_optim_state_dict
+from shardckpt.checkpoint.resume.framework_drill import require_proven, run_drill
+from shardckpt.errors import require_bools
+from shardckpt.integrations.trainer_step import TrainerStep, require_steps_for_drill
 
 __all__ = ["ShardckptCallback"]
 
@@ -45,18 +48,28 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     Args:
         root: Run directory: a path, or a URL that fsspec supports.
         background: Save in the background. An error is then raised by the next save, or at the end of training.
+        drill: Before the first step of each `train`, train its batch twice from one saved state, and compare all bits.
+            If they differ, `train` raises a `ResumeDivergence` that names the first difference and the values that a
+            step lacks. Training goes on as without it.
         **options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
+
+    Raises:
+        UsageError: An argument has an invalid value.
 
     Examples:
         >>> trainer = Trainer(model, args, callbacks=[ShardckptCallback("runs/a")])  # doctest: +SKIP
         >>> trainer.train(resume_from_checkpoint=True)
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, background: bool = True, **options: Any) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, background: bool = True, drill: bool = False, **options: Any
+    ) -> None:
         self.checkpointer = Checkpointer(root)
+        require_bools(drill=drill)
         if not isinstance(background, bool):
             raise UsageError("`background` is neither True nor False", found=repr(background))
-        self._background, self._options = background, options
+        self._background, self._has_drill, self._options = background, drill, options
+        self._is_drill_due = False
         self._trainer: Any = None
         self._restore: Callable[[], object] | None = None
         self._generators: dict[str, Any] | None = None
@@ -72,6 +85,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
         Raises:
             UnsupportedError: The trainer uses DeepSpeed, or this version of transformers lacks one of the methods.
+            UsageError: A drill needs steps without accumulation of gradients, whose optimizer is saved.
         """
         if trainer.is_deepspeed_enabled:
             raise UnsupportedError(
@@ -85,6 +99,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             "_load_rng_state": self._load_generators,
             "_load_best_model": self._load_best_model,
         }
+        if self._has_drill:
+            require_steps_for_drill(trainer.args)
+            methods["training_step"] = self._train_step
         missing = [name for name in methods if not hasattr(trainer, name)]
         if missing:
             raise UnsupportedError(
@@ -92,7 +109,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             )
         earlier = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
         vars(trainer).update({name: functools.partial(new, getattr(trainer, name)) for name, new in methods.items()})
-        self._trainer = trainer
+        self._trainer, self._is_drill_due = trainer, self._has_drill
         self.checkpointer = Checkpointer(self.checkpointer.root, **_retention(trainer.args))
         try:
             yield
@@ -230,6 +247,15 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._handle = self.checkpointer.async_save(step, saved, **arguments)
         else:
             self.checkpointer.save(step, saved, **arguments)
+
+    def _train_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prove a resume before the first step. In place of `Trainer.training_step`."""
+        if self._is_drill_due:
+            self._is_drill_due = False
+            state = self._build_state("", RNGState())
+            step = TrainerStep(self._trainer, functools.partial(original, model), inputs, args, kwargs)
+            require_proven(run_drill(step.watching(model), state, f"{self.checkpointer.root}/drill"))
+        return original(model, inputs, *args, **kwargs)
 
     def _unless_restoring(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Load as the Trainer does, unless `on_train_begin` loads."""

@@ -31,7 +31,7 @@ def digest_reachable(function: Any) -> dict[str, int]:
     """Return digests of the values that a function uses, by name and type, and of random generators.
 
     Values are looked at in its closure, in the globals that it names, in functions of the same module that it calls,
-    and in attributes of objects. Iterators have the digest 0, since their position is unknown.
+    and in attributes of objects, modules too. Iterators have the digest 0, since their position is unknown.
 
     Args:
         function: Function, method or callable object.
@@ -60,6 +60,8 @@ def _find_values(function: Any) -> Iterator[tuple[str, Any]]:
                 waiting.extend(_open_callable(value, name, depth + 1))
         elif _is_digested(value) or depth >= _MOST_DEPTH:
             yield name, value
+            if isinstance(value, nn.Module):
+                waiting.extend(_module_attributes(value, name, depth))
         else:
             waiting.extend((f"{name}.{key}", item, depth + 1) for key, item in _attributes(value).items())
 
@@ -101,8 +103,30 @@ def _is_digested(value: Any) -> bool:
     )
 
 
+def _module_attributes(module: nn.Module, name: str, depth: int) -> Iterator[tuple[str, Any, int]]:
+    """Yield the attributes of a user's modules that are neither parameters nor buffers, such as an EMA."""
+    for path, each in module.named_modules():
+        classes = {cls.__module__.partition(".")[0] for cls in type(each).__mro__}
+        if not classes <= _LIBRARIES:
+            for key, value in vars(each).items():
+                if not key.startswith("_") and key != "training":
+                    yield ".".join(filter(None, (name, path, key))), value, depth + 1
+
+
+_LIBRARIES = {"torch", "shardckpt", "builtins", "abc", "typing"}
+"""Packages whose modules keep no values of a user in attributes."""
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     return dict(getattr(value, "__dict__", {}))
+
+
+def _get_state(value: Any) -> Any:
+    """Return the state of an object; None if it does not have one now, as loaders that were not iterated."""
+    try:
+        return value.state_dict()
+    except Exception:  # noqa: BLE001  (code of others, which the drill only looks at)
+        return None
 
 
 class _Hasher:
@@ -146,7 +170,7 @@ class _Hasher:
         elif isinstance(value, np.random.RandomState):
             self._text(repr(value.get_state(legacy=False)))
         elif isinstance(value, torch.optim.Optimizer) or is_stateful(value):
-            self._add(value.state_dict())
+            self._add(_get_state(value))
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 self._text(key if isinstance(key, _PLAIN) else "")

@@ -1,0 +1,71 @@
+"""The drill inside of a training framework: prove a resume before the first step, and go on as without it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.load.load import load
+from shardckpt.checkpoint.resume.prove_resume import ResumeReport, prove_resume
+from shardckpt.checkpoint.save.save import save
+from shardckpt.plan.resume.verdict import ResumeDivergence
+from shardckpt.storage.resolve_url import open_store, split
+
+
+def run_drill(train_step: Callable[[], Any], state: Any, path: str, *, steps: int = 2) -> ResumeReport:
+    """Save a state, train, restore, train again and compare, as `prove_resume`; then restore the state. Collective.
+
+    Afterwards everything that is in the state is as before, and the checkpoints of the drill are removed. One step is
+    trained before: DDP orders its buckets after its first backward pass, and libraries choose their kernels.
+
+    Args:
+        train_step: Function of a training step, as for `prove_resume`.
+        state: Everything that a resume needs.
+        path: Path or URL of a folder for the drill's checkpoints, equal on all ranks.
+        steps: Number of steps to train each time.
+
+    Raises:
+        ShardckptError: As for `prove_resume`.
+    """
+    start = f"{path}/start"
+    try:
+        save(state, start, overwrite=True)
+        train_step()
+        load(state, start)
+        report = prove_resume(train_step, state, f"{path}/resume", steps=steps, overwrite=True)
+        load(state, start)
+    finally:
+        _remove(path)
+    return report
+
+
+def require_proven(report: ResumeReport) -> None:
+    """Raise the divergence of a drill; warn if the state lacks values, though no result depends on them.
+
+    Args:
+        report: Report of the drill.
+
+    Raises:
+        ResumeDivergence: The resume diverges; the message names the values that the state lacks.
+    """
+    missing = ", ".join(report.missing)
+    if report.divergence is not None:
+        found = report.divergence
+        sentence = f"{found.sentence}; not restored: {missing}" if missing else found.sentence
+        raise ResumeDivergence(replace(found, sentence=sentence), report.path)
+    if missing and get_channels(None).main.rank == 0:
+        warnings.warn(f"training changes values that a resume does not restore: {missing}", stacklevel=3)
+
+
+def _remove(path: str) -> None:
+    """Remove the drill's checkpoints, once all ranks have read them. Collective."""
+    folder, name = split(path)
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        open_store(folder).delete_folder(name)
+        return messages
+
+    get_channels(None).main.coordinate(f"removing {path}", b"", decide)

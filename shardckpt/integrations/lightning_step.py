@@ -1,0 +1,100 @@
+"""A training step of Lightning's Trainer that can run again, on one batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+from shardckpt import RNGState, UsageError
+
+__all__ = ["LightningStep", "require_steps_for_drill"]
+
+
+class LightningStep:
+    """A step with one batch: `training_step`, backward, clipping, update of the optimizer and its schedules.
+
+    Of the hooks only those of the update of the optimizer are called; what `self.log` gets is dropped.
+
+    Args:
+        trainer: Trainer that trains.
+        batch: The batch, on its device.
+        batch_idx: Index of the batch.
+    """
+
+    __slots__ = ("_batch", "_batch_idx", "_trainer")  # a drill does not look into its attributes
+
+    def __init__(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        self._trainer, self._batch, self._batch_idx = trainer, batch, batch_idx
+
+    def build_state(self) -> dict[str, Any]:
+        """Return the objects that a step of the run has: model, optimizer, schedules, scaler, generators."""
+        strategy = self._trainer.strategy
+        schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
+        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        state = {"model": strategy.model, "optim": strategy.optimizers[0], "schedules": schedules, "rng": RNGState()}
+        return state if scaler is None else {**state, "scaler": scaler}
+
+    def watching(self, module: LightningModule) -> Callable[[], dict[str, Any]]:
+        """Return the step as a function that shows a drill the module."""
+        return lambda: self.run(module)
+
+    def run(self, module: LightningModule) -> dict[str, Any]:
+        """Train a step, and return its results."""
+        strategy, (optimizer, *_) = self._trainer.strategy, self._trainer.strategy.optimizers
+        kwargs = self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), self._batch, self._batch_idx)
+        found: dict[str, Any] = {"batch": self._batch}
+
+        def compute_gradients() -> Any:
+            output = strategy.training_step(*kwargs.values())
+            loss = output["loss"] if isinstance(output, dict) else output
+            found["loss"] = loss.detach().clone()
+            optimizer.zero_grad()
+            strategy.backward(loss, optimizer)
+            return loss
+
+        with self._without_logging(module):
+            strategy.optimizer_step(optimizer, compute_gradients, model=module)
+        optimizer.zero_grad()
+        for config in strategy.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                config.scheduler.step()
+        return found
+
+    @contextmanager
+    def _without_logging(self, module: LightningModule) -> Iterator[None]:
+        """Collect what the module logs apart from the results of the epoch."""
+        loop, name = self._trainer.fit_loop.epoch_loop, module._current_fx_name
+        results = loop._results
+        loop._results, module._current_fx_name = _ResultCollection(training=True), "training_step"
+        loop._results.batch = self._batch
+        try:
+            yield
+        finally:
+            loop._results, module._current_fx_name = results, name
+
+
+def require_steps_for_drill(trainer: Trainer) -> None:
+    """Require that a batch is a step of its own, which Lightning optimizes.
+
+    Args:
+        trainer: Trainer with the module.
+
+    Raises:
+        UsageError: Gradients accumulate, the module optimizes by itself, or has no or several optimizers.
+    """
+    found = (
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        if trainer.accumulate_grad_batches > 1
+        else "manual optimization"
+        if not trainer.lightning_module.automatic_optimization
+        else f"{len(trainer.optimizers)} optimizers"
+        if len(trainer.optimizers) != 1
+        else ""
+    )
+    if found:
+        raise UsageError("a drill needs steps of one batch and one optimizer, which Lightning updates", found=found)

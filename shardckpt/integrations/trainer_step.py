@@ -1,0 +1,67 @@
+"""A training step of `transformers.Trainer` that can run again, on one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from shardckpt import UsageError
+
+__all__ = ["TrainerStep", "require_steps_for_drill"]
+
+
+class TrainerStep:
+    """A step with one batch: forward, backward, clipping, update of the optimizer and the schedule.
+
+    Callbacks are not called, and nothing is logged or counted.
+
+    Args:
+        trainer: Trainer that trains.
+        train: Method `training_step` of the Trainer, for its model.
+        inputs: The batch.
+        args: Further arguments of the method.
+        kwargs: The same by name.
+    """
+
+    __slots__ = ("_args", "_inputs", "_kwargs", "_train", "_trainer")  # a drill does not look into its attributes
+
+    def __init__(
+        self, trainer: Any, train: Callable[..., Any], inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._trainer, self._train, self._inputs, self._args, self._kwargs = trainer, train, inputs, args, kwargs
+
+    def watching(self, model: Any) -> Callable[[], dict[str, Any]]:
+        """Return the step as a function that shows a drill the model."""
+        return lambda: self.run(model)
+
+    def run(self, model: Any) -> dict[str, Any]:
+        """Train a step, and return its results."""
+        trainer, limit = self._trainer, self._trainer.args.max_grad_norm
+        loss = self._train(dict(self._inputs), *self._args, **self._kwargs)
+        results = {"loss": loss, "batch": dict(self._inputs)}
+        if limit:
+            results["grad_norm"] = trainer.accelerator.clip_grad_norm_(model.parameters(), limit)
+        trainer.optimizer.step()
+        schedule = trainer.lr_scheduler
+        if not (trainer.accelerator.optimizer_step_was_skipped or isinstance(schedule, ReduceLROnPlateau)):
+            schedule.step()
+        model.zero_grad()
+        return results
+
+
+def require_steps_for_drill(args: Any) -> None:
+    """Require that the first batch of a Trainer is a step of its own, and that its optimizer is saved.
+
+    Args:
+        args: Arguments of the Trainer.
+
+    Raises:
+        UsageError: Gradients accumulate, or only the model is saved.
+    """
+    if args.gradient_accumulation_steps > 1:
+        found = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
+        raise UsageError("a drill needs steps of one batch", found=found, fix="Run it once with 1.")
+    if args.save_only_model:
+        raise UsageError("a drill needs an optimizer that is saved", found="save_only_model=True")
