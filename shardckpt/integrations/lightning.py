@@ -39,7 +39,6 @@ from shardckpt import (
     prune,
 )
 from shardckpt.checkpoint.resume.framework_drill import require_proven, run_drill
-from shardckpt.errors import require_bools
 from shardckpt.events import OperationEvent, SaveEvent
 from shardckpt.integrations.lightning_state import COMMIT, StepLoading, build_state, has_hook, pop_strange_hparams
 from shardckpt.integrations.lightning_step import LightningStep, require_steps_for_drill
@@ -96,9 +95,9 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         names = {"dirpath", "filename", "auto_insert_metric_name", "enable_version_counter"} & arguments.keys()
         if names:
             raise UsageError("steps have the names of shardckpt", found=", ".join(sorted(names)))
-        if not isinstance(background, bool):
-            raise UsageError("`background` is neither True nor False", found=repr(background))
-        require_bools(drill=drill)
+        for name, flag in (("background", background), ("drill", drill)):
+            if not isinstance(flag, bool):
+                raise UsageError(f"`{name}` is neither True nor False", found=repr(flag))
         inherited = ("_save_checkpoint", "_save_last_checkpoint", "_remove_checkpoint", "_monitor_candidates")
         missing = [name for name in (*inherited, "_find_last_checkpoints") if not hasattr(ModelCheckpoint, name)]
         if missing:

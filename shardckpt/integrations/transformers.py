@@ -25,7 +25,6 @@ from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load, load_optim_state_dict
 from shardckpt.checkpoint.resume.framework_drill import require_proven, run_drill
-from shardckpt.errors import require_bools
 from shardckpt.integrations.trainer_step import TrainerStep, require_steps_for_drill
 
 __all__ = ["ShardckptCallback"]
@@ -65,9 +64,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self, root: str | os.PathLike[str], *, background: bool = True, drill: bool = False, **options: Any
     ) -> None:
         self.checkpointer = Checkpointer(root)
-        require_bools(drill=drill)
-        if not isinstance(background, bool):
-            raise UsageError("`background` is neither True nor False", found=repr(background))
+        for name, flag in (("background", background), ("drill", drill)):
+            if not isinstance(flag, bool):
+                raise UsageError(f"`{name}` is neither True nor False", found=repr(flag))
         self._background, self._has_drill, self._options = background, drill, options
         self._is_drill_due = False
         self._trainer: Any = None
