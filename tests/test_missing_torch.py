@@ -88,6 +88,7 @@ print(json.dumps([found, sorted(set(shardckpt.__all__) - set(dir(shardckpt)))]))
         ("import shardckpt; shardckpt.Checkpointer", "shardckpt.Checkpointer"),
         ("from shardckpt.core import fully_shard", "shardckpt.core"),
         ("import shardckpt.state", "shardckpt.state"),
+        ("from shardckpt.data import ElasticBatchSampler", "shardckpt.data"),
         ("from shardckpt.checkpoint.load.lazy import open", "shardckpt.checkpoint"),
         ("from shardckpt.checkpoint.save import save", "shardckpt.checkpoint"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -57,10 +58,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        samples = dataset if isinstance(dataset, int) else len(dataset)
+        samples = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
         rank, num_replicas = find_replica(rank, num_replicas)
         self._rank = rank
-        self._order = SampleOrder(samples, seed, shuffle)
+        self._order = SampleOrder(samples, operator.index(seed), shuffle)
         self._plan = BatchPlan(samples, batch_size, accumulate, num_replicas, drop_last)
         self._position, self._done = DataPosition(), 0
         self._moves = 0

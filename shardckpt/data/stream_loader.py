@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from shardckpt.checkpoint.stateful.stateful import PerRank, Stateful
 from shardckpt.data.batch_sampler import find_replica
 from shardckpt.errors import UsageError
-from shardckpt.plan.data.positions import DataPosition
+from shardckpt.plan.data.positions import DataPosition, require_count
 from shardckpt.plan.data.stream_positions import SavedStreams, StreamPlan, StreamPosition
 
 OpenStream = Callable[[int, int], Iterable[Any]]
@@ -67,8 +67,7 @@ class ElasticStreamLoader(PerRank):
         **options: Any,
     ) -> None:
         super().__init__(self)
-        if batch_size < 1:
-            raise UsageError(f"batch_size must be 1 or more, got {batch_size}")
+        require_count("batch_size", batch_size)
         if resume_by not in ("reading", "state"):
             raise UsageError(f'resume_by must be "reading" or "state", got {resume_by!r}')
         self._rank, num_replicas = find_replica(rank, num_replicas)

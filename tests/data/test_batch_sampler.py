@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -227,6 +228,11 @@ class TestPositions:
     def test_positions_outside_of_an_epoch_are_refused(self, position: DataPosition) -> None:
         with pytest.raises(UsageError, match="must be in an epoch of 60 samples"):
             ElasticBatchSampler(60, 12).move_to(position)
+
+    def test_numbers_of_numpy_are_saved_as_plain_ones(self) -> None:
+        sampler = ElasticBatchSampler(np.int64(60), 12, seed=np.int32(4))
+        state = sampler.state_dict()
+        assert json.loads(json.dumps(state)) == state
 
     def test_a_rank_outside_of_the_replicas_is_refused(self) -> None:
         with pytest.raises(UsageError, match="rank must be from 0 to 1, got 2"):

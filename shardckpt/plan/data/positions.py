@@ -141,8 +141,7 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "accumulate", "num_replicas"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            require_count(name, getattr(self, name))
         parts = self.accumulate * self.num_replicas
         if not self.count_steps(0):
             fix = "Use a smaller batch, or drop_last=False."
@@ -213,6 +212,20 @@ class BatchPlan:
             f"drop_last=True. The nearest exact place for this topology is {nearest}: restore without the sampler, and "
             "call its `move_to`.",
         )
+
+
+def require_count(name: str, value: object) -> None:
+    """Require an integer of 1 or more.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: Its value.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be 1 or more, got {value!r}")
 
 
 def _divide(start: int, stop: int, parts: int, number: int) -> tuple[int, int]:

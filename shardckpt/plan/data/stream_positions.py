@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardckpt.errors import FormatError, UsageError
-from shardckpt.plan.data.positions import DataPosition, InexactPositionError
+from shardckpt.plan.data.positions import DataPosition, InexactPositionError, require_count
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class StreamPlan:
     num_replicas: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.streams, self.num_replicas) < 1:
-            raise UsageError(f"streams and num_replicas must be 1 or more, got {self.streams} and {self.num_replicas}")
+        require_count("streams", self.streams)
+        require_count("num_replicas", self.num_replicas)
         if self.streams % self.num_replicas:
             fitting = [number for number in range(1, self.streams + 1) if not self.streams % number]
             below = max(number for number in fitting if number <= self.num_replicas)
