@@ -165,6 +165,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             raise UsageError(f"a position must be in an epoch of {self._plan.samples} samples, got {position}")
         self._plan.require_parts(position)
         self._position, self._done = self._plan.skip_end(position), 0
+        self._exhausted = None
         self._moves += 1
 
     def state_dict(self) -> dict[str, Any]:

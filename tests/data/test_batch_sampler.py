@@ -199,6 +199,19 @@ class TestPositions:
             other.load_state_dict(sampler.state_dict())
         assert list(itertools.islice(other, 3)) == batches[3:]
 
+    def test_a_restore_in_place_begins_the_step_and_the_epoch_again(self) -> None:
+        sampler = ElasticBatchSampler(60, 30, accumulate=3)
+        saved, first = sampler.state_dict(), []
+        for batch in sampler:
+            first.append(batch)
+            sampler.advance()
+        sampler.advance()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sampler.load_state_dict(saved)
+            assert sampler.batches_left == 3
+            assert list(sampler) == first
+
     def test_a_refused_position_leaves_the_sampler_as_it_was(self) -> None:
         saved = ElasticBatchSampler(60, 12)
         saved.move_to(DataPosition(2, 36))

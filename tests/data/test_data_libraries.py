@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import run
 
+import shardckpt
 from shardckpt.data import DatasetStreams, ElasticBatchSampler, ElasticStreamLoader
 from shardckpt.errors import UsageError
 
@@ -33,6 +36,14 @@ def resume(loader: ElasticStreamLoader, make: Any, world: int, steps: int) -> li
         assert other.load_other_world([state], rank, world)
         parts.append(read_steps(other, steps))
     return [list(itertools.chain(*step)) for step in zip(*parts, strict=True)]
+
+
+def load_on_other_ranks(rank: int, world: int, path: str) -> str:
+    try:
+        shardckpt.load({"data": shardckpt.PerRank({"at": 0})}, path)
+    except shardckpt.MismatchError as error:
+        return str(error)
+    return ""
 
 
 class TestDatasets:
@@ -100,6 +111,18 @@ class TestTorchdata:
             for (batch,) in self.stateful.StatefulDataLoader(dataset, batch_sampler=other):
                 seen += batch.tolist()
         assert sorted(seen) == list(range(60))
+
+    def test_a_stateful_loader_of_each_rank_goes_on_exactly_on_as_many_ranks(self, tmp_path: Path) -> None:
+        dataset = torch.utils.data.TensorDataset(torch.arange(40))
+        first, other = (self.stateful.StatefulDataLoader(dataset, batch_size=4, shuffle=True) for _ in range(2))
+        batches = iter(first)
+        for _ in range(3):
+            next(batches)
+        shardckpt.save({"data": shardckpt.PerRank(first)}, str(tmp_path / "step"))
+        shardckpt.load({"data": shardckpt.PerRank(other)}, str(tmp_path / "step"))
+        assert [batch.tolist() for (batch,) in other] == [batch.tolist() for (batch,) in batches]
+        for refused in run(2, load_on_other_ranks, str(tmp_path / "step")):
+            assert "more or fewer ranks than saved it" in refused
 
     def make(self, **options: Any) -> ElasticStreamLoader:
         def open_stream(stream: int, epoch: int) -> Any:
