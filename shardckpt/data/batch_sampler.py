@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
@@ -42,6 +44,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
         drop_last: Whether samples that do not fill a last step are left out of the epoch. If not, the last two steps
             of an epoch share its rest, so that every rank has samples.
 
+    Attributes:
+        generator: Generator for the `DataLoader`, which draws the seed of its workers from it. Each iteration seeds it
+            by the rank and the position, so that workers of ranks differ and the training draws nothing.
+
     Raises:
         UsageError: A number is too small, or a rank would have a batch without samples.
     """
@@ -64,6 +70,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._order = SampleOrder(samples, operator.index(seed), shuffle)
         self._plan = BatchPlan(samples, batch_size, accumulate, num_replicas, drop_last)
         self._position, self._done = DataPosition(), 0
+        self.generator = torch.Generator()
         self._moves = 0
         self._exhausted: tuple[DataPosition, int] | None = None
 
@@ -97,6 +104,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 f"all batches behind {self._position} were read, and none was counted: call `advance` after each batch",
                 stacklevel=2,
             )
+        self.generator.manual_seed(derive_seed(self._order.seed, self._rank, self._position))
         return self._iterate(self._position, self._done, self._moves)
 
     def _iterate(self, position: DataPosition, done: int, moves: int) -> Iterator[list[int]]:
@@ -199,6 +207,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 f"{saved.position}; training goes on there, the nearest exact place, with these batches again",
                 stacklevel=2,
             )
+
+
+def derive_seed(*values: object) -> int:
+    """Return a seed for generators of torch that depends on values, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 1
 
 
 def find_replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:

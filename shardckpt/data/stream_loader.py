@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from shardckpt.checkpoint.stateful.stateful import PerRank, Stateful
-from shardckpt.data.batch_sampler import find_replica
+from shardckpt.data.batch_sampler import derive_seed, find_replica
 from shardckpt.errors import UsageError
 from shardckpt.plan.data.positions import DataPosition, require_count
 from shardckpt.plan.data.stream_positions import SavedStreams, StreamPlan, StreamPosition
@@ -112,7 +112,8 @@ class ElasticStreamLoader(PerRank):
 
     def _iterate(self, moves: int) -> Iterator[Any]:
         dataset = _StreamDataset(self._source, self._positions)
-        generator = torch.Generator()  # an iterator draws a seed, which must not be one of the training
+        # The seed of the workers is drawn from it: not from the training's, and another one on each rank.
+        generator = torch.Generator().manual_seed(derive_seed(self._rank, self.positions))
         loader = DataLoader(dataset, batch_size=None, collate_fn=_keep, generator=generator, **self._options)
         for batch in loader:
             if moves != self._moves:

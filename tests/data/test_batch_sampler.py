@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
@@ -171,6 +172,17 @@ class TestWithLoaders:
         assert epochs[0] != epochs[1] != epochs[2]
         assert sampler.position == DataPosition(3)
 
+    def test_seeds_of_workers_differ_by_rank_and_position_and_not_by_the_training(self) -> None:
+        before, seeds = torch.get_rng_state(), []
+        for sampler in make_ranks(2, 60, 8, seed=1):
+            for position in (DataPosition(), DataPosition(0, 8), DataPosition()):
+                sampler.move_to(position)
+                next(iter(DataLoader(Squares(), batch_sampler=sampler, generator=sampler.generator)))
+                seeds.append(int(torch.randint(1 << 62, (), generator=sampler.generator)))
+        assert seeds[0::3] == seeds[2::3]
+        assert len(set(seeds)) == 4
+        assert torch.equal(torch.get_rng_state(), before)
+
     def test_a_loader_that_iterates_from_before_a_restore_is_an_error(self) -> None:
         sampler = ElasticBatchSampler(60, 8)
         batches = iter(DataLoader(Squares(), batch_sampler=sampler))
@@ -221,6 +233,17 @@ class TestPositions:
         assert sampler.position == DataPosition()
         sampler.move_to(caught.value.nearest)
         assert sampler.position == DataPosition(3)
+
+    def test_a_rest_of_an_epoch_that_has_no_sample_for_some_rank_is_refused(self) -> None:
+        saved = ElasticBatchSampler(100, 8)
+        saved.move_to(DataPosition(1, 88))
+        for sampler in make_ranks(25, 100, 50):
+            with pytest.raises(
+                InexactPositionError, match=r"step of 12: fewer than one for each of 25 ranks"
+            ) as caught:
+                sampler.load_state_dict(saved.state_dict())
+            sampler.move_to(caught.value.nearest)
+            assert sampler.position == DataPosition(2)
 
     def test_the_rest_that_a_larger_batch_does_not_fill_is_left_out_with_drop_last(self) -> None:
         sampler = ElasticBatchSampler(60, 40, drop_last=True)

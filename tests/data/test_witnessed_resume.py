@@ -75,8 +75,7 @@ def train_elastically(rank: int, world: int, root: Path, accumulate: int) -> sha
     sampler = ElasticBatchSampler(SAMPLES, BATCH, accumulate=accumulate)
     training = Training(root, seed=world)
     training.state["data"] = sampler
-    # A loader draws a seed when it is iterated, and a resumed job iterates it in the middle of an epoch.
-    loader = DataLoader(Points(), batch_sampler=sampler, generator=torch.Generator())
+    loader = DataLoader(Points(), batch_sampler=sampler, generator=sampler.generator)
     return resume(training, read_steps(loader, sampler))
 
 
