@@ -260,6 +260,16 @@ class TestRefusals:
             other.load_state_dict(loader.state_dict())
         assert list(itertools.islice(other, 3)) == first
 
+    def test_a_new_iterator_and_a_restore_in_place_begin_the_step_again(self) -> None:
+        (loader,) = make_ranks(1, 3, 2)
+        first = list(itertools.islice(loader, 3))
+        for begin_again in (lambda: iter(loader), lambda: loader.move_to(DataPosition())):
+            loader.advance()
+            assert loader.batches_left == 2
+            begin_again()
+            assert loader.batches_left == 3
+            assert list(itertools.islice(loader, 3)) == first
+
 
 def train_job(rank: int, world: int, root: Path, steps: int) -> list[list[Sample]]:
     loader = ElasticStreamLoader(open_stream, 6, 2, collate_fn=list)
