@@ -5,16 +5,18 @@ A fault changes what a resumed job restores, or what it does between the restore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import fsdp as theirs
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import shardckpt
 from shardckpt import core
@@ -35,13 +37,112 @@ class Net(nn.Module):
         self.head = nn.Linear(6, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(functional.dropout(self.norm(self.embed(tokens)), 0.2, self.training))
+        return self.head(self.drop(self.norm(self.embed(tokens))))
+
+    def drop(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(hidden, 0.2, self.training)
+
+
+class TiedNet(Net):
+    """The model with one tensor for both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class BufferedNet(Net):
+    """The model with buffers, of which one is not saved, and with a random generator for its dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(6, momentum=None)
+        self.register_buffer("temperature", torch.ones(()), persistent=False)
+        self.generator = torch.Generator()
+
+    def drop(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.temperature.mul_(0.9)
+        kept = torch.rand(hidden.shape, generator=self.generator) < 0.8
+        return self.batch_norm((hidden * kept).flatten(0, 1)).view_as(hidden) * self.temperature
+
+
+class ScaledNet(Net):
+    """The model with a number in its extra state, which a compiled graph holds as a constant."""
+
+    factor = 2.0
+
+    def drop(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().drop(hidden) * self.factor
+
+    def get_extra_state(self) -> float:
+        return self.factor
+
+    def set_extra_state(self, state: float) -> None:
+        self.factor = state
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW for parameters of bfloat16, with copies of float32 in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        before = [(each, each.clone()) for group in self.param_groups for each in group["params"]]
+        super().step(closure)
+        for each, old in before:
+            master = self.state[each].setdefault("master", old.float())
+            master += each.float() - old.float()  # the update as far as bfloat16 has it
+            master *= 1 - 1e-4
+            each.copy_(master)
+
+
+class Generator:
+    """Saved state of a random generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.generator.set_state(state["state"])
+
+
+class ModelState:
+    """Saved state of a model, as frameworks wrap it; with a cache, that of the time when it was asked first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.cache = model, None
+
+    def keep_cache(self) -> None:
+        self.cache = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict() if self.cache is None else self.cache
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        (self.cache or {}).update(state)
+        if self.cache is None:
+            self.model.load_state_dict(state)
+
+
+NETS: Mapping[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "tied": TiedNet,
+    "buffers": BufferedNet,
+    "masters": lambda: Net().bfloat16(),
+    "wrapped": Net,
+    "scaled": ScaledNet,
+    "loader": Net,
+}
+"""Models, by the kind of job that trains them."""
 
 
 def shard_units(shard: Callable[..., Any], net: nn.Module) -> nn.Module:
-    for each in (net.embed, net.head, net):
+    for each in () if isinstance(net, TiedNet) else (net.embed, net.head):
         shard(each)
-    return net
+    return shard(net) or net
 
 
 STYLES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
@@ -77,19 +178,48 @@ class Data:
         self.at = state["at"]
 
 
+class LoadedData(Data):
+    """The samples from a loader with a worker, whose sampler has the position."""
+
+    def next(self) -> dict[str, torch.Tensor]:
+        return next(self.batches)
+
+    @functools.cached_property
+    def batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        samples = [{"input": each[:-1], "labels": each[1:]} for each in self.tokens]
+        loader = DataLoader(samples, batch_sampler=self.draw(), num_workers=1, prefetch_factor=1)
+        return iter(loader)
+
+    def draw(self) -> Iterator[list[int]]:
+        while self.at < SAMPLES:
+            chosen = self.order[self.at : self.at + BATCH * 2]
+            self.at += BATCH * 2
+            yield chosen.tolist()
+
+
 class Job:
     """One process of a training run."""
 
-    def __init__(self, style: str, rank: int, world: int, seed: int, root: Path, **options: Any) -> None:
+    def __init__(
+        self, style: str, rank: int, world: int, seed: int, root: Path, net: str = "plain", **options: Any
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = STYLES[style](Net())
-        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.net = NETS[net]()
+        self.model = STYLES[style](self.net)
+        optim = MasterAdamW if net == "masters" else torch.optim.AdamW
+        self.optim = optim(self.model.parameters(), lr=0.05)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optim, 1, 0.9)
-        self.data = Data(rank, world)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2, enabled=net == "buffers")
+        self.data = LoadedData(rank, world) if net == "loader" else Data(rank, world)
         self.rank, self.world = rank, world
         self.state = {"model": self.model, "optim": self.optim, "schedule": self.schedule, "data": self.data}
         self.state["rng"] = shardckpt.RNGState()
         torch.manual_seed(100 * seed + rank)
+        if isinstance(self.net, BufferedNet):
+            self.net.generator.manual_seed(100 * seed + rank)
+            self.state |= {"noise": shardckpt.PerRank(Generator(self.net.generator)), "scaler": self.scaler}
+        if net == "wrapped":
+            self.state["model"] = ModelState(self.model)
         self.checkpointer = shardckpt.Checkpointer(root, witness=shardckpt.Witness(**options))
         self.step = 0
 
@@ -109,16 +239,25 @@ class Job:
 
     def train_step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         loss = functional.cross_entropy(self.model(batch["input"]).flatten(0, 1), batch["labels"].flatten())
-        loss.backward()
-        self.optim.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optim)
+        self.scaler.update()
         self.optim.zero_grad()
         self.schedule.step()
+        if self.world > 1:
+            for buffer in self.model.buffers():
+                distributed.broadcast(buffer, 0)
         return loss.detach()
 
-    def restore(self, *left_out: str) -> None:
+    def restore(self, *left_out: str, strict: bool = True) -> None:
         """Restore the newest step; parts that are left out keep the values that they have."""
         include = [name for name in self.state if name not in left_out]
-        self.step = self.checkpointer.restore(self.state, include=include if left_out else None)
+        self.step = self.checkpointer.restore(self.state, include=include if left_out else None, strict=strict)
+
+    def rebuild_buffers(self) -> None:
+        """Compute the buffer that is not saved, as a job does that knows of it."""
+        for _ in range(self.step if isinstance(self.net, BufferedNet) else 0):
+            self.net.temperature.mul_(0.9)
 
     @torch.no_grad()
     def change(self, change: Callable[[LocalShard], Any], *path: str) -> None:
@@ -139,6 +278,9 @@ class Fault:
         cause: Cause of the divergence.
         name: Name of what differs first; empty for any.
         ranks: Ranks that differ, in two; None for any.
+        net: Kind of the job that saved.
+        resumed_net: Kind of the job that resumes; empty for the same.
+        styles: Styles of sharding in which the fault can occur; empty for all.
     """
 
     origin: str
@@ -146,6 +288,9 @@ class Fault:
     cause: str
     name: str = ""
     ranks: tuple[int, ...] | None = None
+    net: str = "plain"
+    resumed_net: str = ""
+    styles: tuple[str, ...] = ()
 
 
 def lose_rows_of_an_uneven_vocabulary(job: Job) -> None:
@@ -189,6 +334,101 @@ def begin_from_scratch(job: Job) -> None:
     job.restore("model")
 
 
+def shuffle_in_another_way(job: Job) -> None:
+    job.restore()
+    job.data.order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(6))
+
+
+def number_ranks_in_another_way(job: Job) -> None:
+    job.restore()
+    job.data.rank = job.world - 1 - job.rank
+
+
+def run_ahead(job: Job) -> None:
+    job.restore()
+    job.data.next()  # the position counts a batch that a worker had fetched, and training had not
+
+
+def restore_into_a_cache(job: Job) -> None:
+    job.state["model"].keep_cache()
+    job.restore()
+
+
+def initialize_a_norm_again(job: Job) -> None:
+    job.restore()
+    job.change(lambda shard: shard.tensor.fill_(1.0), "model", "norm.weight")
+    job.change(lambda shard: shard.tensor.zero_(), "model", "norm.bias")
+
+
+def freeze_the_schedule(job: Job) -> None:
+    job.restore()
+    job.schedule.step = lambda: None
+
+
+def use_the_schedule_of_another_optimizer(job: Job) -> None:
+    job.restore()
+    rate = job.schedule.base_lrs[0]
+    for group in job.optim.param_groups:
+        group["lr"] = rate
+
+
+def forget_a_buffer(job: Job) -> None:
+    job.restore()  # the buffer is not in the checkpoint, and has its first value
+
+
+def share_the_generator_of_dropout(job: Job) -> None:
+    job.restore()
+    states = [torch.get_rng_state(), torch.get_rng_state()]
+    if job.world > 1:
+        distributed.broadcast(states[0], 0)
+    torch.set_rng_state(states[0])
+
+
+def share_the_generator_of_a_module(job: Job) -> None:
+    job.restore()
+    job.rebuild_buffers()
+    state = job.net.generator.get_state()
+    if job.world > 1:
+        distributed.broadcast(state, 0)
+    job.net.generator.set_state(state)
+
+
+def forget_the_counts(job: Job) -> None:
+    counts = job.net.batch_norm.num_batches_tracked
+    job.restore()
+    job.rebuild_buffers()
+    counts.zero_()
+
+
+def begin_with_the_first_scale(job: Job) -> None:
+    job.restore("scaler")
+
+
+def rebuild_masters(job: Job) -> None:
+    job.restore()
+    flat = flatten_state({"model": job.model, "optim": job.optim}, job.rank, job.world)
+    for path, array in flat.arrays.items():
+        if path[-1] == "master":
+            for shard in array.shards:
+                shard.tensor.copy_(shard.tensor.bfloat16())
+
+
+def train_without_the_tie(job: Job) -> None:
+    job.restore(strict=False)  # otherwise the load finds that the checkpoint has no slots for the second tensor
+
+
+def keep_a_graph(job: Job) -> None:
+    job.net.factor = 1.0
+    job.model = torch.fx.symbolic_trace(job.net)  # holds the factor as a constant, and has no guard
+    job.restore()
+
+
+def restore(job: Job) -> None:
+    job.restore()
+
+
+SEVERAL = tuple(style for style in STYLES if style not in WORLDS)
+
 FAULTS: Mapping[str, Fault] = {
     "uneven vocabulary": Fault("torchtitan#1136", lose_rows_of_an_uneven_vocabulary, "parameter", "model.embed.weight"),
     "quantized slot": Fault("flashoptim#3", quantize_a_slot, "optimizer", "optim.state.head.weight.exp_avg_sq"),
@@ -196,4 +436,54 @@ FAULTS: Mapping[str, Fault] = {
     "other random states": Fault("Megatron-LM#6858", seed_ranks_anew, "random state", "torch", (1,)),
     "repeated samples": Fault("accelerate#3938", forget_the_position, "batch", "repeated"),
     "from scratch": Fault("DeepSpeed#6691", begin_from_scratch, "parameter", "model.embed.weight"),
+    "other permutation": Fault("VeOmni#853", shuffle_in_another_way, "batch", "other samples"),
+    "other share": Fault(
+        "VeOmni#853", number_ranks_in_another_way, "batch", "other ranks' share", (0, 1), styles=SEVERAL
+    ),
+    "workers ran ahead": Fault("prime-rl#3299", run_ahead, "batch", "skipped"),
+    "a worker ran ahead": Fault("prime-rl#3299", restore, "batch", "skipped", net="loader", styles=("plain",)),
+    "cached state dict": Fault(
+        "torchtitan#1702",
+        restore_into_a_cache,
+        "parameter",
+        "model.model.embed.weight",
+        net="wrapped",
+        styles=("plain", "ddp"),  # optimizers of shards are not saved without their model
+    ),
+    "initialized norm": Fault("to_empty", initialize_a_norm_again, "parameter", "model.norm.weight"),
+    "missing tie": Fault(
+        "to_empty", train_without_the_tie, "parameter", "model.head.weight", net="tied", resumed_net="plain"
+    ),
+    "frozen schedule": Fault(
+        "a schedule that is not stepped", freeze_the_schedule, "schedule", "optim.param_groups.0.lr"
+    ),
+    "schedule of another optimizer": Fault(
+        "an optimizer made after the schedule",
+        use_the_schedule_of_another_optimizer,
+        "schedule",
+        "optim.param_groups.0.lr",
+    ),
+    "lost buffer": Fault("persistent=False", forget_a_buffer, "parameter", "model.temperature", net="buffers"),
+    "shared dropout": Fault(
+        "rng.pt of rank 0", share_the_generator_of_dropout, "random state", "torch", (1,), styles=SEVERAL
+    ),
+    "shared generator": Fault(
+        "rng.pt of rank 0",
+        share_the_generator_of_a_module,
+        "random state",
+        "model.generator",
+        (1,),
+        net="buffers",
+        styles=SEVERAL,
+    ),
+    "counts of batch norm": Fault(
+        "integers left out", forget_the_counts, "parameter", "model.batch_norm.num_batches_tracked", net="buffers"
+    ),
+    "first scale": Fault("no scaler in the state", begin_with_the_first_scale, "state", "scaler.scale", net="buffers"),
+    "lost masters": Fault(
+        "masters made from bfloat16", rebuild_masters, "optimizer", "optim.state.*.weight.master", net="masters"
+    ),
+    "stale graph": Fault(
+        "guards that are not evaluated", keep_a_graph, "loss", "loss", net="scaled", styles=("plain",)
+    ),
 }

@@ -236,8 +236,12 @@ def _digest_rows(tensor: torch.Tensor) -> list[int]:
     return [_fold(total) for total in _sum_rows(tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)).tolist()]
 
 
-def digest_random_states() -> dict[str, int]:
-    """Return digests of the random generators of this process: Python, numpy, torch, and the device in use."""
+def digest_random_states(others: Mapping[str, torch.Generator] | None = None) -> dict[str, int]:
+    """Return digests of the random generators of this process: Python, numpy, torch, the device in use, and others.
+
+    Args:
+        others: Generators of modules and samplers, by name.
+    """
     kind, keys, *rest = np.random.get_state(legacy=True)
     found = {
         "python": digest_bytes(repr(random.getstate()).encode("ascii")),
@@ -249,4 +253,6 @@ def digest_random_states() -> dict[str, int]:
         module = torch.get_device_module(accelerator)
         if getattr(module, "is_initialized", lambda: False)():
             found[accelerator.type] = digest_bytes(module.get_rng_state().cpu().numpy().tobytes())
+    for name, generator in (others or {}).items():
+        found[name] = digest_bytes(generator.get_state().cpu().numpy().tobytes())
     return found

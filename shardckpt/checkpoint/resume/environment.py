@@ -8,7 +8,8 @@ import platform
 import numpy as np
 import torch
 
-from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects
+from shardckpt.checkpoint.resume.state_digests import StateOnRank
+from shardckpt.checkpoint.resume.trained_objects import TrainedObjects
 from shardckpt.devices import is_gpu_used
 from shardckpt.plan.resume.step_records import Environment
 from shardckpt.plan.resume.tolerance import loss_rtol

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects
+from shardckpt.checkpoint.resume.state_digests import StateOnRank
+from shardckpt.checkpoint.resume.trained_objects import TrainedObjects
 from shardckpt.plan.resume.step_records import StateDigests
 
 

@@ -17,7 +17,8 @@ from shardckpt.checkpoint.resume.environment import describe_environment
 from shardckpt.checkpoint.resume.first_use import FirstUse
 from shardckpt.checkpoint.resume.rank_message import RankStep, encode_rank_step, merge_rank_steps, read_float
 from shardckpt.checkpoint.resume.reachable import digest_reachable
-from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects, digest_state, find_trained_objects
+from shardckpt.checkpoint.resume.state_digests import StateOnRank, digest_state
+from shardckpt.checkpoint.resume.trained_objects import TrainedObjects, find_trained_objects
 from shardckpt.checkpoint.save.save import save
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.plan.resume.step_records import Observation, WitnessRecord
@@ -156,14 +157,14 @@ class _Drill:
         objects = find_trained_objects(self._state)
         start = self._digest(objects)
         environment = describe_environment(self._coordinator.size, objects, start, deterministic=True)
-        messages, random = [], digest_random_states()
+        messages, random = [], digest_random_states(objects.generators)
         for number in range(1, self._steps + 1):
             use = FirstUse(objects, self._digest) if is_resumed and number == 1 else None
             try:
                 results = _read_results(self._train_step())
             finally:  # a step that raises leaves no hook on the optimizer
                 used = None if use is None else use.end()
-            before, random = random, digest_random_states()
+            before, random = random, digest_random_states(objects.generators)
             part = RankStep(
                 number,
                 environment,

@@ -135,6 +135,7 @@ def _pack_state(state: StateDigests | None) -> object:
         base64.b64encode(zlib.compress(names.encode("ascii"), 1)).decode("ascii"),
         base64.b64encode(digests).decode("ascii"),
         [[name, *each] for name, each in state.settings.items()],
+        dict(state.ties),
     ]
 
 
@@ -211,9 +212,15 @@ def _merge_states(all_ranks: Sequence[Any]) -> StateDigests | None:
         if packed:
             by_names.setdefault(packed[0], []).append(rank)
     totals: dict[str, TensorDigest] = {}
+    uneven: set[str] = set()
     for names, ranks in by_names.items():
         digests = np.array([np.frombuffer(base64.b64decode(all_ranks[rank][1]), "<u4") for rank in ranks], np.uint64)
-        for (name, part, dtype), digest in zip(_read_names(names), _combine(digests, ranks), strict=True):
+        differs = (digests != digests[0]).any(0).tolist()
+        for (name, part, dtype), digest, is_uneven in zip(
+            _read_names(names), _combine(digests, ranks), differs, strict=True
+        ):
+            if is_uneven and part == "buffer":
+                uneven.add(name)
             known = totals[name].digest if name in totals else 0
             totals[name] = TensorDigest(part, dtype, (known + digest) & 0xFFFFFFFF)
     settings: dict[str, Setting] = {}
@@ -222,7 +229,8 @@ def _merge_states(all_ranks: Sequence[Any]) -> StateDigests | None:
             known_setting = settings.setdefault(name, Setting(part, text))
             if known_setting.text != text and " on rank " not in known_setting.text:
                 settings[name] = Setting(part, f"{known_setting.text}, {text} on rank {rank}")
-    return StateDigests(_join_by_module(totals), settings)
+    ties = {name: first for packed in all_ranks if packed for name, first in packed[3].items()}
+    return StateDigests(_join_by_module(totals), settings, ties, frozenset(uneven))
 
 
 @lru_cache(maxsize=8)

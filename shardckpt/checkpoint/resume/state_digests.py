@@ -3,109 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.resume.digests import digest_bytes, digest_tensors
+from shardckpt.checkpoint.resume.trained_objects import TrainedObjects
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
-from shardckpt.checkpoint.stateful.stateful import as_root, dtype_name
+from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.format.encodings.tagged_json import path_key
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.resume.step_records import Part, Setting, StateDigests, TensorDigest
 from shardckpt.plan.resume.tolerance import LossFactors
+from shardckpt.state.adapters.model_index import modules
 from shardckpt.state.local.local_shards import TensorShards
 
 _RATES = ("lr", "initial_lr")
 """Settings of param groups that a schedule changes."""
-
-_PARTS: tuple[tuple[type | tuple[type, ...], Part], ...] = (
-    (nn.Module, "parameter"),
-    (torch.optim.Optimizer, "optimizer"),
-    (LRScheduler, "schedule"),
-    (torch.amp.GradScaler, "state"),
-)
-"""Classes whose objects training changes, with the part of the state that they are."""
-
-
-@dataclass(frozen=True)
-class TrainedObjects:
-    """The objects in a state that training changes; all else in it belongs to the caller.
-
-    Attributes:
-        state: The state with these objects alone, in the dicts that they are in.
-        parts: Path of each object, with its part.
-        models: Distinct models.
-        optimizers: Distinct optimizers.
-    """
-
-    state: Any
-    parts: Mapping[Path, Part] = field(default_factory=dict)
-    models: tuple[nn.Module, ...] = ()
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
-
-    @property
-    def style(self) -> str:
-        """Sharding of the models, for messages."""
-        return ", ".join(map(_describe_style, self.models)) or "no model"
-
-    def find_part(self, path: Path) -> Part | None:
-        """Return the part of the state that a path belongs to; None outside of the objects."""
-        return next((self.parts[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.parts), None)
-
-
-def find_trained_objects(state: Any) -> TrainedObjects:
-    """Find the models, optimizers, schedules and scalers of a state.
-
-    Loaders and other objects are left out: their `state_dict` may be slow, or change them. The optimizer of a schedule
-    counts too if it is not in the state.
-
-    Args:
-        state: State as the user passed it.
-    """
-    parts: dict[Path, Part] = {}
-    found: dict[int, Any] = {}
-
-    def visit(value: Any, path: Path) -> Any:
-        part = next((part for kind, part in _PARTS if isinstance(value, kind)), None)
-        if part is not None:
-            parts[path] = part
-            found.setdefault(id(value), value)
-            return value
-        if isinstance(value, Mapping):
-            inner = {key: visit(item, (*path, path_key(key))) for key, item in value.items()}
-            return {key: item for key, item in inner.items() if item is not None} or None
-        if isinstance(value, (list, tuple)):
-            listed = [visit(item, (*path, at)) for at, item in enumerate(value)]
-            return listed if any(item is not None for item in listed) else None
-        return None
-
-    kept = visit(as_root(state), ())
-    models = tuple(each for each in found.values() if isinstance(each, nn.Module))
-    for path, part in list(parts.items()) if models and isinstance(kept, dict) else ():
-        optim = getattr(_get_at(kept, path), "optimizer", None) if part == "schedule" else None
-        if isinstance(optim, torch.optim.Optimizer) and id(optim) not in found:
-            name = f"{dotted(path)}.optimizer"  # a fresh one is a fault that its schedule shows
-            kept[name], parts[name,], found[id(optim)] = optim, "optimizer", optim
-    optimizers = tuple(each for each in found.values() if isinstance(each, torch.optim.Optimizer))
-    return TrainedObjects({} if kept is None else kept, parts, models, optimizers)
-
-
-def _get_at(value: Any, path: Path) -> Any:
-    """Return the value at a path of nested dicts and lists."""
-    for key in path:
-        value = value[key]
-    return value
-
-
-def _describe_style(model: nn.Module) -> str:
-    name = type(model).__name__
-    meshes = {tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, torch.distributed.tensor.DTensor)}
-    return name + "".join(f" on a mesh of {'x'.join(map(str, mesh))}" for mesh in sorted(meshes))
 
 
 @dataclass(frozen=True)
@@ -140,11 +57,13 @@ def digest_state(objects: TrainedObjects, rank: int, world: int, *, is_deep: boo
     arrays = {dotted(path): (path, array) for path, array in flat.arrays.items()}
     named = {name: array for name, (path, array) in arrays.items() if _part(flat, objects, path) == "parameter"}
     layout = repr([(name, array.shape, [shard.box for shard in array.shards]) for name, array in named.items()])
-    tensors = dict(_digest_arrays(flat, objects, arrays)) if is_deep else {}
+    tensors = {**dict(_digest_arrays(flat, objects, arrays)), **_digest_unsaved(flat, objects)} if is_deep else {}
     steps = _join_equal_steps({name: each for name, each in settings.items() if name.endswith(".step")})
     others = {name: each for name, each in settings.items() if not name.endswith(".step")}
     return StateOnRank(
-        StateDigests(tensors, {**others, **steps}), digest_bytes(layout.encode()), _describe_params(named.values())
+        StateDigests(tensors, {**others, **steps}, dict(_find_ties(flat, objects))),
+        digest_bytes(layout.encode()),
+        _describe_params(named.values()),
     )
 
 
@@ -165,6 +84,30 @@ def _digest_arrays(
         of_shards = [next(digests) for _ in array.shards]
         digest = of_shards[0] if len(of_shards) == 1 else digest_bytes(repr(of_shards).encode())
         yield name, TensorDigest(_part(flat, objects, path), dtype_name(array.dtype), digest)
+
+
+def _digest_unsaved(flat: FlattenedState, objects: TrainedObjects) -> dict[str, TensorDigest]:
+    """Return digests of the buffers that the `state_dict` of a model leaves out."""
+    left_out: dict[str, torch.Tensor] = {}
+    for path, model in objects.models.items():
+        for prefix, module in modules(model):
+            for attribute, buffer in module.named_buffers(recurse=False):
+                place = (*path, f"{prefix}.{attribute}" if prefix else attribute)
+                own = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+                if place not in flat.arrays and place not in flat.ties and not own.is_meta:
+                    left_out[dotted(place)] = own
+    digests = digest_tensors(list(left_out.values()))
+    return {
+        name: TensorDigest("unsaved", dtype_name(own.dtype), digest)
+        for (name, own), digest in zip(left_out.items(), digests, strict=True)
+    }
+
+
+def _find_ties(flat: FlattenedState, objects: TrainedObjects) -> Iterator[tuple[str, str]]:
+    """Yield the names of parameters that share the memory of another, with the name of that."""
+    for path, first in flat.ties.items():
+        if _part(flat, objects, path) == _part(flat, objects, first) == "parameter":
+            yield dotted(path), dotted(first)
 
 
 def _settings(flat: FlattenedState, objects: TrainedObjects) -> Iterator[tuple[str, Setting]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import torch
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.resume.digests import SampleDigests, digest_batch, digest_random_states
@@ -21,7 +23,8 @@ from shardckpt.checkpoint.resume.rank_message import (
     read_float,
 )
 from shardckpt.checkpoint.resume.resume_log import ResumeLog
-from shardckpt.checkpoint.resume.state_digests import StateOnRank, TrainedObjects, digest_state, find_trained_objects
+from shardckpt.checkpoint.resume.state_digests import StateOnRank, digest_state
+from shardckpt.checkpoint.resume.trained_objects import TrainedObjects, find_trained_objects
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep
@@ -167,7 +170,11 @@ class WitnessSession(NoWitness):
             self._start, self._fault = _Start(number, objects, before, last_batch), None
         except Exception as error:  # noqa: BLE001  (sent to every rank with the next step)
             self._fault = error
-        self._random = digest_random_states()
+        self._random = digest_random_states(self._generators)
+
+    @property
+    def _generators(self) -> Mapping[str, torch.Generator]:
+        return {} if self._start is None else self._start.objects.generators
 
     def _end_first_use(self) -> StateDigests | None:
         """Stop to wait for the first step of a restored optimizer; return the digests at it."""
@@ -209,7 +216,7 @@ class WitnessSession(NoWitness):
         assert start is not None, "a step is due behind a save or a restore"
         ranks, is_first = self._coordinator, number == start.number + 1
         after = digest_state(start.objects, ranks.rank, ranks.size, is_deep=is_deep)
-        random, self._random = self._random, digest_random_states()
+        random, self._random = self._random, digest_random_states(start.objects.generators)
         return RankStep(
             number,
             describe_environment(ranks.size, start.objects, start.before, deterministic=self._options.deterministic),

@@ -148,7 +148,13 @@ def _state_json(state: StateDigests | None, tables: _Tables) -> object:
     names = tables.add([[name, each.part, each.dtype] for name, each in state.tensors.items()])
     digests = np.array([each.digest for each in state.tensors.values()], _SMALL)
     settings = tables.add([[name, each.part, each.text] for name, each in state.settings.items()])
-    return {"names": names, "digests": base64.b64encode(digests.tobytes()).decode("ascii"), "settings": settings}
+    return {
+        "names": names,
+        "digests": base64.b64encode(digests.tobytes()).decode("ascii"),
+        "settings": settings,
+        "ties": dict(state.ties),
+        "uneven": sorted(state.uneven),
+    }
 
 
 class _RecordDecoder:
@@ -213,8 +219,13 @@ class _RecordDecoder:
 
     def _texts(self, value: Mapping[str, object]) -> dict[str, str]:
         if not all(isinstance(text, str) for text in value.values()):
-            raise self._error("a flag or version is not text", value)
+            raise self._error("a flag, version or name is not text", value)
         return {name: str(text) for name, text in value.items()}
+
+    def _names(self, value: Sequence[object]) -> frozenset[str]:
+        if not all(isinstance(name, str) for name in value):
+            raise self._error("a name is not text", value)
+        return frozenset(map(str, value))
 
     def _bytes(self, value: object) -> bytes:
         try:
@@ -305,7 +316,8 @@ class _RecordDecoder:
     def _state(self, value: object) -> StateDigests | None:
         if value is None:
             return None
-        raw = read_fields(value, {"names": int, "digests": str, "settings": int}, self._where)
+        kinds = {"names": int, "digests": str, "settings": int, "ties": dict, "uneven": list}
+        raw = read_fields(value, kinds, self._where)
         names, digests = self._find_table(raw["names"]), self._packed(raw["digests"], _SMALL)
         settings = self._find_table(raw["settings"])
         self._numbers += len(names) + len(settings)
@@ -317,4 +329,6 @@ class _RecordDecoder:
                 for (name, part, dtype), digest in zip(names, digests, strict=True)
             },
             {name: Setting(part, text) for name, part, text in settings},
+            self._texts(raw["ties"]),
+            self._names(raw["uneven"]),
         )

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, NamedTuple
 
 RankValues = tuple[int, ...]
 """One number of each rank, in rank order."""
 
-Part = Literal["parameter", "buffer", "optimizer", "schedule", "state"]
-"""Part of a state that a name belongs to; `state` is everything else that the user saves."""
+Part = Literal["parameter", "buffer", "optimizer", "schedule", "state", "unsaved"]
+"""Part of a state that a name belongs to: `unsaved` buffers are not saved, `state` is all else that the user saves."""
 
 NO_FLOAT = 0x7FF8_0000_0000_DEAD
 """Bits of the NaN that stands for a value that a rank does not have."""
@@ -103,10 +103,14 @@ class StateDigests:
     Attributes:
         tensors: Digests by dotted name.
         settings: Plain values by dotted name.
+        ties: Further names of shared parameters, each with the first name.
+        uneven: Names of buffers whose values differ between ranks.
     """
 
     tensors: Mapping[str, TensorDigest]
     settings: Mapping[str, Setting]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    uneven: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,11 +161,13 @@ def _build_sample_divergence(
     else:
         how, fix = "other samples", _FIX_POSITION
         sentence = f"step {number} got other samples than were recorded{_on(ranks)}"
-        again = _count_common(pair.record.last_batch, now)
-        if again > _count_common(pair.record.last_batch, recorded):
+        again, common = _count_common(pair.record.last_batch, now), _count_common(recorded, now)
+        total = len(now.all_samples)
+        is_known = 2 * again >= total or again + common >= total  # another permutation has some of any batch
+        if again > _count_common(pair.record.last_batch, recorded) and is_known:
             how = "repeated"
-            sentence = f"{again} of {len(now.all_samples)} samples of step {number} were already in step {saved}"
-        elif (common := _count_common(recorded, now)) > 0:
+            sentence = f"{again} of {total} samples of step {number} were already in step {saved}"
+        elif common > 0:
             sentence += f": {common} of {sum(now.counts)} are equal"
         elif sum(recorded.counts) != sum(now.counts):
             sentence += f": {sum(now.counts)} samples, recorded {sum(recorded.counts)}"
@@ -189,12 +191,17 @@ def _count_common(one: BatchDigests | None, other: BatchDigests) -> int:
 
 
 def _check_random_before(pair: _Pair) -> Divergence | None:
-    """Compare the generators that the recorded step drew numbers from; others do not matter to it."""
+    """Compare the generators that the recorded step drew numbers from; others do not matter to it.
+
+    Nor does one that a step seeds before it draws: it is equal after the step.
+    """
     before, after = pair.recorded.random_before or {}, pair.recorded.random_after or {}
-    now = pair.now.random_before or {}
+    now, now_after = pair.now.random_before or {}, pair.now.random_after or {}
     for name, values in before.items():
-        drawn = _differing_ranks(values, after.get(name, values))
-        ranks = tuple(rank for rank in _differing_ranks(values, now.get(name, values)) if rank in set(drawn))
+        drawn = set(_differing_ranks(values, after.get(name, values)))
+        if name in after and name in now_after:
+            drawn &= set(_differing_ranks(after[name], now_after[name]))
+        ranks = tuple(rank for rank in _differing_ranks(values, now.get(name, values)) if rank in drawn)
         if ranks:
             sentence = f"the random state of {name} differs before step {pair.number}{_on(ranks, len(values))}"
             since: Since = "load" if pair.is_first else "step"
@@ -226,6 +233,25 @@ def _check_random_after(pair: _Pair) -> Divergence | None:
 
 
 _ORDER: Sequence[str] = ("parameter", "buffer", "optimizer", "schedule", "state")
+
+
+def _check_ties(pair: _Pair) -> Divergence | None:
+    """Compare which parameters are one tensor: a tie that is missing changes the gradients of the step."""
+    states: tuple[tuple[StateDigests | None, StateDigests | None, Since], ...] = (
+        (pair.recorded.before, pair.now.before, "load"),
+        (pair.recorded.after, pair.now.after, "step"),
+    )
+    for recorded, now, since in states:
+        if recorded is None or now is None or recorded.ties == now.ties:
+            continue
+        name = next(name for name in (*recorded.ties, *now.ties) if recorded.ties.get(name) != now.ties.get(name))
+        before, found = (
+            f"tied to {state.ties[name]}" if name in state.ties else "not tied" for state in (recorded, now)
+        )
+        when = "after the load" if since == "load" else f"after step {pair.number}"
+        sentence = f"{name} is {found} {when}, recorded {before}"
+        return Divergence("parameter", pair.number, name, sentence, _FIX_TIES, since=since)
+    return None
 
 
 def _check_state_before(pair: _Pair) -> Divergence | None:
@@ -305,16 +331,22 @@ def _compare_states(
         differing = [name for name in names if now.tensors.get(name) != recorded.tensors[name]]
         if not differing:
             continue
-        name = differing[0]
+        name = next((each for each in differing if each.endswith(_COUNT)), differing[0])
         found_tensor, wanted = now.tensors.get(name), recorded.tensors[name]
         if found_tensor is not None and found_tensor.dtype != wanted.dtype:
             sentence = f"{name} has dtype {found_tensor.dtype} {when}, recorded {wanted.dtype}"
             return Divergence("precision", pair.number, name, sentence, _FIX_PRECISION, since=since)
+        if name in recorded.uneven and name not in now.uneven:
+            sentence = f"{name} has the values of rank 0 {when}, recorded other values on each rank"
+            return Divergence("parameter", pair.number, name, sentence, _FIX_UNEVEN, since=since)
         verb = "is not in the state" if found_tensor is None else "differs"
         more = f" ({len(differing)} of {len(names)} {_PLURAL[part]} do)" if len(names) > 1 else ""
         return _build_state_divergence(pair, part, name, f"{name} {verb} {when}{more}", since)
     return None
 
+
+_COUNT = "num_batches_tracked"
+"""Buffer that explains others of its module: averages of batch norm are weighted by it."""
 
 _PLURAL = {
     "parameter": "parameters",
@@ -322,6 +354,7 @@ _PLURAL = {
     "optimizer": "optimizer slots",
     "schedule": "values of schedules",
     "state": "other tensors",
+    "unsaved": "buffers that are not saved",
 }
 
 
@@ -337,6 +370,7 @@ _CAUSE_OF_PART: Mapping[str, Cause] = {
     "optimizer": "optimizer",
     "schedule": "schedule",
     "state": "state",
+    "unsaved": "parameter",
 }
 
 
@@ -348,13 +382,31 @@ def _check_results(pair: _Pair) -> Divergence | None:
     for what, recorded, now in _results(pair):
         ranks = _differing_ranks(recorded, now)
         if ranks:
-            return _check_random_after(pair) or _check_flags(pair) or _build_loss_divergence(pair, what, ranks)
+            known = _check_random_after(pair) or _check_unsaved(pair) or _check_flags(pair)
+            return known or _build_loss_divergence(pair, what, ranks)
     if not pair.is_exact:
         return _check_settings_after(pair)
     found = _check_state_after(pair)
     if found is None or found.cause in ("schedule", "precision"):
         return found
-    return _check_flags(pair) or _blame_missing_optimizer(pair, found)
+    return _check_unsaved(pair) or _check_flags(pair) or _blame_missing_optimizer(pair, found)
+
+
+def _check_unsaved(pair: _Pair) -> Divergence | None:
+    """Name a buffer that is not saved, and differs before and after the step; called for steps whose results differ.
+
+    Many are caches that any step may fill again, so that alone is not a divergence.
+    """
+    recorded, now = pair.recorded, pair.now
+    if recorded.before is None or now.before is None:
+        return None
+    after, now_after = (state.tensors if state is not None else {} for state in (recorded.after, now.after))
+    lost = {
+        name: each
+        for name, each in recorded.before.tensors.items()
+        if name not in after or name not in now_after or after[name] != now_after[name]
+    }
+    return _compare_states(pair, replace(recorded.before, tensors=lost), now.before, "load", ("unsaved",))
 
 
 def _blame_missing_optimizer(pair: _Pair, found: Divergence) -> Divergence:
@@ -460,6 +512,7 @@ def _mean_loss(step: StepRecord) -> float | None:
 _SAME_LAYOUT: Sequence[Callable[[_Pair], Divergence | None]] = (
     _check_batch,
     _check_random_before,
+    _check_ties,
     _check_state_before,
     _check_state_in_use,
     _check_results,
@@ -467,6 +520,7 @@ _SAME_LAYOUT: Sequence[Callable[[_Pair], Divergence | None]] = (
 )
 _OTHER_LAYOUT: Sequence[Callable[[_Pair], Divergence | None]] = (
     _check_samples,
+    _check_ties,
     _check_settings_before,
     _check_mean_loss,
     _check_settings_after,
@@ -511,13 +565,18 @@ _FIX_PRECISION = "Build the model, autocast and mixed precision as in the run th
 _FIX_FLAGS = "Set it as in the run that saved, or accept that this resume is not bit for bit the same"
 _FIX_NOISE = (
     "Either a step is not deterministic (torch.use_deterministic_algorithms(True) makes it so, or "
-    "Witness(deterministic=False) allows it), or something differs that is not in the state"
+    "Witness(deterministic=False) allows it), or something differs that is not in the state, or a graph that was "
+    "compiled before the restore holds old values (torch.compiler.reset() drops it)"
 )
 _FIX_LOSS = "Two runs of a step differed less: look for what is not in the state"
 _FIX_DEEP = "Record with Witness(deep=1) to see whether parameters, optimizer or the computation differ"
 _FIX_OTHER_RANKS = (
     "Check that the loss is a mean over samples, that gradients are averaged over all ranks, and that load(..., "
     "verify='full') finds no damage"
+)
+_FIX_TIES = "Tie the parameters before the optimizer is created and before restore, as in the run that saved"
+_FIX_UNEVEN = (
+    "A buffer is saved from rank 0: let ranks share it (SyncBatchNorm, or broadcast the buffers before each save)"
 )
 _FIX_STATE: Mapping[tuple[str, str], str] = {
     ("parameter", "load"): "Nothing may change the model after restore: initialize, tie and cast it before",
@@ -531,6 +590,7 @@ _FIX_STATE: Mapping[tuple[str, str], str] = {
     ("optimizer", "step"): "Train with the optimizer object that was restored, and with its settings",
     ("schedule", "load"): "Put the schedule into the state, create it before restore, and change no setting after it",
     ("schedule", "step"): "Put the schedule into the state that is saved and restored, and step it as often as before",
+    ("unsaved", "load"): "The state_dict leaves this buffer out: register it with persistent=True, or save it beside",
     ("state", "load"): "Put this value into the state that is saved and restored",
     ("state", "step"): "Look for what updates this value differently after a resume",
 }

@@ -42,6 +42,8 @@ def make_record(world: int, tensors: int = 20, steps: int = 2) -> WitnessRecord:
     state = StateDigests(
         {name: TensorDigest("parameter", "float32", dice.getrandbits(32)) for name in names},
         {"optim.param_groups.0.lr": Setting("schedule", "0.1")},
+        {"model.head.weight": "model.embed.weight"},
+        frozenset({"model.mean"}),
     )
     samples = tuple(tuple(dice.getrandbits(32) for _ in range(2)) for _ in range(world)) if world < 1000 else ()
     batch = BatchDigests(column(), column(), (2,) * world, samples)

@@ -90,6 +90,7 @@ def test_a_step_that_was_not_recorded_has_no_divergence() -> None:
         (batch_of((11, 12), (11, 12)), "same on several ranks", "ranks 0 and 1"),
         (batch_of((7, 12), (13, 14)), "repeated", "1 of 4 samples of step 9 were already in step 8"),
         (batch_of((11, 12), (13, 99)), "other samples", "3 of 4 are equal"),
+        (batch_of((7, 12), (98, 99)), "other samples", "1 of 4 are equal"),
         (batch_of((11, 12), (13,)), "other samples", "3 of 3 are equal"),
     ],
 )
@@ -103,7 +104,11 @@ def test_a_batch_that_differs_is_described(batch: BatchDigests, name: str, text:
     ("change", "expected"),
     [
         (
-            {"random_before": {"python": (4, 4), "torch": (5, 9)}, "before": changed("model.w", 9)},
+            {
+                "random_before": {"python": (4, 4), "torch": (5, 9)},
+                "random_after": {"python": (4, 4), "torch": (7, 10)},
+                "before": changed("model.w", 9),
+            },
             ("random state", "torch"),
         ),
         ({"before": changed("model.w", 9), "loss": (0, 0)}, ("parameter", "model.w")),
@@ -134,9 +139,52 @@ def test_a_generator_that_no_step_draws_from_does_not_matter() -> None:
 
 
 def test_ranks_with_another_random_state_are_named() -> None:
-    found = verdict(replace(STEP, random_before={"python": (4, 4), "torch": (5, 9)}))
+    other = {"random_before": {"python": (4, 4), "torch": (5, 9)}, "random_after": {"python": (4, 4), "torch": (7, 10)}}
+    found = verdict(replace(STEP, **other))
     assert found.ranks == (1,)
     assert found.since == "load"
+
+
+def test_a_generator_that_a_step_seeds_before_it_draws_does_not_matter() -> None:
+    assert verdict(replace(STEP, random_before={"python": (4, 4), "torch": (5, 9)})) is None
+
+
+@pytest.mark.parametrize("environment", [ENVIRONMENT, replace(ENVIRONMENT, layout=78)])
+def test_a_tie_that_is_missing_is_named(environment: Environment) -> None:
+    tied = replace(STATE, ties={"model.head": "model.w"})
+    recorded = replace(RECORD, steps=(replace(STEP, before=tied, after=tied), NEXT))
+    found = verdict(STEP, environment, recorded)
+    assert (*told(found), found.since) == ("parameter", "model.head", "load")
+    assert "is not tied after the load, recorded tied to model.w" in found.sentence
+    lost = verdict(replace(STEP, before=tied), environment, recorded)
+    assert lost.since == "step"
+
+
+def test_a_buffer_that_is_not_saved_explains_other_results_and_alone_does_not_matter() -> None:
+    def holding(digest: int) -> StateDigests:
+        return replace(STATE, tensors={**TENSORS, "model.cache": TensorDigest("unsaved", "float32", digest)})
+
+    weight = TENSORS["model.w"]._replace(digest=9)
+
+    recorded = replace(RECORD, steps=(replace(STEP, before=holding(1), after=holding(2)), NEXT))
+    assert verdict(replace(STEP, before=holding(3), after=holding(4)), record=recorded) is None
+    for loss, tensors in (((0, 0), {}), (STEP.loss, {"model.w": weight})):
+        after = holding(4)
+        after = replace(after, tensors={**after.tensors, **tensors})
+        found = verdict(replace(STEP, loss=loss, before=holding(3), after=after), record=recorded)
+        assert told(found) == ("parameter", "model.cache")
+    filled = replace(holding(2), tensors={**holding(2).tensors, "model.w": weight})
+    found = verdict(replace(STEP, before=holding(3), after=filled), record=recorded)
+    assert told(found) == ("parameter", "model.w"), "a cache that the step filled again"
+
+
+def test_buffers_that_differ_between_ranks_and_are_those_of_one_are_described() -> None:
+    uneven = replace(STATE, uneven=frozenset({"model.mean"}))
+    recorded = replace(RECORD, steps=(replace(STEP, before=uneven), NEXT))
+    found = verdict(replace(STEP, before=changed("model.mean", 9)), record=recorded)
+    assert told(found) == ("parameter", "model.mean")
+    assert "the values of rank 0 after the load" in found.sentence
+    assert "SyncBatchNorm" in found.fix
 
 
 def test_a_change_between_the_load_and_the_first_use_is_told_from_one_by_the_load() -> None:
@@ -153,6 +201,17 @@ def test_what_a_step_itself_changes_before_its_optimizer_is_no_divergence() -> N
     recorded = replace(RECORD, steps=(replace(STEP, after=rate), NEXT))
     found = verdict(replace(STEP, used=rate, after=rate, loss=(float_bits(1.25), float_bits(2.5))), record=recorded)
     assert told(found) == ("loss", "loss")
+
+
+def test_a_count_is_named_before_the_averages_that_it_weights() -> None:
+    count = TensorDigest("buffer", "int64", 3)
+    recorded = replace(RECORD, steps=(replace(STEP, after=with_buffers(TENSORS["model.mean"], count)),))
+    after = with_buffers(TENSORS["model.mean"]._replace(digest=9), count._replace(digest=1))
+    assert told(verdict(replace(STEP, after=after), record=recorded)) == ("parameter", "model.num_batches_tracked")
+
+
+def with_buffers(mean: TensorDigest, count: TensorDigest) -> StateDigests:
+    return replace(STATE, tensors={**TENSORS, "model.mean": mean, "model.num_batches_tracked": count})
 
 
 def test_another_dtype_is_a_matter_of_precision() -> None:
