@@ -20,7 +20,16 @@ HEAD = """# Results
 
 The scripts in this folder write this file with `--record`. Their docstrings describe the measurements.
 """
-AREAS = ("consolidate", "start-up", "loads", "saves", "planning", "background saves", "memory of a step")
+AREAS = (
+    "consolidate",
+    "start-up",
+    "loads",
+    "saves",
+    "planning",
+    "background saves",
+    "memory of a step",
+    "proof of a resume",
+)
 """The areas of goals, in the order of the summary."""
 
 TITLE, GOALS = "## Summary of goals", "### Goals"

@@ -362,9 +362,9 @@ class _RecordsOnRank0:
                 continue
             record = each.record
             if record is None:
-                first = merged.first_batch or self._first_batch
-                first = None if first is None else first.spread_over(merged.environment.world)
-                record = WitnessRecord("", number, merged.environment, (), first, merged.last_batch, self._noise)
+                first, last = merged.first_batch or self._first_batch, merged.last_batch
+                first, last = (None if batch is None else batch.join_ranks() for batch in (first, last))
+                record = WitnessRecord("", number, merged.environment, (), first, last, self._noise)
             kept = replace(step, before=step.before if step.step == number + 1 else None, used=None)
             each.record, each.is_written = replace(record, steps=(*record.steps, kept)), False
 

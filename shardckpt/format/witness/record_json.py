@@ -132,14 +132,18 @@ def _step_json(step: StepRecord, tables: _Tables) -> dict[str, object]:
         "loss": _column(step.loss, _WIDE),
         "grad_norm": _column(step.grad_norm, _WIDE),
         "random_before": _random_json(step.random_before),
-        "random_after": _random_json(step.random_after),
+        "random_after": _random_json(step.random_after, step.random_before),
         "before": _state_json(step.before, tables),
         "after": _state_json(step.after, tables),
     }
 
 
-def _random_json(random: Mapping[str, RankValues] | None) -> object:
-    return None if random is None else {name: _column(values) for name, values in random.items()}
+def _random_json(random: Mapping[str, RankValues] | None, before: Mapping[str, RankValues] | None = None) -> object:
+    """Return the columns of generators; an empty one if the step drew nothing, which leaves it as it was before."""
+    if random is None:
+        return None
+    known = before or {}
+    return {name: "" if values == known.get(name) else _column(values) for name, values in random.items()}
 
 
 def _state_json(state: StateDigests | None, tables: _Tables) -> object:
@@ -162,7 +166,7 @@ class _RecordDecoder:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._world = 0
+        self._world = 1
         self._numbers = 0
         self._tables: list[list[tuple[str, str, str]]] = []
 
@@ -175,6 +179,7 @@ class _RecordDecoder:
         kinds = {"save": str, "number": int, "environment": dict, "steps": list, "tables": list}
         raw = read_fields(value, {**kinds, "first_batch": object, "last_batch": object, "noise": object}, self._where)
         environment = self._environment(raw["environment"])
+        first_batch, last_batch = self._batch(raw["first_batch"]), self._batch(raw["last_batch"])  # as of one rank
         self._world = environment.world
         left = _MOST_TEXT
         for text in raw["tables"]:
@@ -187,8 +192,8 @@ class _RecordDecoder:
             self._number(raw["number"]),
             environment,
             tuple(self._step(step) for step in raw["steps"]),
-            self._batch(raw["first_batch"]),
-            self._batch(raw["last_batch"]),
+            first_batch,
+            last_batch,
             None if raw["noise"] is None else self._float(raw["noise"]),
         )
 
@@ -276,23 +281,27 @@ class _RecordDecoder:
         names = ("batch", "random_before", "random_after", "before", "after")
         kinds = {"step": int, "loss": str, "grad_norm": str, **dict.fromkeys(names, object)}
         raw = read_fields(value, kinds, self._where)
+        random_before = self._random(raw["random_before"], {})
         return StepRecord(
             self._number(raw["step"]),
             self._batch(raw["batch"]),
             self._column(raw["loss"], _WIDE),
             self._column(raw["grad_norm"], _WIDE),
-            self._random(raw["random_before"]),
-            self._random(raw["random_after"]),
+            random_before,
+            self._random(raw["random_after"], random_before or {}),
             self._state(raw["before"]),
             self._state(raw["after"]),
         )
 
-    def _random(self, value: object) -> dict[str, RankValues] | None:
+    def _random(self, value: object, before: Mapping[str, RankValues]) -> dict[str, RankValues] | None:
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self._error("random states must be an object", value)
-        return {name: self._full_column(column) for name, column in value.items()}
+        return {
+            name: before[name] if column == "" and name in before else self._full_column(column)
+            for name, column in value.items()
+        }
 
     def _table(self, value: object, left: int) -> tuple[list[tuple[str, str, str]], int]:
         unpacker = zlib.decompressobj()

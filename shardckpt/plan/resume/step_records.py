@@ -55,14 +55,10 @@ class BatchDigests:
         """Number of samples of all ranks, and their digest in any order."""
         return sum(self.counts), sum(self.multisets) & _MASK
 
-    def spread_over(self, world: int) -> BatchDigests:
-        """Return the same samples as the batch of another number of ranks; all on the first."""
-        if world == len(self.ordered):
-            return self
+    def join_ranks(self) -> BatchDigests:
+        """Return the same samples as the batch of one rank, which has no order."""
         count, digest = self.total
-        rest = (0,) * (world - 1)
-        samples = (self.all_samples, *((),) * (world - 1)) if self.samples else ()
-        return BatchDigests((0, *rest), (digest, *rest), (count, *rest), samples)
+        return BatchDigests((0,), (digest,), (count,), (self.all_samples,) if self.samples else ())
 
     @property
     def all_samples(self) -> tuple[int, ...]:
@@ -189,8 +185,8 @@ class WitnessRecord:
         number: Number of the saved step.
         environment: Environment of the run that saved.
         steps: The steps, in order.
-        first_batch: Batch of the first step of the run; None if unknown.
-        last_batch: Batch of the saved step; None if unknown.
+        first_batch: Samples of all ranks in the first step of the run, as those of one; None if unknown.
+        last_batch: The same of the saved step.
         noise: Largest relative difference of the loss, or the gradient norm, between two runs of one step; None if
             no step ran twice.
     """
