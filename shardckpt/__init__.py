@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint.manager import Checkpointer
     from shardckpt.checkpoint.resume.prove_resume import ResumeReport, prove_resume
     from shardckpt.checkpoint.resume.witness import Witness
-    from shardckpt.checkpoint.run.durability import Durability, StepCopy
     from shardckpt.checkpoint.save.async_save import async_save
     from shardckpt.checkpoint.save.handle import SaveHandle, SaveTimings
     from shardckpt.checkpoint.save.save import save
@@ -55,13 +54,16 @@ if TYPE_CHECKING:
         FallbackEvent,
         LoadEvent,
         OperationEvent,
+        PromotionEvent,
         PruneEvent,
         ReplicateEvent,
         RestoreEvent,
         ResumeEvent,
         SaveEvent,
+        WithdrawalEvent,
     )
     from shardckpt.events.progress import Progress
+    from shardckpt.format.durability.step_copies import Durability, StepCopy
     from shardckpt.format.recognized import FormatInfo, FormatList, formats
     from shardckpt.offline.consolidate import consolidate, convert
     from shardckpt.offline.copy import Copied, copy
@@ -116,7 +118,7 @@ _HOMES = {
     "shardckpt.checkpoint.resume.witness": ("Witness",),
     "shardckpt.plan.resume.resumes": ("Resume",),
     "shardckpt.plan.resume.verdict": ("Divergence", "ResumeDivergence"),
-    "shardckpt.checkpoint.run.durability": ("Durability", "StepCopy"),
+    "shardckpt.format.durability.step_copies": ("Durability", "StepCopy"),
     "shardckpt.checkpoint.save.async_save": ("async_save",),
     "shardckpt.checkpoint.save.handle": ("SaveHandle", "SaveTimings"),
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
@@ -132,11 +134,13 @@ _HOMES = {
         "FallbackEvent",
         "LoadEvent",
         "OperationEvent",
+        "PromotionEvent",
         "PruneEvent",
         "ReplicateEvent",
         "RestoreEvent",
         "ResumeEvent",
         "SaveEvent",
+        "WithdrawalEvent",
     ),
     "shardckpt.offline.copy": ("Copied", "copy"),
     "shardckpt.format.recognized": ("FormatInfo", "FormatList", "formats"),
@@ -231,6 +235,7 @@ __all__ = [
     "PrecisionError",
     "Problem",
     "Progress",
+    "PromotionEvent",
     "Proof",
     "PruneEvent",
     "Pruned",
@@ -272,6 +277,7 @@ __all__ = [
     "ValueDifference",
     "Variant",
     "Verification",
+    "WithdrawalEvent",
     "Witness",
     "WrittenFile",
     "__version__",

@@ -102,7 +102,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
         {"merge_shards"},
-        {"witness", "ranks", "dcp", "deepspeed", "huggingface", "opened"},
+        {"witness", "durability", "ranks", "dcp", "deepspeed", "huggingface", "opened"},
         {"frameworks"},
     ),
     "checkpoint": (

@@ -19,7 +19,6 @@ PAGE = ROOT / "docs" / "installation.md"
 BLOCKED = "import sys; sys.modules['torch'] = None; "
 IN_A_JOB = {
     "Checkpointer",
-    "Durability",
     "Local",
     "MismatchError",
     "PeerMemory",
@@ -29,7 +28,6 @@ IN_A_JOB = {
     "SaveHandle",
     "SaveTimings",
     "StateKind",
-    "StepCopy",
     "Variant",
     "Witness",
     "async_save",

@@ -11,7 +11,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Proof, Resume, StepInfo, StepProof
+    from shardckpt import Proof, Resume, StepCopy, StepInfo, StepProof
 
 
 def ls(
@@ -22,16 +22,22 @@ def ls(
     proof: Annotated[
         bool, typer.Option("--proof", help="Show whether a resume of the step was proven, diverged or unproven.")
     ] = False,
+    durability: Annotated[
+        bool, typer.Option("--durability", help="Show all copies of each step, also in tiers, and what they survive.")
+    ] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
     """List the complete steps of a run, one number per line; report others on stderr."""
     import shardckpt
 
-    found = shardckpt.ls(root, metrics=long or as_json, proof=proof or as_json)
+    found = shardckpt.ls(root, metrics=long or as_json, proof=proof or as_json, durability=durability)
     if as_json:
         output.print_json(found)
         return
-    if long or proof:
+    if found.durability is not None:
+        copies = [_copy_row(step.step, copy) for step in found.durability for copy in step.copies]
+        output.show_table(copies, header=("step", "tier", "survives", "verified", "path"), right=frozenset({0}))
+    elif long or proof:
         rows = [_row(step, is_long=long) for step in found.complete]
         shown = [name for name in _COLUMNS if any(name in row for row in rows)] or ["step"]
         table = [[row.get(name, "") for name in shown] for row in rows]
@@ -54,7 +60,7 @@ def _row(step: StepInfo, *, is_long: bool) -> dict[str, str]:
 
     row = {"step": f"{step.number}"}
     if is_long:
-        saved = "" if step.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(step.saved_at))
+        saved = _show_time(step.saved_at)
         metrics = " ".join(f"{escape(name)}={value:.6g}" for name, value in (step.metrics or {}).items())
         row |= {"size": output.size(step.nbytes), "saved": saved, "metrics": metrics}
         row |= {"statistics": "stored"} if step.has_stats else {}
@@ -115,6 +121,17 @@ def _proof_summary(found: Proof) -> str:
 
 
 _VERDICTS = ("diverged", "proven", "unproven", "no record")
+
+
+def _copy_row(number: int, copy: StepCopy) -> tuple[str, ...]:
+    from shardckpt.errors import escape
+
+    survives = ", ".join(copy.survives) or "nothing"
+    return f"{number}", copy.tier, survives, _show_time(copy.verified_at), escape(copy.path)
+
+
+def _show_time(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
 
 
 _Action = Annotated[str, typer.Argument(metavar="[stop]", help="`stop` ends holders; their captures are lost.")]

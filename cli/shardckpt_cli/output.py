@@ -114,6 +114,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(getattr(value, name)) for name in list_members(value.__class__)}
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, frozenset):
+        value = sorted(value)
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

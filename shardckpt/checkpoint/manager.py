@@ -15,7 +15,8 @@ from typing_extensions import Unpack
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import EARLIER_PARAMS, load
 from shardckpt.checkpoint.resume.witness import Witness
-from shardckpt.checkpoint.run.durability import Durability, require_durable
+from shardckpt.checkpoint.run.claims import DurabilityClaims
+from shardckpt.checkpoint.run.restore_attempts import open_attempts
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import restore_step
@@ -28,6 +29,10 @@ from shardckpt.checkpoint.tiers.tiered_saver import build_run
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import require_bools
 from shardckpt.events import OnEvent, require_on_event
+from shardckpt.format.durability.step_copies import (
+    Durability,
+    require_durable,
+)
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention, RetentionParams
 
@@ -35,10 +40,8 @@ from shardckpt.plan.retention import Retention, RetentionParams
 class Checkpointer:
     """Manager of a run's checkpoints, with one folder per step below `root`.
 
-    Folders have names such as `step-00001000`.
-
-    Every method except `path` is collective: all ranks of the group call it, rank 0 reads the storage, and all ranks
-    get the same answer. A step exists once its `COMMIT` file exists, whatever the name of its folder.
+    Folders have names such as `step-00001000`; a step exists once its `COMMIT` file exists. Every method except `path`
+    is collective: all ranks of the group call it, rank 0 reads the storage, and all ranks get the same answer.
 
     A step is kept if one of the `keep_` rules keeps it; without rules all steps are kept. Only complete steps count.
     The newest complete step and the step that was just saved are never removed. Files of saves that never committed are
@@ -57,10 +60,11 @@ class Checkpointer:
         dedup: Write only tensors that changed since the newest complete step, and refer to older steps for the others.
             Removing a step keeps the files that other steps refer to.
         tiers: Tiers in front of the root, the nearest first, such as `[PeerMemory(every=10), Local("/nvme/run",
-            every=100)]`; they need `save_every`. Then `save` and `async_save` return when the state is copied, each
-            tier takes the steps that its `every` names, and the root those of `save_every`, a step that a signal
-            requested, and those that no tier takes. `restore` loads the newest step, wherever it is, and of equal
-            copies the nearest; `steps`, `latest`, `best` and the rules are about the root.
+            every=100)]`; they need `save_every`. Then saves return when the state is copied, each tier takes the steps
+            that its `every` names, the root takes all others and those of `save_every`, and `restore` loads the newest
+            step from the nearest copy. Other methods and the rules are about the root.
+        max_failed_restores: Number of starts that may fail after the restore of a step, before the next step; then
+            `restore` passes over it. 0 to count nothing in the root; None for 2 with tiers, 0 without.
         process_group: Ranks that call the methods; None for all ranks.
         on_event: Called with an event at the end of each save, load, restore, removal of old steps and fallback.
         witness: Record the training steps behind each save, and compare them after a restore; see `witness`.
@@ -88,6 +92,7 @@ class Checkpointer:
         save_every: int | None = None,
         dedup: bool = False,
         tiers: Sequence[TierSettings] = (),
+        max_failed_restores: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         on_event: OnEvent | None = None,
         witness: Witness | None = None,
@@ -107,7 +112,8 @@ class Checkpointer:
             dedup=dedup,
             on_event=on_event,
         )
-        self._on_event = on_event
+        self._on_event, self._claims = on_event, DurabilityClaims(self._finder, on_event)
+        self._attempts = open_attempts(self._finder, self._schedule, max_failed_restores, has_tiers=bool(tiers))
         self.root, self._group = self._finder.root, process_group
 
     def path(self, step: int) -> str:
@@ -236,6 +242,7 @@ class Checkpointer:
         if restored is None:
             return None
         self._saver.record_restore(restored.number, restored.branch)
+        self._attempts.begin(restored.order)
         self._witness.begin_comparison(restored, state)
         if restored.faults and get_channels(self._group).main.rank == 0:
             shown = "; ".join(restored.faults[:SHOWN])
@@ -264,9 +271,9 @@ class Checkpointer:
     def durability(self, step: int) -> Durability:
         """Return what a step survives now: where its complete copies are. Collective.
 
-        A copy on a disk of this machine, or in its memory, survives the training processes; one in a bucket or on a
-        network file system survives the loss of nodes too. Copies in the memory of several machines survive the loss of
-        one machine fewer than each of their files is on.
+        A copy on this machine survives the training processes; one in a bucket or on a network file system survives
+        the loss of nodes too; copies in the memory of several machines that of one machine fewer than each file is on.
+        A copy that was claimed before and is lost, other than by retention, is a `WithdrawalEvent`.
 
         Args:
             step: Number of the step, equal on every rank.
@@ -275,7 +282,9 @@ class Checkpointer:
             ShardckptError: As for `steps`.
         """
         number = require_step_number(step)
-        return Durability(number, tuple(self._finder.find_copies(number)))
+        copies = self._finder.find_copies(number)
+        self._claims.replace(number, copies)
+        return Durability(number, tuple(copies))
 
     def wait(self, step: int | None = None, *, survives: Literal["process", "node", "2 nodes"] = "process") -> None:
         """Wait for the saves in the background that this object started. Collective.
@@ -302,8 +311,7 @@ class Checkpointer:
         """Return True for multiples of `save_every` and the first step after a signal.
 
         Collective inside `save_on_signal`, where it costs a message to rank 0 and back. After a failed background save
-        it returns True again for its step, or for the save that a signal requested; inside `save_on_signal` the ranks
-        agree on that.
+        it returns True again for its step, or for the save that a signal requested.
 
         Args:
             step: Number of the step; a step that was just restored or saved is not saved again.
@@ -317,8 +325,8 @@ class Checkpointer:
     def save_on_signal(self, *numbers: int) -> Iterator[None]:
         """Make a signal request a last save, instead of ending the process.
 
-        The next call of `should_save` reports the signal to all ranks, whichever rank received it: the call returns
-        True, and `stop_requested` is True from then on. The caller ends the loop.
+        The next `should_save` reports the signal to all ranks, whichever received it: it returns True, and
+        `stop_requested` is True from then on. The caller ends the loop.
 
         Args:
             numbers: Signal numbers; SIGTERM by default.

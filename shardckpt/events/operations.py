@@ -27,7 +27,7 @@ class OperationEvent:
     """
 
     operation: ClassVar[str] = ""
-    """Name: `save`, `load`, `restore`, `resume`, `prune`, `fallback`, `replicate` or `backpressure`."""
+    """Name of the operation: the text that each kind of event has here."""
 
     path: str
     seconds: float = 0.0
@@ -84,9 +84,13 @@ class RestoreEvent(OperationEvent):
     """A `Checkpointer.restore`; its warnings are the faults of newer steps.
 
     Bytes and phases are those of its last load, which has an event of its own.
+
+    Attributes:
+        tier: Place of the copy that was restored: `memory`, `local` or `root`; empty without one.
     """
 
     operation: ClassVar[str] = "restore"
+    tier: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,3 +156,35 @@ class BackpressureEvent(OperationEvent):
     """
 
     operation: ClassVar[str] = "backpressure"
+
+
+@dataclass(frozen=True)
+class WithdrawalEvent(OperationEvent):
+    """A copy of a step that was claimed and is lost, other than by retention; on rank 0.
+
+    The path is that of the copy.
+
+    Attributes:
+        tier: Place of the lost copy.
+        survives: Failures that the step survives now.
+    """
+
+    operation: ClassVar[str] = "withdrawal"
+    tier: str = ""
+    survives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PromotionEvent(OperationEvent):
+    """A copy of a capture to a farther tier, in the background; on rank 0.
+
+    The path is that of the copy, the bytes are those of the step.
+
+    Attributes:
+        tier: Place of the copy.
+        source: Path or URL of the capture.
+    """
+
+    operation: ClassVar[str] = "promotion"
+    tier: str = ""
+    source: str = ""

@@ -24,7 +24,7 @@ from shardckpt.errors import (
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.native.base_refs import may_open, resolve_base, sibling
 from shardckpt.format.native.commit import COMMIT, STEP
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.copy_files import read_blocks, write_commit
 from shardckpt.format.native.records import FileRecord
 from shardckpt.format.native.run_directory import RunDirectory, is_saved_name, read_referred_files, read_run
 from shardckpt.format.native.stored_folders import StoredFolder, read_stored_run, read_stored_step
@@ -39,9 +39,8 @@ from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import missing_files, publish, require_apart
 from shardckpt.storage.replaceable import find_replaceable_files, is_ignored
 from shardckpt.storage.resolve_url import as_url, kind, local_path, open_store, split
-from shardckpt.storage.store import Read, Store, read_bytes
+from shardckpt.storage.store import Store, read_bytes
 
-_BUFFER_BYTES = 4 * BLOCK_BYTES
 _AT_ONCE = 4
 """Files that are copied concurrently, each through one buffer."""
 
@@ -343,11 +342,7 @@ def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
         keep=read_referred_files(transfer.target) | reused if overwrite else reused,
     ) as publication:
         _copy_files(folder, [name for name in folder.files if name not in reused], publication, meter)
-        if folder.commit is not None:
-            for name, data in ((folder.commit.manifest, folder.read_manifest()), (COMMIT, folder.mark)):
-                with publication.create(name) as writer:
-                    writer.write(data)
-                meter.add(len(data))
+        meter.add(write_commit(folder, publication))
 
 
 def _copy_witness(transfer: _Transfer) -> list[str]:
@@ -372,7 +367,7 @@ def _find_good_files(transfer: _Transfer, meter: Meter) -> frozenset[str]:
     for name, hashed in transfer.folder.hashes.items():
         if transfer.held.get(name) == hashed.nbytes:
             with suppress(ChecksumError):
-                for block in _read_blocks(store, name, hashed.nbytes):
+                for block in read_blocks(store, name, hashed.nbytes):
                     meter.add(len(block))
                 good.add(name)
     return frozenset(good)
@@ -394,15 +389,6 @@ def _copy_files(folder: StoredFolder, names: Collection[str], publication: Publi
 
 def _copy_file(store: Store, file: FileRecord, publication: Publication, meter: Meter) -> None:
     with publication.create(file.name) as writer:
-        for block in _read_blocks(store, file.name, file.nbytes):
+        for block in read_blocks(store, file.name, file.nbytes):
             writer.write(block)
             meter.add(len(block))
-
-
-def _read_blocks(store: Store, name: str, nbytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of a file in parts, through one buffer."""
-    buffer = memoryview(bytearray(min(_BUFFER_BYTES, nbytes)))
-    for start in range(0, nbytes, _BUFFER_BYTES):
-        block = buffer[: min(_BUFFER_BYTES, nbytes - start)]
-        store.read([Read(name, start, block)])
-        yield block

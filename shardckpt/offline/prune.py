@@ -16,6 +16,8 @@ from shardckpt.deprecation import RenamedAttribute
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError, require_bools
 from shardckpt.events import PruneEvent, Recorder, emit
 from shardckpt.format.apply_retention import apply_retention
+from shardckpt.format.durability.durability_list import list_durability
+from shardckpt.format.durability.step_copies import Durability
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import (
     RunDirectory,
@@ -71,11 +73,14 @@ class StepList:
         root: Path or URL of the run.
         complete: Steps that were committed and have all their files, oldest first.
         incomplete: Folders that are named like steps and cannot be loaded.
+        durability: Copies of each step in the root and its tiers, in the order of their numbers; None if they were not
+            read.
     """
 
     root: str
     complete: tuple[StepInfo, ...]
     incomplete: tuple[StepInfo, ...]
+    durability: tuple[Durability, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,9 @@ class Pruned:
     leftovers = RenamedAttribute[tuple[str, ...]]("orphans")
 
 
-def ls(root: str | os.PathLike[str], *, metrics: bool = False, proof: bool = False) -> StepList:
+def ls(
+    root: str | os.PathLike[str], *, metrics: bool = False, proof: bool = False, durability: bool = False
+) -> StepList:
     """List the steps of a run.
 
     A step is complete if its `COMMIT` is valid and all its files have their sizes.
@@ -117,6 +124,7 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False, proof: bool = Fal
         root: Path or URL of the run's folder.
         metrics: Read the metrics of the complete steps, and whether they have statistics, from their manifests.
         proof: Read the verdicts on resumes of the complete steps; `prove` returns more about them.
+        durability: List the copies of each step that this machine can read, in the tiers too, and what they survive.
 
     Raises:
         UsageError: The folder does not exist or has no steps; the message describes its content.
@@ -126,7 +134,7 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False, proof: bool = Fal
         >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
     """
     root = as_url(root)
-    require_bools(metrics=metrics, proof=proof)
+    require_bools(metrics=metrics, proof=proof, durability=durability)
     store, run = open_run(root)
     complete = describe_steps(store, run.complete)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-ls") as pool:
@@ -136,7 +144,8 @@ def ls(root: str | os.PathLike[str], *, metrics: bool = False, proof: bool = Fal
         if proof:
             verdicts = (found.verdict for found in pool.map(partial(read_step_witness, store), run.complete))
             complete = tuple(replace(step, proof=verdict) for step, verdict in zip(complete, verdicts, strict=True))
-    return StepList(root, complete, describe_steps(store, run.incomplete))
+    copies = list_durability(root) if durability else None
+    return StepList(root, complete, describe_steps(store, run.incomplete), copies)
 
 
 def open_run(root: str) -> tuple[Store, RunDirectory]:

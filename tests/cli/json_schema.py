@@ -135,6 +135,7 @@ _GENERIC: Mapping[object, Callable[[tuple[Any, ...], dict[str, Any]], dict[str, 
     Union: _union,
     types.UnionType: _union,
     tuple: _tuple,
+    frozenset: lambda inner, defs: {"type": "array", "items": _schema(inner[0], defs), "uniqueItems": True},
     Mapping: lambda inner, defs: {"type": "object", "additionalProperties": _schema(inner[1], defs)},
     Literal: lambda inner, _: {"enum": list(inner)},
 }

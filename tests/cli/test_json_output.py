@@ -41,7 +41,7 @@ COMMANDS = {
     "stats": ["SRC", "STEP"],
     "history": ["RUN --tensor a.w"],
     "bisect": ["RUN --when nan", "RUN --when l2>1e9 --scan"],
-    "ls": ["RUN"],
+    "ls": ["RUN", "RUN --durability"],
     "prove": ["RUN", "PROVEN"],
     "prune": ["RUN --dry-run --keep-last 1"],
     "tiers": [""],

@@ -7,7 +7,7 @@ import torch
 from command import run_here
 
 import shardckpt
-from shardckpt import Checkpointer, PeerMemory
+from shardckpt import Checkpointer, Local, PeerMemory
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,43 @@ def test_a_capture_is_rescued_by_copy_and_verified_like_any_step(tmp_path):
     assert run_here("verify", f"{url}/step-00000007").code == 0
     assert run_here("copy", url, tmp_path / "rescued").code == 0
     assert torch.equal(shardckpt.load(str(tmp_path / "rescued/step-00000007"))["w"], torch.ones(10))
+
+
+def test_all_copies_of_a_step_are_listed_with_what_they_survive(tmp_path):
+    root, local = tmp_path / "run", tmp_path / "local"
+    ck = Checkpointer(root, save_every=2, tiers=[PeerMemory(max_bytes="1MiB"), Local(local)])
+    for step in (1, 2, 3):
+        ck.save(step, {"w": torch.ones(10)})
+    ck.wait()
+    found = run_here("ls", root, "--durability")
+    header, *rows = [line.split() for line in found.out.splitlines()]
+    assert header == ["step", "tier", "survives", "verified", "path"]
+    url = shardckpt.tiers().holders[0].url
+    paths = [f"{root}/step-00000002", f"{url}/step-00000003", f"{local}/step-00000003"]
+    kept = [(["2", "root"], paths[0]), (["3", "memory"], paths[1]), (["3", "local"], paths[2])]
+    assert [(row[:2], row[-1]) for row in rows] == kept
+    assert all(row[2] == "process" and row[3].startswith("20") for row in rows)
+    listed = json.loads(run_here("ls", root, "--durability", "--json").out)["durability"]
+    assert [(step["step"], step["survives"], len(step["copies"])) for step in listed] == [
+        (2, ["process"], 1),
+        (3, ["process"], 2),
+    ]
+    in_tiers = listed[1]["copies"]
+    assert all(copy["saved_at"] <= copy["verified_at"] for copy in in_tiers)
+    shardckpt.stop_tiers()
+    found = run_here("ls", root, "--durability").out
+    assert "memory" not in found and found.count("local") and run_here("ls", root).out == "2\n"
+
+
+def test_a_run_that_has_only_captures_is_listed_and_the_folder_of_another_run_is_not(tmp_path):
+    root, local = tmp_path / "run", tmp_path / "local"
+    ck = Checkpointer(root, save_every=100, tiers=[Local(local)])
+    ck.save(1, {"w": torch.ones(10)})
+    ck.wait()
+    assert run_here("ls", root, "--durability").out.count("process") == 1
+    (local / ".shardckpt-tier.json").write_text('{"run": "another"}')
+    found = run_here("ls", root, "--durability")
+    assert found.code == 0 and found.out.split() == ["step", "tier", "survives", "verified", "path"]
 
 
 def test_an_unknown_action_or_run_is_an_error_of_the_call():

@@ -42,6 +42,7 @@ class SaveSchedule:
     Attributes:
         has_signal: Whether this process received a signal.
         stop_requested: Whether any rank received a signal and all ranks have agreed on it.
+        on_completed: Called with the number of a training step that has ended.
     """
 
     def __init__(self, save_every: int | None, tier_every: Sequence[int] = ()) -> None:
@@ -52,6 +53,7 @@ class SaveSchedule:
         self._background: BackgroundSave | None = None
         self._is_due = self._is_watching = False
         self.has_signal = self.stop_requested = False
+        self.on_completed: Callable[[int], object] = lambda _: None
 
     def record_restore(self, number: int) -> None:
         """Record that a step was restored, so that it is not saved again."""
@@ -60,6 +62,7 @@ class SaveSchedule:
     def record_save(self, number: int, background: BackgroundSave | None) -> None:
         """Record that a step was saved; a request by a signal is fulfilled."""
         self._last_step, self._background, self._is_due = number, background, False
+        self.on_completed(number)
 
     def set_requested(self, is_requested: bool) -> None:
         """Record whether the ranks agreed that a signal requested a stop."""
@@ -88,6 +91,7 @@ class SaveSchedule:
                 self._is_due = self.stop_requested
         elif fault is not None:
             raise fault
+        self.on_completed(number)
         is_turn = self._is_turn_of_root(number) or (
             number > 0 and any(not number % every for every in self._tier_every)
         )

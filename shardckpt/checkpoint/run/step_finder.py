@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -13,14 +13,16 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import MIXED
-from shardckpt.checkpoint.run.durability import (
+from shardckpt.errors import NoCompleteCheckpoint, TargetExistsError, UnsupportedError, UsageError
+from shardckpt.format.durability.step_copies import (
+    ROOT,
     StepCopy,
     decode_durability,
+    describe_copy,
     encode_copies,
     find_survived,
     read_mounts,
 )
-from shardckpt.errors import NoCompleteCheckpoint, TargetExistsError, UnsupportedError, UsageError
 from shardckpt.format.native.run_directory import (
     RunDirectory,
     StepFolder,
@@ -90,7 +92,10 @@ class StepFinder:
     Attributes:
         root: Path or URL of the run's folder, without a slash at the end.
         group: Process group of the ranks; None for all ranks.
+        tier: Name of the place of the steps.
         damaged: Ids of saves whose steps a load found damaged.
+        removed: Ids of saves whose steps retention removed.
+        find_failed: Returns the reasons why steps are passed over, by their orders. On rank 0.
         has_other_places: Whether a step may also be somewhere else than in the root.
     """
 
@@ -99,7 +104,10 @@ class StepFinder:
         if self.root.endswith(":") and as_url(root).startswith(f"{self.root}//"):
             raise UsageError("this URL names no place", where=as_url(root), fix="Name a bucket, or a folder in it.")
         self.group = group
+        self.tier = ROOT
         self.damaged: set[str] = set()
+        self.removed: set[str] = set()
+        self.find_failed: Callable[[], Mapping[tuple[int, int], str]] = dict
         self.has_other_places = False
 
     def path(self, name: str) -> str:
@@ -172,13 +180,32 @@ class StepFinder:
             passed: Copies that were tried already.
             fault: Error of this rank, which all ranks raise; None without an error.
         """
-        return FoundStep(*self.ask_rank0("looking for a step", lambda: self.find_on_rank0(wanted, passed), fault))
+        return FoundStep(*self.ask_rank0("looking for a step", lambda: self._find_tried(wanted, passed), fault))
 
-    def find_on_rank0(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
-        """Return the newest step that can be loaded. On rank 0; arguments as for `find_step`."""
+    def _find_tried(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
+        """Return the newest step that can be loaded; pass over failed ones if there is another. On rank 0."""
+        failed = self.find_failed() if wanted is None else {}
+        found = self.find_on_rank0(wanted, passed, failed)
+        if not failed or found.unreadable:
+            return found
+        if found.save is None:
+            return self.find_on_rank0(wanted, passed)
+        reasons = [reason for order, reason in failed.items() if found.order < order <= found.newest]
+        return found._replace(faults=[*reasons, *found.faults])
+
+    def find_on_rank0(
+        self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
+    ) -> FoundStep:
+        """Return the newest step that can be loaded. On rank 0.
+
+        Args:
+            wanted: Number of the step; None for any.
+            passed: Copies that were tried already.
+            avoided: Orders of steps that are passed over.
+        """
         run = self.read()
         untried = [s for s in run.steps if not s.is_base and (self.path(s.name), s.save) not in passed]
-        matching = [s for s in untried if wanted in (None, s.number)]
+        matching = [s for s in untried if wanted in (None, s.number) and (s.branch, s.number) not in avoided]
         newest = next((step for step in reversed(run.complete) if step in matching), None)
         faulty = [step for step in reversed(matching) if not step.is_complete]
         newer = [step for step in faulty if newest is None or step.number > newest.number]
@@ -202,10 +229,6 @@ class StepFinder:
         """Return the keys of the complete steps. On rank 0."""
         return [(self.path(step.name), step.save) for step in self.read().complete]
 
-    def mark_damaged(self, found: FoundStep) -> None:
-        """Record that a load found a step damaged."""
-        self.damaged.add(found.save or "")
-
     def open_places(self) -> AbstractContextManager[None]:
         """Return the context of a restore, in which steps that are on other nodes can be read. Collective."""
         return nullcontext()
@@ -217,9 +240,26 @@ class StepFinder:
 
     def list_copies(self, number: int) -> list[StepCopy]:
         """Return the complete copies of a step, the nearest first. On rank 0."""
-        survives = find_survived(self.root, read_mounts())
+        return self.list_copies_here(number, find_survived(self.root, read_mounts()))
+
+    def list_copies_here(self, number: int, survives: tuple[str, ...]) -> list[StepCopy]:
+        """Return the complete copies of a step in this folder. On rank 0.
+
+        Args:
+            number: Number of the step.
+            survives: Failures that files here survive.
+        """
+        store = self.open_store()
         steps = [step for step in self.read().complete if step.number == number and self.is_good(step)]
-        return [StepCopy("root", self.path(step.name), survives, step.saved_at) for step in steps]
+        return [describe_copy(store, step, self.tier, survives) for step in steps]
+
+    def find_finder(self, path: str) -> StepFinder:  # noqa: ARG002  (tiers have their own)
+        """Return the finder of the place that a step is in.
+
+        Args:
+            path: Path or URL of its folder.
+        """
+        return self
 
     def find_base(self, number: int) -> str | None:
         """Return the newest step that can be the base of a save. On rank 0.

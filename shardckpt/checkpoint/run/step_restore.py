@@ -34,6 +34,8 @@ class RestoredStep(NamedTuple):
         save: Id of the save that wrote it.
         branch: Branch of the run for steps that are saved from now on.
         faults: Faults of newer steps.
+        order: Branch and number of the step.
+        path: Path or URL of its folder.
     """
 
     number: int
@@ -41,6 +43,8 @@ class RestoredStep(NamedTuple):
     save: str
     branch: int
     faults: tuple[str, ...]
+    order: tuple[int, int]
+    path: str
 
 
 def restore_step(
@@ -82,7 +86,8 @@ def restore_step(
         with finder.open_places():
             restored = _load_newest(finder, state, wanted, given, on_event=on_event, fault=fault)
         if restored is not None:
-            recorder.values.update(step=restored.number, warnings=restored.faults)
+            tier = finder.find_finder(restored.path).tier
+            recorder.values.update(step=restored.number, warnings=restored.faults, tier=tier)
     return restored
 
 
@@ -108,10 +113,11 @@ def _load_newest(
         damage = _load_step(finder, path, state, options, is_last=is_last)
         if not damage:
             faults = (*latest.faults, *damages.values())
-            return RestoredStep(latest.number, latest.name, latest.save, latest.branch, faults)
+            order = latest.order[0], latest.order[1]
+            return RestoredStep(latest.number, latest.name, latest.save, latest.branch, faults, order, path)
         if finder.is_still_here(latest):
             damages[latest.key] = damage
-            finder.mark_damaged(latest)
+            finder.find_finder(path).damaged.add(latest.save)
             rank = get_channels(finder.group).main.rank
             emit(FallbackEvent(path, step=latest.number, rank=rank, warnings=(damage,)), on_event)
         else:

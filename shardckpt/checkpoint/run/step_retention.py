@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -24,24 +25,34 @@ class StepRetention:
         rules: Rules that select the steps to keep.
         finder: Finder of the run's steps.
         on_event: Called with a `PruneEvent` when steps were removed, or could not be; None without a callback.
+        list_needed: Returns the numbers of steps that stay regardless of the rules.
     """
 
-    def __init__(self, rules: Retention, finder: StepFinder, on_event: OnEvent | None = None) -> None:
+    def __init__(
+        self,
+        rules: Retention,
+        finder: StepFinder,
+        on_event: OnEvent | None = None,
+        list_needed: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         self._rules, self._finder, self._on_event = rules, finder, on_event
+        self._list_needed, self._lock = list_needed, threading.Lock()
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._is_tidy = False
 
-    def apply(self, saved: int) -> None:
+    def apply(self, saved: int | None) -> None:
         """Delete the steps that no rule keeps; errors become warnings.
 
         Args:
-            saved: Number of the step that was just saved.
+            saved: Number of the step that was just saved; None if a step is not needed any more.
         """
         if self._is_tidy and not self._rules.is_needed:
             return
         recorder = Recorder(PruneEvent, self._finder.root)
         try:
-            removed = self._delete(saved)
+            with self._lock:
+                removed = self._delete(saved)
+            self._finder.removed.update(step.save for step in removed)
             self._is_tidy = True
             if removed:
                 numbers, nbytes = tuple(step.number for step in removed), sum(step.nbytes for step in removed)
@@ -49,9 +60,10 @@ class StepRetention:
                 emit(recorder.build(None), self._on_event)
         except (StorageError, CheckpointError, UsageError) as error:
             emit(recorder.build(error), self._on_event)
-            warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=5)
+            what = "old steps" if saved is None else f"step {saved} is saved, but old ones"
+            warnings.warn(f"{what} could not be removed: {error}", stacklevel=5)
 
-    def _delete(self, saved: int) -> tuple[StepFolder, ...]:
+    def _delete(self, saved: int | None) -> tuple[StepFolder, ...]:
         """Delete steps, and return them."""
         store = self._finder.open_store()
         run = read_run(store)
@@ -65,7 +77,7 @@ class StepRetention:
             now=time.time(),
             is_complete=self._finder.is_good,
             get_metrics=lambda step: self._read_metrics(store, step),
-            protected={saved},
+            protected={*self._list_needed(), *([] if saved is None else [saved])},
         )
         if deleted.other_content:
             stay = deleted.other_content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -74,6 +74,7 @@ class CaptureTier(ABC):
     Attributes:
         place: The tier as restores and claims see it.
         every: Steps whose number is a multiple of this are captured.
+        list_needed: Returns the numbers of the steps that stay regardless of the rules. On rank 0.
     """
 
     def __init__(
@@ -88,9 +89,13 @@ class CaptureTier(ABC):
     ) -> None:
         self.place, self.every = place, every
         self._shown, self._lane, self._group, self._on_event = shown, lane, group, on_event
-        self._retention = StepRetention(rules, place.finder, on_event)
+        self.list_needed: Callable[[], Collection[int]] = tuple
+        self._retention = StepRetention(rules, place.finder, on_event, self._list_needed)
         self._failures = self._skipped = 0
         self._pending: tuple[int, SaveHandle] | None = None
+
+    def _list_needed(self) -> Collection[int]:
+        return self.list_needed()
 
     @abstractmethod
     def open_node(self) -> None:
@@ -131,7 +136,7 @@ class CaptureTier(ABC):
         def decide(messages: list[bytes]) -> list[bytes]:
             faults = [(rank, text) for rank, text in enumerate(messages) if text]
             for rank, text in faults[:1]:
-                self._note_failure(StorageError(f"rank {rank}: {text.decode()}"))
+                self.note_failure(StorageError(f"rank {rank}: {text.decode()}"))
             return [b"" if faults else b"1"] * len(messages)
 
         return bool(coordinator.coordinate(f"opening {self.place.finder.root} on all nodes", fault, decide))
@@ -167,12 +172,18 @@ class CaptureTier(ABC):
         try:
             self.open(nodes)
         except ShardckptError as error:
-            self._note_failure(error)
+            self.note_failure(error)
             return False
         return True
 
     def capture(
-        self, number: int, state: Any, notes: Mapping[str, str], options: Mapping[str, Any], share: NodeShare
+        self,
+        number: int,
+        state: Any,
+        notes: Mapping[str, str],
+        options: Mapping[str, Any],
+        share: NodeShare,
+        on_committed: Callable[[int], object],
     ) -> None:
         """Capture a step in the background. Collective.
 
@@ -182,6 +193,7 @@ class CaptureTier(ABC):
             notes: Custom metadata.
             options: Options of `shardckpt.async_save` for the copy.
             share: Part of this rank.
+            on_committed: Called with the number on rank 0, once the capture is complete on a single node.
 
         Raises:
             Exception: The state cannot be saved; an error of the tier is a warning.
@@ -195,7 +207,8 @@ class CaptureTier(ABC):
         def on_event(event: OperationEvent) -> None:
             deliver(event, self._on_event)
             if event.error is None and has_retention:
-                self._retention.apply(number)
+                on_committed(number)
+                self.apply_rules(number)
 
         given: SaveParams = {
             "overwrite": True,
@@ -207,7 +220,7 @@ class CaptureTier(ABC):
         if budget is not None:  # pinned memory, of which a save in the root may use all of its own budget
             options = {"max_staging_bytes": max(budget // 4, LEAST_BUDGET_BYTES), **options}
         try:
-            handle = start_async_save(self._lane, state, self._path(number), given, **options)
+            handle = start_async_save(self._lane, state, self.path(number), given, **options)
         except Exception as error:
             coordinator = get_channels(self._group).main
             if coordinator.has_lost_rank or not _is_fault_of_tier(coordinator, error):
@@ -229,7 +242,7 @@ class CaptureTier(ABC):
         self.settle()
         if has_waited:
             rank, seconds = get_channels(self._group).main.rank, time.monotonic() - start
-            emit(BackpressureEvent(self._path(number), seconds, number, rank), self._on_event)
+            emit(BackpressureEvent(self.path(number), seconds, number, rank), self._on_event)
 
     def settle(self) -> None:
         """Wait for the last capture. Collective.
@@ -248,19 +261,33 @@ class CaptureTier(ABC):
                 raise
             self._withdraw(number, error)
         else:
-            self._pending, self._failures = None, 0
+            self._pending = None
+            self.note_success()
 
-    def _path(self, number: int) -> str:
+    def path(self, number: int) -> str:
+        """Return the path or URL of a step in this tier."""
         return self.place.finder.path(step_name(number))
+
+    def apply_rules(self, saved: int | None = None) -> None:
+        """Delete the steps that no rule keeps. On rank 0.
+
+        Args:
+            saved: Number of a step that is new here; None if a step is not needed any more.
+        """
+        self._retention.apply(saved)
 
     def _withdraw(self, number: int, error: Exception) -> None:
         """Emit that a step is not in this tier; on rank 0 warn too."""
         rank = get_channels(self._group).main.rank
-        emit(FallbackEvent(self._path(number), step=number, rank=rank, warnings=(str(error),)), self._on_event)
+        emit(FallbackEvent(self.path(number), step=number, rank=rank, warnings=(str(error),)), self._on_event)
         if rank == 0:
-            self._note_failure(error)
+            self.note_failure(error)
 
-    def _note_failure(self, error: Exception) -> None:
+    def note_success(self) -> None:
+        """Reset the count of failures."""
+        self._failures = 0
+
+    def note_failure(self, error: Exception) -> None:
         """Count a failure; warn about the first one in a row. On rank 0."""
         self._failures += 1
         if self._failures == 1:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch.distributed as dist
 
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.save.async_save import LOCAL_CAPTURES
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, TierPlace
-from shardckpt.checkpoint.tiers.local_folder import Local, claim_folder, require_own_folder
-from shardckpt.errors import StorageError, escape
+from shardckpt.checkpoint.tiers.local_folder import Local
+from shardckpt.errors import ShardckptError, StorageError, escape
 from shardckpt.events import OnEvent
+from shardckpt.format.durability.run_record import read_run_record, write_run_record
+from shardckpt.format.durability.step_copies import LOCAL
+from shardckpt.format.durability.tier_folder import claim_folder, require_own_folder
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store
+
+_LOG = logging.getLogger("shardckpt")
 
 
 class LocalFinder(StepFinder):
@@ -54,8 +62,8 @@ class LocalTier(CaptureTier):
 
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None) -> None:
         config.require_apart(root)
-        self._folder, self._root = config.folder, root
-        place = TierPlace("local", LocalFinder(config, root, group), lambda: True)
+        self._folder, self._root, self._is_recorded = config.folder, root, False
+        place = TierPlace(LOCAL, LocalFinder(config, root, group), lambda: True)
         shown = escape(config.folder)
         super().__init__(place, shown, LOCAL_CAPTURES, config.every, config.rules, group, on_event)
 
@@ -76,3 +84,16 @@ class LocalTier(CaptureTier):
     def open_node(self) -> None:
         """Claim the folder for this run. Raises as `open`."""
         claim_folder(open_store(self._folder), self._root)
+        if not self._is_recorded:
+            self._is_recorded = True
+            self._record_folder()
+
+    def _record_folder(self) -> None:
+        """Write the folder to the record of the run, where `ls` finds it; without it training goes on."""
+        try:
+            store = open_store(self._root)
+            record = read_run_record(store)
+            if record.local != self._folder:
+                write_run_record(store, replace(record, local=self._folder))
+        except ShardckptError as error:
+            _LOG.warning("the folder of Local is not recorded in the root: %s", error)

@@ -14,9 +14,11 @@ from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.save.async_save import CAPTURES
 from shardckpt.checkpoint.save.staging import memory_size
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, NodeShare, TierPlace
-from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node, find_run_id
+from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node
 from shardckpt.errors import StorageError
 from shardckpt.events import OnEvent, ReplicateEvent, emit
+from shardckpt.format.durability.run_record import find_run_id
+from shardckpt.format.durability.step_copies import MEMORY
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
@@ -50,7 +52,7 @@ class MemoryTier(CaptureTier):
         self._copied = ""
         self._is_warned = self._has_failed = False
         finder = MemoryFinder(f"{SCHEME}://{self._run}", group)
-        place = TierPlace("memory", finder, lambda: is_reachable(self._run), partial(find_node, config.rack))
+        place = TierPlace(MEMORY, finder, lambda: is_reachable(self._run), partial(find_node, config.rack))
         rules = Retention.from_params("PeerMemory", keep_last=config.keep_last)
         super().__init__(place, "memory", CAPTURES, config.every, rules, group, on_event)
 
@@ -112,7 +114,10 @@ class MemoryTier(CaptureTier):
 
     def _remove_old(self, own: Store, kept: set[str]) -> None:
         """Remove the captures of this node that are not kept; an error is a warning."""
+        finder = self.place.finder
         try:
-            remove_old_steps(own, self._config.keep_last, kept, self.place.finder.damaged)
+            before = read_commits(own)
+            removed = remove_old_steps(own, self._config.keep_last, kept, finder.damaged)
+            finder.removed.update(before[name].save for name in removed if name in before)
         except StorageError as error:
             warnings.warn(f"a step is captured, but old captures could not be removed: {error}", stacklevel=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from shardckpt.errors import UsageError
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.holder.holder_sockets import NODE, socket_folder
 from shardckpt.storage.holder.holders import IDLE_S
-from shardckpt.storage.resolve_url import local_path
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -62,17 +60,6 @@ class PeerMemory:
     def limit(self, memory_bytes: int) -> int:
         """Return the maximum bytes of a holder, on a machine with so many bytes of memory."""
         return memory_bytes // 2 if self.max_bytes is None else parse_size(self.max_bytes)
-
-
-def find_run_id(root: str) -> str:
-    """Return the id under which the captures of a run are found again: equal for equal roots.
-
-    Args:
-        root: Path or URL of the run.
-    """
-    path = local_path(root)
-    place = root.rstrip("/") if path is None else os.path.realpath(path)
-    return hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def find_node(rack: str = "") -> Node:

@@ -17,10 +17,17 @@ import torch.distributed as dist
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.open_peers import open_peers
-from shardckpt.checkpoint.run.durability import FAILURES, PROCESS, StepCopy, decode_durability, encode_copies
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep, StepFinder, StepKey, find_next_branch
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
+from shardckpt.format.durability.step_copies import (
+    FAILURES,
+    PROCESS,
+    StepCopy,
+    decode_durability,
+    describe_copy,
+    encode_copies,
+)
 from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, step_name
 from shardckpt.storage.store import Store
 
@@ -102,32 +109,31 @@ class TieredFinder(StepFinder):
     ) -> None:
         super().__init__(root, group)
         self._places = tuple(places)
+        for place in self._places:
+            place.finder.tier = place.name
         self.has_other_places = True
         self.position: RootPosition | None = None
         self._started: dict[int, float] = {}
 
-    def find_on_rank0(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
+    def find_on_rank0(
+        self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
+    ) -> FoundStep:
         """Return the newest step that can be loaded, in a tier or in the root. On rank 0."""
-        root = super().find_on_rank0(wanted, passed)
+        root = super().find_on_rank0(wanted, passed, avoided)
         self.position = RootPosition(root.newest)
-        return choose_newest([*(self._find_in_tier(place, wanted, passed, root) for place in self._places), root])
+
+        def find(place: TierPlace) -> FoundStep:
+            self._drop_captures_of_another_run(place, root)
+            return place.finder.find_on_rank0(wanted, passed, avoided)._replace(faults=[], unreadable="")
+
+        held = [_read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
+        return choose_newest([*held, root])
 
     def find_position(self) -> RootPosition:
         """Return the steps of the root that this process knows; read them if it has not looked. On rank 0."""
         if self.position is None:
             self.position = RootPosition(super().find_on_rank0(None, ()).newest)
         return self.position
-
-    def _find_in_tier(
-        self, place: TierPlace, wanted: int | None, passed: Collection[StepKey], root: FoundStep
-    ) -> FoundStep:
-        """Return the newest step of a tier that can be loaded; without one if the tier cannot be read."""
-
-        def find() -> FoundStep:
-            self._drop_captures_of_another_run(place, root)
-            return place.finder.find_on_rank0(wanted, passed)._replace(faults=[], unreadable="")
-
-        return _read_tier(place, find, FoundStep([]))
 
     def _drop_captures_of_another_run(self, place: TierPlace, root: FoundStep) -> None:
         store, run = place.finder.open_store(), place.finder.read()
@@ -141,13 +147,10 @@ class TieredFinder(StepFinder):
                 _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
                 delete_steps(store, run, [step.name])
 
-    def mark_damaged(self, found: FoundStep) -> None:
-        """Record that a load found a step damaged, in the place of that copy alone."""
-        for place in self._places:
-            if place.finder.path(found.name) == found.path:
-                place.finder.mark_damaged(found)
-                return
-        super().mark_damaged(found)
+    def find_finder(self, path: str) -> StepFinder:
+        """Return the finder of the place that a step is in."""
+        run = path.rpartition("/")[0]
+        return next((place.finder for place in self._places if place.finder.root == run), self)
 
     def list_keys(self) -> list[StepKey]:
         """Return the keys of the complete steps in the tiers and in the root. On rank 0."""
@@ -200,7 +203,7 @@ class TieredFinder(StepFinder):
             if place.find_node is None:
                 held += _read_tier(place, partial(_list_held_copies, place, number), [])
             else:
-                held += _list_node_copies(place, catalog, number)
+                held += _read_tier(place, partial(_list_node_copies, place, catalog, number), [])
         copies = [*held, *self.list_copies(number)]
         started = self._started.get(number, 0.0)
         return [copy for copy in copies if not started or (copy.saved_at or 0.0) >= started]
@@ -219,11 +222,8 @@ def _read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def _list_held_copies(place: TierPlace, number: int) -> list[StepCopy]:
-    finder = place.finder
-    held = [step for step in finder.read().complete if step.number == number and finder.is_good(step)]
-    if not held or not place.is_found_again():
-        return []
-    return [StepCopy(place.name, finder.path(step.name), (PROCESS,), step.saved_at) for step in held]
+    held = place.finder.list_copies_here(number, (PROCESS,))
+    return held if held and place.is_found_again() else []
 
 
 def _report_step(place: TierPlace, folder: str) -> NodeReport:
@@ -245,7 +245,7 @@ def _list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> li
     machines, step = catalog.count_machines(folder), StepFolder(number, folder, save=catalog.saves.get(folder, ""))
     if not machines or not place.finder.is_good(step):
         return []
-    return [StepCopy(place.name, place.finder.path(folder), FAILURES[:machines], step.saved_at)]
+    return [describe_copy(place.finder.open_store(), step, place.name, FAILURES[:machines])]
 
 
 def _read_about(store: Store, step: StepFolder) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.local_tier import LocalTier
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
 from shardckpt.checkpoint.tiers.peer_memory import find_node_id
+from shardckpt.checkpoint.tiers.promoter import Promoter, Promotion
 from shardckpt.checkpoint.tiers.tier_settings import TierSettings
 from shardckpt.checkpoint.tiers.tiered_finder import TieredFinder
 from shardckpt.errors import UsageError
@@ -50,7 +52,8 @@ class _Places(NamedTuple):
         number: Number of the step.
         branch: Branch of the run that the step belongs to.
         after: Position in the root, as text.
-        in_tiers: Whether it is captured in each of the tiers.
+        captured_in: Index of the tier that captures it; None without one.
+        promoted_to: Indexes of the tiers to which the capture is copied.
         in_root: Whether it is saved in the root.
         share: `NodeShare` of the rank.
     """
@@ -58,7 +61,8 @@ class _Places(NamedTuple):
     number: int
     branch: int
     after: str
-    in_tiers: list[bool]
+    captured_in: int | None
+    promoted_to: list[int]
     in_root: bool
     share: tuple[int, bool] = (1, False)
 
@@ -115,7 +119,7 @@ def build_run(
     saver.on_saved = session.begin_record
     if tiered is None:
         return RunParts(finder, saver, retention, session)
-    return RunParts(finder, TieredSaver(saver, schedule, tiers, tiered), retention, session)
+    return RunParts(finder, TieredSaver(saver, schedule, tiers, tiered, Promoter(on_event)), retention, session)
 
 
 def build_tier(
@@ -145,12 +149,21 @@ class TieredSaver:
         schedule: Schedule of the root and the tiers.
         tiers: The tiers, the nearest first.
         finder: Finder of the steps in all places.
+        promoter: Copies captures to the farther tiers.
     """
 
     def __init__(
-        self, saver: StepSaver, schedule: SaveSchedule, tiers: Sequence[CaptureTier], finder: TieredFinder
+        self,
+        saver: StepSaver,
+        schedule: SaveSchedule,
+        tiers: Sequence[CaptureTier],
+        finder: TieredFinder,
+        promoter: Promoter,
     ) -> None:
         self._saver, self._schedule, self._tiers, self._finder = saver, schedule, tuple(tiers), finder
+        self._promoter = promoter
+        for tier in self._tiers:
+            tier.list_needed = partial(promoter.list_promoted, tier)
 
     def record_restore(self, number: int, branch: int) -> None:
         """Record that a step was restored, and the branch of the steps that are saved from now on."""
@@ -186,9 +199,14 @@ class TieredSaver:
         notes[AFTER] = places.after
         copy_options = {name: given[name] for name in _FOR_COPY if name in given}
         share = NodeShare(*places.share)
-        for tier, is_in_tier in zip(self._tiers, places.in_tiers, strict=True):
-            if is_in_tier and tier.open_nodes(share):
-                tier.capture(places.number, state, notes, copy_options, share)
+        if places.captured_in is not None and self._tiers[places.captured_in].open_nodes(share):
+            source, targets = self._tiers[places.captured_in], [self._tiers[index] for index in places.promoted_to]
+
+            def promote(number: int) -> None:
+                for target in targets:
+                    self._promoter.add(Promotion(number, source, target))
+
+            source.capture(places.number, state, notes, copy_options, share, promote)
         if places.in_root:
             return self._save_in_root(places, state, metrics, options)
         self._saver.record_save(places.number, places.branch, None)
@@ -214,6 +232,7 @@ class TieredSaver:
         try:
             for tier in self._tiers:
                 tier.settle()
+            self._promoter.wait()
         finally:
             self._saver.settle()
 
@@ -229,13 +248,14 @@ class TieredSaver:
         """Choose the places of a step. On rank 0."""
         numbers, nodes = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
-        in_tiers = [tier.takes(number) and tier.prepare(set(nodes)) for tier in self._tiers]
+        ready = [index for index, tier in enumerate(self._tiers) if tier.takes(number) and tier.prepare(set(nodes))]
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
         self._finder.record_start(number)
         position = self._finder.find_position()
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
-        places = _Places(number, branch, position.encode(), in_tiers, in_root)
+        captured_in, promoted_to = (ready[0], ready[1:]) if ready else (None, [])
+        places = _Places(number, branch, position.encode(), captured_in, promoted_to, in_root)
         shares = [(len(set(nodes)), nodes.index(node) == rank) for rank, node in enumerate(nodes)]
         return [json.dumps(places._replace(share=share)).encode() for share in shares]

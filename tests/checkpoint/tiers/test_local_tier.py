@@ -16,7 +16,7 @@ from forks import is_killed
 from harness import run
 
 import shardckpt
-from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory
+from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, WithdrawalEvent
 from shardckpt.errors import StorageError, UsageError
 from shardckpt.storage.holder import holder_connection
 
@@ -107,9 +107,11 @@ def test_of_three_equal_copies_the_nearest_that_verifies_is_restored(tmp_path):
     tiers = [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]
     save(Checkpointer(tmp_path / "run", save_every=1, tiers=tiers), 1)
     loads: list[str] = []
+    tiers_of_restores: list[str] = []
 
     def note(event: shardckpt.OperationEvent) -> None:
         loads.extend([event.path] * (event.operation == "load"))
+        tiers_of_restores.extend([event.tier] if isinstance(event, shardckpt.RestoreEvent) else [])
 
     def again() -> Checkpointer:
         return Checkpointer(tmp_path / "run", save_every=1, tiers=tiers, on_event=note)
@@ -120,6 +122,7 @@ def test_of_three_equal_copies_the_nearest_that_verifies_is_restored(tmp_path):
     assert restore(again()) == 1
     shutil.rmtree(tmp_path / "local")
     assert restore(again()) == 1
+    assert tiers_of_restores == ["memory", "local", "root"]
     schemes = [path.partition("://")[0] for path in loads]
     assert schemes == ["shardckpt-memory", str(tmp_path / "local/step-00000001"), str(tmp_path / "run/step-00000001")]
 
@@ -133,6 +136,27 @@ def test_a_folder_that_is_lost_is_not_claimed_and_the_next_capture_makes_it_agai
         ck.wait(1, survives="process")
     save(ck, 2)
     assert ck.durability(2).survives == {"process"} and restore(make(tmp_path)) == 2
+
+
+def test_a_claim_that_turns_out_false_is_withdrawn_with_an_event_and_one_that_retention_ended_is_not(tmp_path):
+    events: list[WithdrawalEvent] = []
+
+    def note(event: shardckpt.OperationEvent) -> None:
+        events.extend([event] if isinstance(event, WithdrawalEvent) else [])
+
+    ck = make(tmp_path, save_every=2, on_event=note)
+    for step in (2, 3):
+        save(ck, step)
+        assert [copy.tier for copy in ck.durability(2).copies] == ["local", "root"][step - 2 :]
+    assert ck.durability(3).survives == {"process"} and events == []
+    flip(tmp_path / "local" / "step-00000003")
+    with pytest.warns(UserWarning, match="restored step 2"):
+        assert restore(ck) == 2
+    for _ in range(2):
+        assert ck.durability(3).survives == set()
+    (event,) = events
+    path = str(tmp_path / "local" / "step-00000003")
+    assert (event.path, event.step, event.tier, event.survives) == (path, 3, "local", ())
 
 
 def test_a_full_disk_of_the_tier_is_one_warning_and_the_root_has_its_steps(tmp_path, monkeypatch):

@@ -2,8 +2,14 @@
 
 import pytest
 
-from shardckpt.checkpoint.run.durability import Durability, StepCopy, find_file_system, find_survived, require_durable
 from shardckpt.errors import StorageError, UsageError
+from shardckpt.format.durability.step_copies import (
+    Durability,
+    StepCopy,
+    find_file_system,
+    find_survived,
+    require_durable,
+)
 
 MOUNTS = """\
 22 1 0:21 / / rw,relatime shared:1 - ext4 /dev/root rw

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from shardckpt.errors import StorageError, UsageError
+from shardckpt.format.native.run_directory import StepFolder
 from shardckpt.storage.resolve_url import local_path
+from shardckpt.storage.store import Store
 
 PROCESS, NODE, TWO_NODES = "process", "node", "2 nodes"
 FAILURES = (PROCESS, NODE, TWO_NODES)
@@ -25,22 +27,30 @@ _NETWORK = {
 _MOUNTS = "/proc/self/mountinfo"
 
 
+MEMORY, LOCAL, ROOT = "memory", "local", "root"
+"""Names of the places of a step, the nearest first."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepCopy:
     """A complete copy of a step.
 
     Attributes:
-        tier: `memory`, or `root`.
+        tier: `memory`, `local` or `root`.
         path: Path or URL of the copy.
         survives: Failures that it survives, of `process`, `node` and `2 nodes`.
-        saved_at: Start of the save that wrote it, in seconds since the epoch; None if unknown. The writers hashed all
-            bytes, and rank 0 saw every file before the commit.
+        saved_at: Start of the save that wrote it, in seconds since the epoch; None if unknown.
+        verified_at: Time of its commit, in seconds since the epoch, before which the writers hashed all bytes and rank
+            0 saw every file; None if unknown.
+        save: Id of the save; copies of one save have equal bytes.
     """
 
     tier: str
     path: str
     survives: tuple[str, ...]
     saved_at: float | None
+    verified_at: float | None = None
+    save: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +68,39 @@ class Durability:
     @property
     def survives(self) -> frozenset[str]:
         """Failures of which at least one copy is spared; empty if the step is nowhere."""
-        return frozenset(failure for copy in self.copies for failure in copy.survives)
+        return frozenset(find_survived_by(self.copies))
+
+
+def find_survived_by(copies: Iterable[StepCopy]) -> tuple[str, ...]:
+    """Return the failures of which at least one copy is spared."""
+    survived = {failure for copy in copies for failure in copy.survives}
+    return tuple(failure for failure in FAILURES if failure in survived)
+
+
+def describe_copy(store: Store, step: StepFolder, tier: str, survives: tuple[str, ...]) -> StepCopy:
+    """Return a complete step as a copy.
+
+    Args:
+        store: Store of the place.
+        step: The complete step.
+        tier: Name of the place.
+        survives: Failures that files there survive.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    path = f"{store.url.rstrip('/')}/{step.name}"
+    return StepCopy(tier, path, survives, step.saved_at, store.changed_at(step.name), step.save)
 
 
 def encode_copies(copies: Iterable[StepCopy]) -> list[list[Any]]:
     """Return copies as JSON has them, for `decode_durability`."""
-    return [[copy.tier, copy.path, copy.survives, copy.saved_at] for copy in copies]
+    return [list(astuple(copy)) for copy in copies]
 
 
 def decode_durability(step: int, copies: Sequence[Any]) -> Durability:
     """Return a durability from its step and its copies as JSON."""
-    return Durability(step, tuple(StepCopy(tier, path, tuple(names), at) for tier, path, names, at in copies))
+    return Durability(step, tuple(StepCopy(tier, path, tuple(names), *rest) for tier, path, names, *rest in copies))
 
 
 def require_durable(durability: Durability, survives: str) -> None:

@@ -1,0 +1,43 @@
+"""Claims of durability that this process made, and those that turned out false."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.run.step_finder import StepFinder
+from shardckpt.events import OnEvent, WithdrawalEvent, emit
+from shardckpt.format.durability.step_copies import StepCopy, find_survived_by
+
+_MOST_CLAIMS = 4096
+"""Maximum number of steps whose claims are remembered."""
+
+
+class DurabilityClaims:
+    """Copies that this process claimed, by step.
+
+    Args:
+        finder: Finder of the run's steps.
+        on_event: Called with a `WithdrawalEvent` for each claim that turns out false; None without a callback.
+    """
+
+    def __init__(self, finder: StepFinder, on_event: OnEvent | None) -> None:
+        self._finder, self._on_event = finder, on_event
+        self._claimed: dict[int, Sequence[StepCopy]] = {}
+
+    def replace(self, step: int, copies: Sequence[StepCopy]) -> None:
+        """Claim the complete copies of a step, and withdraw earlier claims of those that are lost. On all ranks.
+
+        Args:
+            step: Number of the step.
+            copies: Its complete copies.
+        """
+        is_first = get_channels(self._finder.group).main.rank == 0
+        present = {(copy.path, copy.save) for copy in copies}
+        for copy in self._claimed.pop(step, ()) if is_first else ():
+            if (copy.path, copy.save) not in present and copy.save not in self._finder.find_finder(copy.path).removed:
+                survives = find_survived_by(copies)
+                emit(WithdrawalEvent(copy.path, step=step, tier=copy.tier, survives=survives), self._on_event)
+        self._claimed[step] = copies
+        if len(self._claimed) > _MOST_CLAIMS:
+            del self._claimed[next(iter(self._claimed))]

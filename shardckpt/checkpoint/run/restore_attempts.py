@@ -1,0 +1,111 @@
+"""Restores after which the run failed before its next step: counted in the root, so that all later starts see them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.run.save_schedule import SaveSchedule
+from shardckpt.checkpoint.run.step_finder import StepFinder
+from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.format.durability.run_record import RECORD, Attempt, read_run_record, write_run_record
+
+_LOG = logging.getLogger("shardckpt")
+
+MOST_FAILED = 2
+"""Default number of failures after which a step is passed over, for a run with tiers."""
+
+_MOST_ATTEMPTS = 64
+"""Maximum number of steps whose failures are remembered."""
+
+
+def open_attempts(finder: StepFinder, schedule: SaveSchedule, most: object, *, has_tiers: bool) -> RestoreAttempts:
+    """Return the counts of a run; its finder passes over failed steps, and its schedule ends attempts.
+
+    Args:
+        finder: Finder of the run's steps.
+        schedule: Schedule of the saves.
+        most: Argument of the user: number of failures after which a step is passed over; None for the default.
+        has_tiers: Whether the run has tiers.
+
+    Raises:
+        UsageError: The number is not an integer from 0.
+    """
+    number = (MOST_FAILED if has_tiers else 0) if most is None else most
+    if type(number) is not int or number < 0:
+        raise UsageError("`max_failed_restores` must be an integer from 0", found=repr(most))
+    attempts = RestoreAttempts(finder, number)
+    finder.find_failed, schedule.on_completed = attempts.find_failed, attempts.end
+    return attempts
+
+
+class RestoreAttempts:
+    """Counts of the restores of each step after which no further step was completed. On rank 0.
+
+    Each restore adds one to the count of its step, and the first completed step after it removes the count. What
+    cannot be read or written counts as nothing: training goes on.
+
+    Args:
+        finder: Finder of the run's steps, whose root has the record.
+        most: Number of failures after which a step is passed over; 0 to count nothing.
+    """
+
+    def __init__(self, finder: StepFinder, most: int) -> None:
+        self._finder, self._most = finder, most
+        self._open: Attempt | None = None
+
+    def find_failed(self) -> dict[tuple[int, int], str]:
+        """Return the reasons why steps are passed over, by their orders."""
+        if not self._most:
+            return {}
+        failed = [attempt for attempt in self._read() if attempt.failures >= self._most]
+        return {(attempt.branch, attempt.number): _describe(attempt) for attempt in failed}
+
+    def begin(self, order: tuple[int, int]) -> None:
+        """Count a restore of a step as failed, until a further step is completed.
+
+        Args:
+            order: Branch and number of the step.
+        """
+        if not self._most or get_channels(self._finder.group).main.rank:
+            return
+        before = [attempt.failures for attempt in self._read() if attempt[:2] == order]
+        self._open = Attempt(*order, sum(before) + 1)
+        self._write(self._open)
+
+    def end(self, completed: int) -> None:
+        """Remove the count of the restored step, after which a step was completed.
+
+        Args:
+            completed: Number of the completed step.
+        """
+        if self._open is not None and completed > self._open.number:
+            ended, self._open = self._open, None
+            self._write(ended._replace(failures=0))
+
+    def _read(self) -> tuple[Attempt, ...]:
+        try:
+            return read_run_record(self._finder.open_store()).attempts
+        except ShardckptError as error:
+            _LOG.warning("failed restores of %s cannot be read: %s", self._finder.root, error)
+            return ()
+
+    def _write(self, changed: Attempt) -> None:
+        """Write the count of one step; a count of 0 is none."""
+        try:
+            store = self._finder.open_store()
+            record = read_run_record(store)
+            others = [attempt for attempt in record.attempts if attempt[:2] != changed[:2]]
+            kept = [*others, *([changed] if changed.failures else [])]
+            write_run_record(store, replace(record, attempts=tuple(kept[-_MOST_ATTEMPTS:])))
+        except ShardckptError as error:
+            _LOG.warning("a restore of %s is not recorded: %s", self._finder.root, error)
+
+
+def _describe(attempt: Attempt) -> str:
+    return (
+        f"step {attempt.number} is passed over: the run failed {attempt.failures} times after its restore, before "
+        f"the next step was completed; restore(step={attempt.number}) loads it, and without the file {RECORD} in the "
+        "root it is tried again"
+    )

@@ -1,0 +1,103 @@
+"""`Promoter`: copy committed captures from a tier to a farther one, in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
+from shardckpt.errors import ShardckptError
+from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, record_operation
+from shardckpt.format.native.copy_files import copy_stored_step
+
+_MOST_WAITING = 2
+"""Maximum number of promotions that wait for the running one."""
+
+
+class Promotion(NamedTuple):
+    """A step to copy to a farther tier.
+
+    Attributes:
+        number: Number of the step.
+        source: Tier that has its capture.
+        target: Tier that takes the copy.
+    """
+
+    number: int
+    source: CaptureTier
+    target: CaptureTier
+
+
+class Promoter:
+    """Copies of committed captures to farther tiers, one at a time, on a thread of its own. On rank 0.
+
+    Nobody waits for a slow tier: if too many promotions wait, the oldest is given up, with an event. A capture that
+    is being promoted, or will be, stays in its tier whatever the rules there; then the rules count again.
+
+    Args:
+        on_event: Called with a `PromotionEvent` for each copy, and a `FallbackEvent` for each that was given up; None
+            without a callback.
+    """
+
+    def __init__(self, on_event: OnEvent | None) -> None:
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._waiting: deque[Promotion] = deque()
+        self._running: Promotion | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, promotion: Promotion) -> None:
+        """Promote a committed capture in the background."""
+        given_up = None
+        with self._lock:
+            self._waiting.append(promotion)
+            if len(self._waiting) > _MOST_WAITING:
+                given_up = self._waiting.popleft()
+            if self._thread is None:  # not a daemon: an exiting process waits for it
+                self._thread = threading.Thread(target=self._run, name="shardckpt-promote", daemon=False)
+                self._thread.start()
+        if given_up is not None:
+            reason = f"not copied from {given_up.source.path(given_up.number)}: newer steps wait"
+            path = given_up.target.path(given_up.number)
+            emit(FallbackEvent(path, step=given_up.number, warnings=(reason,)), self._on_event)
+
+    def list_promoted(self, source: CaptureTier) -> frozenset[int]:
+        """Return the steps of a tier that are being promoted, or will be."""
+        with self._lock:
+            promotions = [*self._waiting, *([] if self._running is None else [self._running])]
+        return frozenset(each.number for each in promotions if each.source is source)
+
+    def wait(self) -> None:
+        """Wait until no promotion is left."""
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            thread.join()
+            thread = self._thread
+
+    def _run(self) -> None:
+        """Promote what waits. On the promoter's thread."""
+        while True:
+            with self._lock:
+                self._running = self._waiting.popleft() if self._waiting else None
+                if self._running is None:
+                    self._thread = None
+                    return
+                promotion = self._running
+            self._promote(promotion)
+            with self._lock:
+                self._running = None
+            promotion.source.apply_rules()
+
+    def _promote(self, promotion: Promotion) -> None:
+        number, source, target = promotion
+        place = target.place.name
+        try:
+            with record_operation(PromotionEvent, target.path(number), self._on_event, tier=place) as recorder:
+                recorder.values["source"] = source.path(number)
+                recorder.values["nbytes"] = copy_stored_step(source.path(number), target.path(number))
+        except ShardckptError as error:
+            target.note_failure(error)
+        else:
+            target.note_success()
+            target.apply_rules(number)

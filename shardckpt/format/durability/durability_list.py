@@ -1,0 +1,58 @@
+"""Copies of all steps of a run: in the memory of this machine, in a local folder, and in the root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from shardckpt.errors import CheckpointError, ShardckptError
+from shardckpt.format.durability.run_record import find_run_id, read_run_record
+from shardckpt.format.durability.step_copies import (
+    LOCAL,
+    MEMORY,
+    PROCESS,
+    ROOT,
+    Durability,
+    StepCopy,
+    describe_copy,
+    find_survived,
+    read_mounts,
+)
+from shardckpt.format.durability.tier_folder import require_own_folder
+from shardckpt.format.native.run_directory import read_run
+from shardckpt.storage.holder import SCHEME
+from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.store import Store
+
+
+def list_durability(root: str) -> tuple[Durability, ...]:
+    """Return the copies of every step that this machine can read, in the order of their numbers.
+
+    Args:
+        root: Path or URL of the run.
+
+    Raises:
+        StorageError: The root cannot be read.
+    """
+    copies: dict[int, list[StepCopy]] = {}
+    tiers = [(MEMORY, f"{SCHEME}://{find_run_id(root)}"), (LOCAL, read_run_record(open_store(root)).local)]
+    for tier, url in tiers:
+        with suppress(ShardckptError):  # without a tier, without its copies
+            for number, copy in list(_list_in_tier(tier, url, root)) if url else ():
+                copies.setdefault(number, []).append(copy)
+    for number, copy in _list_copies(open_store(root), ROOT, find_survived(root, read_mounts())):
+        copies.setdefault(number, []).append(copy)
+    return tuple(Durability(number, tuple(copies[number])) for number in sorted(copies))
+
+
+def _list_in_tier(tier: str, url: str, root: str) -> Iterator[tuple[int, StepCopy]]:
+    store = open_store(url)
+    if tier == LOCAL:
+        require_own_folder(store, root)
+    return _list_copies(store, tier, (PROCESS,))
+
+
+def _list_copies(store: Store, tier: str, survives: tuple[str, ...]) -> Iterator[tuple[int, StepCopy]]:
+    for step in read_run(store).complete:
+        with suppress(CheckpointError):
+            yield step.number, describe_copy(store, step, tier, survives)

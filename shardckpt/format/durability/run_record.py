@@ -1,0 +1,111 @@
+"""`RunRecord`: what a run with tiers keeps in its root, so that later processes find it; and the id of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardckpt.errors import CheckpointError, MissingFileError
+from shardckpt.storage.resolve_url import local_path
+from shardckpt.storage.store import Store, read_bytes
+
+RECORD = ".shardckpt-run.json"
+"""Name of the record's file in the root."""
+
+_MOST_BYTES = 1 << 16
+
+
+def find_run_id(root: str) -> str:
+    """Return the id under which the captures of a run are found again: equal for equal roots.
+
+    Args:
+        root: Path or URL of the run.
+    """
+    path = local_path(root)
+    place = root.rstrip("/") if path is None else os.path.realpath(path)
+    return hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+class Attempt(NamedTuple):
+    """Restores of a step after which the run failed.
+
+    Attributes:
+        branch: Branch of the step.
+        number: Number of the step.
+        failures: Number of restores since a further step was completed last.
+    """
+
+    branch: int
+    number: int
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """Record of a run.
+
+    Attributes:
+        local: Folder of the tier on a disk of the node; empty without one.
+        attempts: Steps after whose restore the run failed, or may be about to.
+    """
+
+    local: str = ""
+    attempts: tuple[Attempt, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the record as a line of JSON."""
+        return json.dumps({"local": self.local, "attempts": self.attempts}).encode("ascii") + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> RunRecord:
+        """Return a record from the bytes of `encode`; what is damaged or unknown is as in a new one."""
+        try:
+            found: Any = json.loads(data)
+        except (ValueError, RecursionError):
+            return cls()
+        if not isinstance(found, Mapping):
+            return cls()
+        local, attempts = found.get("local"), found.get("attempts")
+        listed = attempts if isinstance(attempts, list) else []
+        return cls(
+            local if isinstance(local, str) and "\0" not in local else "",
+            tuple(Attempt(*each) for each in listed if _is_attempt(each)),
+        )
+
+
+def _is_attempt(found: object) -> bool:
+    return isinstance(found, list) and len(found) == len(Attempt._fields) and all(type(each) is int for each in found)
+
+
+def read_run_record(store: Store) -> RunRecord:
+    """Return the record of a run; a new one if it has none.
+
+    Args:
+        store: Store whose root is the run.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    try:
+        size = store.size(RECORD)
+        return RunRecord.decode(read_bytes(store, RECORD, 0, size)) if size <= _MOST_BYTES else RunRecord()
+    except (MissingFileError, CheckpointError):
+        return RunRecord()
+
+
+def write_run_record(store: Store, record: RunRecord) -> None:
+    """Write the record of a run, in place of an earlier one; it appears at once.
+
+    Args:
+        store: Store whose root is the run.
+        record: The record.
+
+    Raises:
+        StorageError: The store failed; the earlier record stays.
+    """
+    with store.create(RECORD) as writer:
+        writer.write(record.encode())

@@ -1,0 +1,69 @@
+"""The run that the folder of a tier belongs to, whose steps alone may be read and removed there."""
+
+from __future__ import annotations
+
+import json
+
+from shardckpt.errors import CheckpointError, MissingFileError, UsageError
+from shardckpt.format.durability.run_record import find_run_id
+from shardckpt.format.native.run_directory import is_step_name
+from shardckpt.storage.store import Store, read_bytes
+
+_OWNER = ".shardckpt-tier.json"
+"""File of a tier's folder that names its run."""
+
+_MOST_BYTES = 1 << 16
+
+
+def require_own_folder(store: Store, root: str) -> None:
+    """Require that a tier's folder is new, or has the steps of this run.
+
+    Args:
+        store: Store of the folder.
+        root: Path or URL of the run.
+
+    Raises:
+        UsageError: It has steps of another run.
+        StorageError: It cannot be read.
+    """
+    owner = _read_owner(store)
+    if owner is None and not any(is_step_name(entry.name) for entry in store.list()):
+        return
+    if owner is None or owner.get("run") != find_run_id(root):
+        raise UsageError(
+            "the folder of Local has steps of another run",
+            where=store.url,
+            found=str((owner or {}).get("root", f"no {_OWNER}"))[:200],
+            expected=root,
+            fix="Choose another folder, or remove this one.",
+        )
+
+
+def claim_folder(store: Store, root: str) -> None:
+    """Make a tier's folder that of a run.
+
+    Args:
+        store: Store of the folder.
+        root: Path or URL of the run.
+
+    Raises:
+        UsageError: It has steps of another run.
+        StorageError: It cannot be read or written.
+    """
+    require_own_folder(store, root)
+    if _read_owner(store) is None:
+        with store.create(_OWNER) as writer:
+            writer.write(json.dumps({"run": find_run_id(root), "root": root}).encode("ascii") + b"\n")
+        require_own_folder(store, root)  # another run may have claimed it meanwhile
+
+
+def _read_owner(store: Store) -> dict[str, object] | None:
+    """Return the record of the run that a folder belongs to; None without one, empty if it is damaged."""
+    try:
+        size = store.size(_OWNER)
+        found = json.loads(read_bytes(store, _OWNER, 0, size)) if size <= _MOST_BYTES else {}
+    except MissingFileError:
+        return None
+    except (CheckpointError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

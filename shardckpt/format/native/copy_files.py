@@ -1,0 +1,78 @@
+"""Copy the files of a step byte for byte, compared with their hashes on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.native.commit import COMMIT, STEP
+from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.stored_folders import StoredFolder, read_stored_step
+from shardckpt.format.native.verified_store import VerifiedStore
+from shardckpt.storage.publication import Publication
+from shardckpt.storage.publish import publish
+from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.store import Read, Store
+
+_BUFFER_BYTES = 4 * BLOCK_BYTES
+
+
+def copy_stored_step(source: str, target: str) -> int:
+    """Copy a step that refers to no other, in place of an earlier one; return its bytes.
+
+    The files are copied one after the other, through one buffer. `COMMIT` is the last.
+
+    Args:
+        source: Path or URL of the step.
+        target: Path or URL of its copy.
+
+    Raises:
+        UnsupportedError: The step refers to files of another.
+        CheckpointError: The step is damaged.
+        StorageError: Reading or writing failed; the target is unchanged.
+    """
+    folder = read_stored_step(open_store(source))
+    if folder.commit is not None and folder.commit.bases:
+        raise UnsupportedError("a step that refers to others is not copied alone", where=source)
+    store = VerifiedStore(folder.raw_store, folder.hashes)
+    with publish(target, STEP, overwrite=True, needed_bytes=folder.nbytes, last=COMMIT) as publication:
+        for file in folder.files.values():
+            with publication.create(file.name) as writer:
+                for block in read_blocks(store, file.name, file.nbytes):
+                    writer.write(block)
+        write_commit(folder, publication)
+    return folder.nbytes
+
+
+def write_commit(folder: StoredFolder, publication: Publication) -> int:
+    """Write the manifest and the `COMMIT` of a step, and return their bytes; 0 for a folder that is not a step.
+
+    Raises:
+        ChecksumError: The manifest is not the one that was committed.
+        StorageError: Reading or writing failed.
+    """
+    if folder.commit is None:
+        return 0
+    parts = ((folder.commit.manifest, folder.read_manifest()), (COMMIT, folder.mark))
+    for name, data in parts:
+        with publication.create(name) as writer:
+            writer.write(data)
+    return sum(len(data) for _, data in parts)
+
+
+def read_blocks(store: Store, name: str, nbytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a file in parts, through one buffer.
+
+    Args:
+        store: Store of the file.
+        name: Name of the file.
+        nbytes: Bytes of the file.
+
+    Raises:
+        ShardckptError: Reading failed.
+    """
+    buffer = memoryview(bytearray(min(_BUFFER_BYTES, nbytes)))
+    for start in range(0, nbytes, _BUFFER_BYTES):
+        block = buffer[: min(_BUFFER_BYTES, nbytes - start)]
+        store.read([Read(name, start, block)])
+        yield block

@@ -1,0 +1,159 @@
+"""Promotion from a tier to a farther one: the same bytes, bounded, and nothing leaves its tier before."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardckpt
+from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionEvent
+from shardckpt.checkpoint.tiers import promoter
+from shardckpt.errors import ChecksumError, NoSpaceError
+from shardckpt.storage.holder import holder_connection
+from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.store import read_bytes
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of sockets for one test, whose holders are ended after it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield
+    shardckpt.stop_tiers()
+
+
+class Run:
+    """A run with both tiers, and its events."""
+
+    def __init__(self, folder: Path, *, local_every: int = 2, **options: object) -> None:
+        self.local = folder / "local"
+        self.events: list[shardckpt.OperationEvent] = []
+        tiers = [PeerMemory(max_bytes="1GB", **options), Local(self.local, every=local_every, keep_last=2)]
+        self.ck = Checkpointer(folder / "run", save_every=100, tiers=tiers, on_event=self.events.append)
+
+    def save(self, *steps: int) -> None:
+        for step in steps:
+            self.ck.save(step, {"w": torch.full((300,), float(step)), "step": step})
+
+    def list(self, kind: type) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def list_local(self) -> list[int]:
+        return [step.number for step in shardckpt.ls(self.local).complete]
+
+
+def test_a_step_of_both_tiers_is_saved_once_and_copied_byte_for_byte(tmp_path):
+    run = Run(tmp_path, local_every=1)
+    run.save(1)
+    run.ck.wait()
+    memory, local = run.ck.durability(1).copies
+    assert (memory.tier, local.tier) == ("memory", "local") and memory.save == local.save
+    stores = [open_store(copy.path) for copy in (memory, local)]
+    names = {entry.name for entry in stores[0].list()}
+    assert names == {entry.name for entry in stores[1].list()} and "COMMIT" in names
+    for name in names:
+        first, second = (read_bytes(store, name, 0, store.size(name)) for store in stores)
+        assert first == second
+    assert [event.path for event in run.list(shardckpt.SaveEvent)] == [memory.path]
+    (event,) = run.list(PromotionEvent)
+    assert (event.path, event.source, event.tier, event.step) == (local.path, memory.path, "local", 1)
+    assert event.nbytes > 1200 and event.seconds > 0 and event.error is None
+    assert local.verified_at >= memory.verified_at
+    shardckpt.stop_tiers()
+    holder_connection._forget_connections()
+    into = {"w": torch.zeros(300), "step": 0}
+    assert run.ck.restore(into) == 1 and into["step"] == 1 and into["w"][7] == 1
+
+
+def test_a_step_stays_in_memory_until_it_is_copied_and_leaves_then(tmp_path, monkeypatch):
+    run, may_copy, begun = Run(tmp_path), threading.Event(), threading.Event()
+    copy = promoter.copy_stored_step
+
+    def copy_later(source: str, target: str) -> int:
+        begun.set()
+        assert may_copy.wait(DEADLINE_S)
+        return copy(source, target)
+
+    monkeypatch.setattr(promoter, "copy_stored_step", copy_later)
+    run.save(2, 3)
+    assert begun.wait(DEADLINE_S)
+    run.save(5, 7)
+    run.ck._saver._tiers[0].settle()
+    (holder,) = shardckpt.tiers().holders
+    assert holder.steps == (2, 7), "the rules would keep 7 alone"
+    assert [copy.tier for copy in run.ck.durability(2).copies] == ["memory"], "nothing is claimed before the copy"
+    may_copy.set()
+    run.ck.wait()
+    assert [holder.steps for holder in shardckpt.tiers().holders] == [(7,)] and run.list_local() == [2]
+
+
+def test_if_a_tier_is_too_slow_the_oldest_step_is_given_up_with_an_event_and_training_goes_on(tmp_path, monkeypatch):
+    run, may_copy, begun = Run(tmp_path), threading.Event(), threading.Event()
+    copy = promoter.copy_stored_step
+
+    def copy_later(source: str, target: str) -> int:
+        begun.set()
+        assert may_copy.wait(DEADLINE_S)
+        return copy(source, target)
+
+    monkeypatch.setattr(promoter, "copy_stored_step", copy_later)
+    run.save(2, 3)
+    assert begun.wait(DEADLINE_S)
+    run.save(4, 6, 8, 9)
+    run.ck._saver._tiers[0].settle()
+    (given_up,) = run.list(FallbackEvent)
+    assert given_up.step == 4 and "newer steps wait" in given_up.warnings[0]
+    may_copy.set()
+    run.ck.wait()
+    assert [event.step for event in run.list(PromotionEvent)] == [2, 6, 8]
+    assert run.list_local() == [6, 8] and run.ck.durability(4).copies == ()
+
+
+def test_a_copy_that_fails_is_one_warning_an_event_and_no_claim(tmp_path, monkeypatch):
+    def refuse(source: str, target: str) -> int:
+        raise NoSpaceError("no space")
+
+    run = Run(tmp_path)
+    with monkeypatch.context() as full, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        full.setattr(promoter, "copy_stored_step", refuse)
+        run.save(2, 3)
+        run.ck.wait()
+    assert sum("not captured in" in str(each.message) for each in warned) == 1
+    (event,) = run.list(PromotionEvent)
+    assert isinstance(event.error, NoSpaceError) and run.ck.durability(2).copies == ()
+    run.save(4, 6)
+    run.ck.wait()
+    assert run.list_local() == [6], "one attempt is left out"
+
+
+def test_a_capture_that_is_damaged_in_memory_is_not_copied(tmp_path, monkeypatch):
+    run, write = Run(tmp_path), os.write
+
+    def write_flipped(fd: int, data: memoryview) -> int:
+        changed = bytearray(data)
+        changed[-1] ^= len(changed) > 1000  # the data alone, which was hashed before
+        return write(fd, changed)
+
+    with monkeypatch.context() as flipped, pytest.warns(UserWarning, match="not captured in"):
+        flipped.setattr(os, "write", write_flipped)
+        run.save(2)
+        run.ck.wait()
+    (event,) = run.list(PromotionEvent)
+    assert isinstance(event.error, ChecksumError) and not (run.local / "step-00000002").exists()
+
+
+def test_a_step_that_memory_does_not_take_is_captured_in_the_folder_itself(tmp_path):
+    run = Run(tmp_path, every=3)
+    run.save(2, 6)
+    run.ck.wait()
+    assert run.list_local() == [2, 6]
+    assert [event.step for event in run.list(PromotionEvent)] == [6]

@@ -1,0 +1,55 @@
+"""The record of a run: read back as written, and any other bytes are a new record."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.format.durability.run_record import (
+    RECORD,
+    Attempt,
+    RunRecord,
+    find_run_id,
+    read_run_record,
+    write_run_record,
+)
+from shardckpt.storage.resolve_url import open_store
+
+ATTEMPTS = st.lists(st.builds(Attempt, st.integers(), st.integers(), st.integers())).map(tuple)
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), ATTEMPTS)
+def test_a_record_is_read_back(folder, attempts):
+    assert RunRecord.decode(RunRecord(folder, attempts).encode()) == RunRecord(folder, attempts)
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
+
+
+@given(
+    st.binary()
+    | JSON.map(lambda found: json.dumps({"local": found, "attempts": found}).encode())
+    | JSON.map(lambda found: json.dumps({"attempts": [found, [1, 2, 3]]}).encode())
+    | st.just(b"[" * 100_000)
+)
+def test_other_bytes_are_a_record_of_the_right_types(data):
+    record = RunRecord.decode(data)
+    assert isinstance(record.local, str)
+    assert all(type(number) is int for attempt in record.attempts for number in attempt)
+
+
+def test_a_run_without_a_record_or_with_a_huge_one_has_a_new_one(tmp_path):
+    store = open_store(str(tmp_path))
+    assert read_run_record(store) == RunRecord()
+    write_run_record(store, RunRecord("/nvme/run"))
+    assert read_run_record(open_store(str(tmp_path))) == RunRecord("/nvme/run")
+    (tmp_path / RECORD).write_bytes(RunRecord("x" * 100_000).encode())
+    assert read_run_record(open_store(str(tmp_path))) == RunRecord()
+
+
+def test_a_run_has_one_id_whichever_way_its_folder_is_named(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert find_run_id(f"{tmp_path}/run") == find_run_id(f"{tmp_path}/link") == find_run_id(f"file://{tmp_path}/run/")
+    assert find_run_id("s3://bucket/run/") == find_run_id("s3://bucket/run") != find_run_id("s3://bucket/other")
