@@ -23,6 +23,7 @@ from shardckpt.errors import RankError, ShardckptError, StorageError
 from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, OperationEvent, deliver, emit
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
+from shardckpt.storage.store import Store
 
 _MOST_SKIPPED = 64
 """Maximum number of captures that are left out after a failure, before the next attempt."""
@@ -152,8 +153,11 @@ class CaptureTier(ABC):
         Raises:
             StorageError: The capture is not complete; RankError on other ranks.
         """
-        own = self.place.finder.open_store()
-        give_marks(coordinator, own, step_name(number), is_first=share.is_first)
+        give_marks(coordinator, self.open_own(), step_name(number), is_first=share.is_first)
+
+    def open_own(self) -> Store:
+        """Return the store of this node's captures."""
+        return self.place.finder.open_store()
 
     def takes(self, number: int) -> bool:
         """Return True if a step belongs into this tier."""

@@ -24,6 +24,7 @@ from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
 from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.holder.holders import is_reachable, start_holder
+from shardckpt.storage.resolve_url import open_remote
 from shardckpt.storage.store import Store
 
 
@@ -91,12 +92,16 @@ class MemoryTier(CaptureTier):
             StorageError: This node did not get the marks; RankError on other ranks.
         """
         super().finish(coordinator, number, share)
-        own, folder = self.place.finder.open_store(), step_name(number)
+        own, folder = self.open_own(), step_name(number)
         if self._config.copies:
             copied = copy_step(coordinator, own, find_node(self._config.rack), folder, self._config.copies)
             self._note_copies(coordinator.rank, number, copied)
         if share.is_first:
             self._remove_old(own, {folder, self._copied} - {""})
+
+    def open_own(self) -> Store:
+        """Return the store of this node's captures, during a restore too, which sees those of all nodes."""
+        return open_remote(self.place.finder.root)
 
     def _note_copies(self, rank: int, number: int, copied: CopiedStep) -> None:
         """Record whether all copies of a capture exist; emit it, and warn of the first failure in a row."""

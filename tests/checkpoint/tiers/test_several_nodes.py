@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import shardckpt
 from shardckpt import Checkpointer, PeerMemory
 from shardckpt.checkpoint.peers import open_peers, peer_exchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
+from shardckpt.checkpoint.tiers import memory_tier
 from shardckpt.storage.holder import holder_connection
 
 NODES = "abcd"
@@ -295,3 +298,34 @@ def test_a_damaged_block_of_a_peer_is_read_from_the_next_copy(tmp_path):
         return resume(rank, world, root, "abcd", options)[:2]
 
     assert run(4, body) == [(2, True)] * 4
+
+
+def test_a_capture_that_ends_during_a_restore_is_complete(tmp_path):
+    def body(rank: int, world: int) -> tuple:
+        enter("ab"[rank])
+        is_mounted, is_over = threading.Event(), threading.Event()
+        finish, mount = memory_tier.MemoryTier.finish, open_peers.mount_store
+
+        def late(*args: object) -> None:
+            is_mounted.wait(20)
+            finish(*args)
+            is_over.set()
+
+        @contextmanager
+        def waiting(*args) -> Iterator[None]:
+            with mount(*args):
+                is_mounted.set()
+                is_over.wait(20)
+                yield
+
+        ck = make(tmp_path / "run", save_every=2, copies=1)
+        ck.save(2, state(world, 2))
+        ck.wait()
+        memory_tier.MemoryTier.finish, open_peers.mount_store = late, waiting
+        ck.save(3, state(world, 3))
+        into = state(world)
+        step = ck.restore(into)
+        ck.wait()
+        return step, into["step"], ck.durability(3).survives
+
+    assert run(2, body) == [(2, 2, {"process", "node"})] * 2
