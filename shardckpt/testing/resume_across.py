@@ -1,0 +1,230 @@
+"""`prove_resume_across`: run a training script under torchrun at other sizes, and compare its steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardckpt.errors import UsageError
+from shardckpt.offline.run_history.prove import prove
+from shardckpt.plan.resume.resumes import Resume
+from shardckpt.plan.resume.verdict import Divergence
+
+ROOT = "{root}"
+"""Text in the arguments of a script that stands for the folder of its run."""
+
+_LAUNCH = "SHARDCKPT_LAUNCH"
+"""Environment variable by which the processes of one launch are known."""
+
+_GRACE = 10.0
+"""Seconds that torchrun gets to end its ranks."""
+
+_SHOWN_CHARACTERS = 4000
+
+
+class ScriptError(AssertionError):
+    """The training script failed, or did not end in time; the message ends with its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAcrossReport:
+    """Result of `prove_resume_across`.
+
+    Attributes:
+        step: Number of the step that was resumed.
+        saved_on: Number of ranks that saved it.
+        resumes: The resumes, in the order of the sizes.
+    """
+
+    step: int
+    saved_on: int
+    resumes: tuple[Resume, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether each resume was compared to the end, and nothing differs."""
+        return all(resume.verdict == "proven" for resume in self.resumes)
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The first difference; None without one."""
+        return next((resume.divergence for resume in self.resumes if resume.divergence is not None), None)
+
+    def __str__(self) -> str:
+        found = next((resume for resume in self.resumes if resume.verdict != "proven"), None)
+        if found is None:
+            sizes = ", ".join(str(resume.ranks) for resume in self.resumes)
+            return f"the resume of step {self.step} is proven: saved on {self.saved_on} ranks, resumed on {sizes}"
+        if found.divergence is not None:
+            return f"the resume of step {self.step} on {found.ranks} ranks diverges: {found.divergence}"
+        return (
+            f"the resume of step {self.step} on {found.ranks} ranks is not proven: {found.compared} of "
+            f"{len(found.steps)} recorded steps were compared. The script has to train them, and to call `ck.witness`"
+        )
+
+
+def prove_resume_across(
+    script: str | os.PathLike[str],
+    worlds: Sequence[int] = (2, 3, 1),
+    *,
+    arguments: Sequence[str] = (ROOT,),
+    timeout: float = 300.0,
+) -> ResumeAcrossReport:
+    """Run a training script under torchrun, resume it at other sizes, and compare its steps with the record.
+
+    The script uses `Checkpointer(root, witness=...)`, restores the newest step, and trains to a fixed step, at least
+    one behind its last save. It runs at the first size in an empty folder, and at each other size in a copy of that.
+    On other sizes the samples of all ranks together have to be those of the record, and the mean loss has to agree
+    within the tolerance of reordered sums.
+
+    Args:
+        script: Path of the script.
+        worlds: Number of ranks that save, then those that resume.
+        arguments: Arguments of the script; `{root}` in them is the folder of the run.
+        timeout: Seconds that the script may take at each size.
+
+    Returns:
+        The resumes, with the first difference of each.
+
+    Raises:
+        UsageError: An argument has an invalid value, or the script left no step with a record.
+        AssertionError: The script failed at a size, or did not end in time: a `ScriptError`, with the output of the
+            rank that failed. No process is left.
+
+    Examples:
+        >>> report = prove_resume_across("train.py", worlds=(2, 3, 1))  # doctest: +SKIP
+        >>> assert report.ok, report  # doctest: +SKIP
+    """
+    _require_valid(script, worlds, timeout)
+    with tempfile.TemporaryDirectory(prefix="shardckpt-resume-") as folder:
+        saved = Path(folder, "saved")
+        saved.mkdir()
+        _launch(script, worlds[0], arguments, saved, timeout)
+        proof = prove(saved)
+        if not proof.steps or not proof.steps[-1].recorded:
+            raise UsageError(
+                "the script left no step with recorded training steps",
+                where=os.fspath(script),
+                fix="Save, and train at least one step behind the last save with `Checkpointer(witness=...)`.",
+            )
+        number = proof.steps[-1].number
+        resumes = []
+        for at, world in enumerate(worlds[1:]):
+            root = Path(folder, f"resumed-{at}-on-{world}")
+            shutil.copytree(saved, root)
+            resumes.append(_resume(script, world, arguments, root, timeout, number))
+    return ResumeAcrossReport(number, worlds[0], tuple(resumes))
+
+
+def _require_valid(script: str | os.PathLike[str], worlds: Sequence[int], timeout: float) -> None:
+    if not Path(script).is_file():
+        raise UsageError("`script` must be a file", found=os.fspath(script))
+    if len(worlds) < 2 or any(type(world) is not int or world < 1 for world in worlds):
+        raise UsageError("`worlds` must be two or more positive integers", found=repr(worlds))
+    if not timeout > 0:
+        raise UsageError("`timeout` must be a positive number of seconds", found=repr(timeout))
+
+
+def _resume(
+    script: str | os.PathLike[str], world: int, arguments: Sequence[str], root: Path, timeout: float, number: int
+) -> Resume:
+    """Return the resume of a step at one size; a script that ends by a divergence has not failed."""
+    earlier = {resume.id for resume in _list_resumes(root, number)}
+    failure: ScriptError | None = None
+    try:
+        _launch(script, world, arguments, root, timeout)
+    except ScriptError as error:
+        failure = error
+    made = [resume for resume in _list_resumes(root, number) if resume.id not in earlier]
+    if failure is not None and not (made and made[-1].divergence is not None):
+        raise failure
+    if not made:
+        raise UsageError(
+            f"the script did not compare a resume of step {number} on {world} ranks",
+            where=os.fspath(script),
+            fix="Restore the newest step with `Checkpointer(witness=...)` in it, and keep that step.",
+        )
+    return made[-1]
+
+
+def _list_resumes(root: Path, number: int) -> tuple[Resume, ...]:
+    return next((step.resumes for step in prove(root).steps if step.number == number), ())
+
+
+def _launch(script: str | os.PathLike[str], world: int, arguments: Sequence[str], root: Path, timeout: float) -> None:
+    """Run the script on ranks, and raise ScriptError unless all succeed; no process is left."""
+    launch = uuid.uuid4().hex
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, _LAUNCH: launch}
+    given = [os.fspath(script), *(argument.replace(ROOT, str(root)) for argument in arguments)]
+    with tempfile.TemporaryDirectory(prefix="shardckpt-logs-") as logs:
+        output = Path(logs, "torchrun.txt")
+        with output.open("wb") as written, _ended(launch):
+            process = subprocess.Popen(  # noqa: S603  (the caller's own script)
+                [*_build_command(world, logs), *given],
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+            code = _wait(process, timeout)
+        if code != 0:
+            what = f"did not end within {timeout:g} s" if code is None else "failed"
+            text = _read_output(Path(logs), output)
+            raise ScriptError(f"{os.fspath(script)} {what} on {world} ranks\n{text}")
+
+
+def _build_command(world: int, logs: str) -> list[str]:
+    options = ["--standalone", f"--nproc-per-node={world}", f"--log-dir={logs}", "--redirects=3"]
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:
+    """Return the exit code; None if the process was ended after the time."""
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _ended(launch: str) -> Iterator[None]:
+    """End all processes of a launch: torchrun puts its ranks into sessions of their own."""
+    try:
+        yield
+    finally:
+        wanted = f"{_LAUNCH}={launch}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _read_output(logs: Path, output: Path) -> str:
+    """Return the end of what the rank that failed first has written; without one, that of torchrun."""
+    of_torchrun = output.read_text(encoding="utf-8", errors="replace")
+    cause = re.search(r"Root Cause.*?local_rank: (\d+)", of_torchrun, re.DOTALL)
+    ranks: Mapping[str, Path] = {path.parent.name: path for path in sorted(logs.glob("**/stderr.log"))}
+    chosen = [cause[1]] if cause is not None and cause[1] in ranks else list(ranks)
+    texts = [
+        f"rank {rank}: {text}"
+        for rank in chosen
+        if (text := ranks[rank].read_text(encoding="utf-8", errors="replace").strip()[-_SHOWN_CHARACTERS:])
+    ]
+    return "\n".join(texts) or of_torchrun.strip()[-_SHOWN_CHARACTERS:]
