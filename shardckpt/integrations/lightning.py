@@ -38,7 +38,7 @@ from shardckpt import (
     model_state_dict,
     prune,
 )
-from shardckpt.checkpoint.resume.framework_drill import require_proven, run_drill
+from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
 from shardckpt.events import OperationEvent, SaveEvent
 from shardckpt.integrations.lightning_state import COMMIT, StepLoading, build_state, has_hook, pop_strange_hparams
 from shardckpt.integrations.lightning_step import LightningStep, require_steps_for_drill
@@ -176,7 +176,9 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         if self._is_drill_due:
             self._is_drill_due = False
             step = LightningStep(trainer, batch, batch_idx)
-            require_proven(run_drill(step.watching(pl_module), step.build_state(), f"{self.checkpointer.root}/drill"))
+            require_proven(
+                run_drill(step.watching(pl_module), step.build_state(), drill_folder(self.checkpointer.root))
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last save, and raise its error if it failed."""

@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load, load_optim_state_dict
-from shardckpt.checkpoint.resume.framework_drill import require_proven, run_drill
+from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
 from shardckpt.integrations.trainer_step import TrainerStep, require_steps_for_drill
 
 __all__ = ["ShardckptCallback"]
@@ -253,7 +253,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._is_drill_due = False
             state = self._build_state("", RNGState())
             step = TrainerStep(self._trainer, functools.partial(original, model), inputs, args, kwargs)
-            require_proven(run_drill(step.watching(model), state, f"{self.checkpointer.root}/drill"))
+            require_proven(run_drill(step.watching(model), state, drill_folder(self.checkpointer.root)))
         return original(model, inputs, *args, **kwargs)
 
     def _unless_restoring(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:

@@ -55,7 +55,7 @@ def train_trainer(rank: int, world: int, kind: str, folder: Path, *, drill: bool
     if ema:
         follow(trainer.model, has_effect=ema == "in the loss")
     trainer.train()
-    assert not (folder / "run" / "drill").exists()
+    assert not (folder / "run" / ".drill").exists()
     return losses.by_step
 
 

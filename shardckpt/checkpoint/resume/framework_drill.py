@@ -18,8 +18,9 @@ from shardckpt.storage.resolve_url import open_store, split
 def run_drill(train_step: Callable[[], Any], state: Any, path: str, *, steps: int = 2) -> ResumeReport:
     """Save a state, train, restore, train again and compare, as `prove_resume`; then restore the state. Collective.
 
-    Afterwards everything that is in the state is as before, and the checkpoints of the drill are removed. One step is
-    trained before: DDP orders its buckets after its first backward pass, and libraries choose their kernels.
+    Afterwards everything that is in the state is as before, and the checkpoints of the drill are removed; those of one
+    that fails are replaced by the next. One step is trained before: DDP orders its buckets after its first backward
+    pass, and libraries choose their kernels.
 
     Args:
         train_step: Function of a training step, as for `prove_resume`.
@@ -31,15 +32,22 @@ def run_drill(train_step: Callable[[], Any], state: Any, path: str, *, steps: in
         ShardckptError: As for `prove_resume`.
     """
     start = f"{path}/start"
-    try:
-        save(state, start, overwrite=True)
-        train_step()
-        load(state, start)
-        report = prove_resume(train_step, state, f"{path}/resume", steps=steps, overwrite=True)
-        load(state, start)
-    finally:
-        _remove(path)
+    save(state, start, overwrite=True)
+    train_step()
+    load(state, start)
+    report = prove_resume(train_step, state, f"{path}/resume", steps=steps, overwrite=True)
+    load(state, start)
+    _remove(path)
     return report
+
+
+def drill_folder(run: str) -> str:
+    """Return the folder of the drills of a run: a hidden one, so that a run with nothing else in it is a new run.
+
+    Args:
+        run: Path or URL of the run.
+    """
+    return f"{run}/.drill"
 
 
 def require_proven(report: ResumeReport) -> None:
