@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -93,27 +93,17 @@ class OrderCheck:
         """Reset after a failed forward or backward."""
         self._time = _Time.ASIDE
 
-    def gathers(self, index: int) -> None:
-        """Compare which unit ranks unshard next. Collective.
+    def check_unit(self, index: int, action: Literal["gather", "reduce"]) -> None:
+        """Compare whose parameters ranks gather next, or whose gradients they reduce next. Collective.
 
         Args:
             index: Index of the unit.
+            action: What this rank does next with the unit.
 
         Raises:
             RankError: A rank runs something else next; raised on all ranks.
         """
-        self._compare(self._groups[index], f"gather {self._names[index]} in {self._time.value}", self._time)
-
-    def reduces(self, index: int) -> None:
-        """Compare which unit's gradients ranks reduce next. Collective.
-
-        Args:
-            index: Index of the unit.
-
-        Raises:
-            RankError: A rank runs something else next; raised on all ranks.
-        """
-        self._compare(self._groups[index], f"reduce {self._names[index]} in {self._time.value}", self._time)
+        self._compare(self._groups[index], f"{action} {self._names[index]} in {self._time.value}", self._time)
 
     def _end(self) -> None:
         time, self._time = self._time, _Time.ASIDE

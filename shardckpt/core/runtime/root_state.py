@@ -102,7 +102,7 @@ class RootState:
         if not (self._forward_depth or autograd_hooks.in_backward()):  # a running pass has done this already
             self.shard_writes.make_gathers_wait()
         if self._rank_checks is not None:
-            self._rank_checks.order.gathers(self.units.index(unit))
+            self._rank_checks.order.check_unit(self.units.index(unit), "gather")
         if unit.config.limit_all_gathers:
             self.limiter.wait()
 
@@ -301,7 +301,7 @@ class RootState:
         if not (unit.config.sync_gradients and unit.params.requires_grad):
             return
         if self._rank_checks is not None:
-            self._rank_checks.order.reduces(self.units.index(unit))
+            self._rank_checks.order.check_unit(self.units.index(unit), "reduce")
         with unit.profile_range("post_backward_reduce"):
             unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
         self._reducing_units = [*(other for other in self._reducing_units if other is not unit), unit]

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from shardckpt.boxes import Shape
-from shardckpt.dtypes import array_nbytes
 from shardckpt.errors import UnsupportedError
+from shardckpt.format.encodings.safetensors import HeaderTensor
 
 ALIGNMENT = 32
 """Multiple of bytes at which the data of each tensor starts; the default, which the metadata need not name."""
@@ -28,24 +26,13 @@ _VERSION = 3
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
+class GgufTensor(HeaderTensor):
     """A tensor in the header of a file.
 
-    Attributes:
-        name: Name in the file.
-        dtype: Key of `TENSOR_TYPES`.
-        shape: Shape in elements, the slowest dimension first; it is stored in reverse.
+    Its dtype is a key of `TENSOR_TYPES`. Its shape begins with the slowest dimension, and is stored in reverse.
     """
 
-    name: str
-    dtype: str
-    shape: Shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the data, without padding."""
-        return array_nbytes(self.dtype, self.shape)
+    __slots__ = ()
 
 
 def looks_like_gguf(head: bytes) -> bool:
