@@ -29,18 +29,32 @@ CONFIG: Mapping[str, Any] = {
     "vocab_size": 40,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }
+
+
+def attention_shapes(hidden: int, queries: int, keys: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of attention, with so many rows of queries and of keys."""
+    return {
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+    }
+
+
+def attention_biases(queries: int, keys: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the biases of queries, keys and values."""
+    return {f"self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", queries), ("k", keys), ("v", keys))}
+
+
 SHAPES: Mapping[str, tuple[int, ...]] = {
-    "self_attn.q_proj.weight": (128, 64),
-    "self_attn.k_proj.weight": (64, 64),
-    "self_attn.v_proj.weight": (64, 64),
-    "self_attn.o_proj.weight": (64, 128),
+    **attention_shapes(64, 128, 64),
     "mlp.gate_proj.weight": (96, 64),
     "mlp.up_proj.weight": (96, 64),
     "mlp.down_proj.weight": (64, 96),
     "input_layernorm.weight": (64,),
     "post_attention_layernorm.weight": (64,),
 }
-BIASES = {"self_attn.q_proj.bias": (128,), "self_attn.k_proj.bias": (64,), "self_attn.v_proj.bias": (64,)}
+BIASES = attention_biases(128, 64)
 MORE: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "llama": {},
     "mistral": {},

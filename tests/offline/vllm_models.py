@@ -24,15 +24,7 @@ from shardckpt.format.encodings.element_values import numpy_dtype
 Tensors = dict[str, NDArray[Any]]
 CONFIG = {**gguf_models.CONFIG, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
 KV_HEADS, PADDED = 2, 64
-QWEN2: dict[str, tuple[int, ...]] = {
-    "self_attn.q_proj.weight": (64, 64),
-    "self_attn.k_proj.weight": (32, 64),
-    "self_attn.v_proj.weight": (32, 64),
-    "self_attn.o_proj.weight": (64, 64),
-    "self_attn.q_proj.bias": (64,),
-    "self_attn.k_proj.bias": (32,),
-    "self_attn.v_proj.bias": (32,),
-}
+QWEN2 = gguf_models.attention_shapes(64, 64, 32) | gguf_models.attention_biases(64, 32)
 """Shapes of a qwen2, whose heads are as large as its hidden states divided by their number."""
 
 

@@ -108,6 +108,18 @@ def trained(
     return losses, [full(p) for p in model.parameters()]
 
 
+def twins() -> tuple[Tower, Any]:
+    """Return a tower, and another one of the same values that is sharded."""
+    torch.manual_seed(0)
+    return Tower(), tower()
+
+
+def trained_unsharded(rank: int) -> Any:
+    """Return what training gives without sharding, with gradients averaged over ranks."""
+    torch.manual_seed(0)
+    return trained(Tower(), rank, after=averaged)
+
+
 def same(found: Any, expected: Any, **tolerance: float) -> None:
     torch.testing.assert_close(found[0], expected[0], **tolerance)
     for one, other in zip(found[1], expected[1], strict=True):
@@ -289,8 +301,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_training_equals_that_of_the_unsharded_model(world: int) -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        expected = trained(Tower(), rank, after=averaged)
+        expected = trained_unsharded(rank)
         for name, settings in SETTINGS.items():
             if TORCH and (name == "offloads" or (name == "placed" and world == 3)):
                 continue
@@ -358,8 +369,7 @@ def test_arguments_parameters_and_results_have_the_dtypes_of_the_policy() -> Non
 
 def test_several_modules_are_one_unit() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        expected = trained(Tower(), rank, after=averaged)
+        expected = trained_unsharded(rank)
         torch.manual_seed(0)
         model = Tower()
         fully_shard([model.blocks[0], model.blocks[1]], mesh=line())
@@ -375,8 +385,7 @@ def test_several_modules_are_one_unit() -> None:
 
 def test_hybrid_sharding_averages_over_both_dimensions() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        expected = trained(Tower(), rank, after=averaged)
+        expected = trained_unsharded(rank)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = tower(mesh=mesh)
         assert model.head.weight.placements == (Replicate(), Shard(0))
@@ -579,8 +588,7 @@ def test_parameters_that_stay_after_forward_stay_without_gradients_too() -> None
 
 def test_a_number_of_ranks_keeps_slices_among_so_many() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        expected = trained(Tower(), rank, after=averaged)
+        expected = trained_unsharded(rank)
         model = tower(reshard_after_forward=2)
         same(trained(model, rank), expected)
         with harness.recorded() as calls:
@@ -651,8 +659,7 @@ class Scatter(Gather):
 
 def test_collectives_of_ones_own_are_used() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        expected = trained(Tower(), rank, after=averaged)
+        expected = trained_unsharded(rank)
         model, gather, scatter = tower(), Gather(), Scatter()
         for each in (model, *model.blocks):
             each.set_custom_all_gather(gather)
@@ -736,8 +743,7 @@ def test_parameters_unused_on_some_ranks_get_the_mean_and_those_unused_on_all_ze
 
 def test_more_reductions_may_be_under_way() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        expected = trained(Tower(), rank, after=averaged)
+        expected = trained_unsharded(rank)
         for count in (1, 2, 8):
             model = tower()
             model.set_reduce_scatter_max_input_buffers(count)
@@ -748,8 +754,7 @@ def test_more_reductions_may_be_under_way() -> None:
 
 def test_reductions_can_have_a_group_of_their_own() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        expected = trained(Tower(), rank, after=averaged)
+        expected = trained_unsharded(rank)
         model = tower()
         model.set_separate_reduce_scatter_group()
         same(trained(model, rank), expected)
@@ -813,8 +818,7 @@ def test_backward_does_without_parameters_that_it_is_told_it_does_not_need() -> 
 
 def test_microbatches_may_say_which_backward_is_the_last() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        plain, model = Tower(), tower()
+        plain, model = twins()
         for step in range(3):
             model.set_is_last_backward(step == 2)
             model.set_requires_gradient_sync(step == 2)
@@ -827,8 +831,7 @@ def test_microbatches_may_say_which_backward_is_the_last() -> None:
 
 def test_forwards_of_several_microbatches_may_come_before_their_backwards() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        plain, model = Tower(), tower()
+        plain, model = twins()
         for each in (plain, model):
             losses = [each(batch(step, rank)).square().mean() for step in range(3)]
             for loss in losses:
@@ -851,8 +854,7 @@ def test_after_an_exception_the_next_iteration_works() -> None:
             def backward(ctx: Any, grad: torch.Tensor) -> Any:
                 raise KeyError("backward")
 
-        torch.manual_seed(0)
-        expected = trained(Tower(), rank, after=averaged)
+        expected = trained_unsharded(rank)
         model = tower()
         fails = {"forward": False, "backward": False}
 
@@ -886,8 +888,7 @@ def test_other_settings_are_taken() -> None:
 
 def test_other_methods_can_be_made_forward_methods() -> None:
     def body(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        plain, model = Tower(), tower()
+        plain, model = twins()
         core.register_fsdp_forward_method(model, "twice")
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -60,6 +60,14 @@ def paired(which: Case) -> list[Combination]:
     return [(strategy, (turn + i) % 2 == 0) for i, strategy in enumerate(STRATEGIES)]
 
 
+def every(which: Case) -> list[Combination]:
+    return EVERY
+
+
+CHOICES = pytest.mark.parametrize("choose", [paired, pytest.param(every, marks=pytest.mark.slow)])
+"""Which combinations of strategies and kinds of parameters a case meets: pairs, or all in `make test-slow`."""
+
+
 def can(which: Case, orig: bool) -> bool:
     """Whether torch's engine is right; there what is frozen beside what trains has gradients."""
     frozen = which.name == "frozen unit and frozen part"
@@ -116,24 +124,15 @@ def reference_gradients(which: Case, model: nn.Module, plain: nn.Module, rank: i
 # ------------------------------------------------------------------------------------------- values and gradients
 
 
+@CHOICES
 @KINDS_AND_WORLDS
-def test_values_names_and_gradients_are_the_unsharded_models(which, world):
-    assert_inside_is_the_unsharded_model(which, world, paired(which))
-
-
-@pytest.mark.slow
-@KINDS_AND_WORLDS
-def test_values_names_and_gradients_in_every_combination(which, world):
-    assert_inside_is_the_unsharded_model(which, world, EVERY)
-
-
-def assert_inside_is_the_unsharded_model(which: Case, world: int, combinations: list[Combination]) -> None:
+def test_values_names_and_gradients_are_the_unsharded_models(which, world, choose):
     """Values, names and gradients are those of the unsharded model; nothing stays whole."""
 
     def body(rank, world):
         warnings.simplefilter("ignore")
         wrong = []
-        for strategy, orig in combinations:
+        for strategy, orig in choose(which):
             if not can(which, orig):
                 continue
             plain, model = cut(which, sharding_strategy=strategy, use_orig_params=orig)
@@ -603,25 +602,15 @@ def test_a_parameter_of_another_shape_is_refused_by_name_and_the_others_are_kept
 
 
 @torch_is_wrong("there is none")
+@CHOICES
 @KINDS_AND_WORLDS
-def test_iteration_gives_every_parameter_once_with_its_clean_name(which, world):
-    assert_iteration_gives_every_parameter(which, world, paired(which))
-
-
-@pytest.mark.slow
-@torch_is_wrong("there is none")
-@KINDS_AND_WORLDS
-def test_iteration_gives_every_parameter_once_in_every_combination(which, world):
-    assert_iteration_gives_every_parameter(which, world, EVERY)
-
-
-def assert_iteration_gives_every_parameter(which: Case, world: int, combinations: list[Combination]) -> None:
+def test_iteration_gives_every_parameter_once_with_its_clean_name(which, world, choose):
     """Each parameter comes once, with its clean name and full value; nothing stays whole."""
 
     def body(rank, world):
         warnings.simplefilter("ignore")
         wrong = []
-        for strategy, orig in combinations:
+        for strategy, orig in choose(which):
             plain, model = cut(which, sharding_strategy=strategy, use_orig_params=orig)
             before = held()
             names = []

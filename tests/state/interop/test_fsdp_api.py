@@ -65,6 +65,13 @@ def quiet():
     warnings.simplefilter("ignore")
 
 
+def seeded_net() -> Net:
+    """Return the same net on each rank, and show no warnings from now on."""
+    quiet()
+    torch.manual_seed(0)
+    return Net()
+
+
 def near(a, b) -> bool:
     if isinstance(a, torch.Tensor):
         a, b = (x.full_tensor() if isinstance(x, DTensor) else x for x in (a, b))
@@ -88,9 +95,7 @@ FLAT_AND_ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "ori
 @FLAT_AND_ORIG
 def test_full_state_dicts_are_those_of_the_unsharded_model(orig):
     def body(rank, world):
-        quiet()
-        torch.manual_seed(0)
-        net = Net()
+        net = seeded_net()
         expected = net.state_dict()
         model = wrapped(ours, copy.deepcopy(net), orig)
         found = model.state_dict()
@@ -214,9 +219,7 @@ def test_rank0_only_and_offload_give_the_first_rank_everything():
 @FLAT_AND_ORIG
 def test_the_statics_of_optimizers_give_what_torchs_give(orig):
     def body(rank, world):
-        quiet()
-        torch.manual_seed(0)
-        net = Net()
+        net = seeded_net()
         kept = []
         for engine in (ours, theirs):
             fsdp = engine.FullyShardedDataParallel
