@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from browser import PROGRAM, Page, open_browser
+from browser import Page
 from command import run_here
 from native_writer import write_step
 
@@ -52,14 +51,6 @@ def test_the_command_writes_the_page_and_replaces_only_a_page(tmp_path: Path) ->
     (tmp_path / "mine.html").write_text("mine")
     with pytest.raises(TargetExistsError, match="only an earlier report"):
         shardckpt.history(tmp_path / "run", html=tmp_path / "mine.html")
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    if PROGRAM is None:
-        pytest.skip("needs chromium")
-    with open_browser() as opened:
-        yield opened
 
 
 def show(page: Page, found: History, folder: Path) -> int:

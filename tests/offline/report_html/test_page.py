@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 import torch
-from browser import PROGRAM, Page, open_browser
+from browser import Page
 from safetensors.torch import save_file
 
 import shardckpt
@@ -85,14 +85,6 @@ def test_a_refused_checkpoint_leaves_no_report(tmp_path):
     with pytest.raises(UsageError):
         shardckpt.inspect(tmp_path / "src", html=tmp_path / "map.html")
     assert not (tmp_path / "map.html").exists()
-
-
-@pytest.fixture(scope="module")
-def page():
-    if PROGRAM is None:
-        pytest.skip("needs chromium")
-    with open_browser() as opened:
-        yield opened
 
 
 def open_report(page: Page, source, report):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import PROGRAM, Page, open_browser
+from browser import Page
 
 from shardckpt import Divergence, Proof, Resume, StepProof
 from shardckpt.offline.report_html.page import render_page, write_page
@@ -22,14 +21,6 @@ STEPS = (
     StepProof(8, "run/8", "proven", (9, 10), 2, "Net", (PROVEN,)),
     StepProof(16, "run/16", "diverged", (17, 18), 2, "Net", (PROVEN, DIVERGED)),
 )
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    if PROGRAM is None:
-        pytest.skip("needs chromium")
-    with open_browser() as opened:
-        yield opened
 
 
 def show(page: Page, steps: tuple[StepProof, ...], folder: Path) -> None:

@@ -52,32 +52,32 @@ def test_the_help_of_reshard_lists_what_it_writes() -> None:
     assert f"{', '.join(names)}." in " ".join(run_here("reshard", "--help").out.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "expected"),
-    [
-        ("", "out", "safetensors"),
-        ("", "out.safetensors", "safetensors"),
-        ("", "out.pt", "torch"),
-        ("", "s3://bucket/out.bin", "torch"),
-        ("torch", "out", "torch"),
-        ("torch", "out.pth", "torch"),
-        ("dcp", "out.d", "dcp"),
-        ("deepspeed-universal", "out", "deepspeed-universal"),
-    ],
-)
+TARGETS_BY_PATH = [
+    ("", "out", "safetensors"),
+    ("", "out.safetensors", "safetensors"),
+    ("", "out.pt", "torch"),
+    ("", "s3://bucket/out.bin", "torch"),
+    ("torch", "out", "torch"),
+    ("torch", "out.pth", "torch"),
+    ("dcp", "out.d", "dcp"),
+    ("deepspeed-universal", "out", "deepspeed-universal"),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "expected"), TARGETS_BY_PATH)
 def test_a_target_is_found_by_name_or_suffix(name: str, path: str, expected: str) -> None:
     assert choose_target(name, path).name == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "message"),
-    [
-        ("onnx", "out", r"--to must be a format that can be written; found onnx; expected safetensors, torch, dcp"),
-        ("native", "out.pt", "a step is a folder"),
-        ("torch", "out.safetensors", "--to torch does not write such a file.*expected --to safetensors, or a folder"),
-        ("safetensors", "out.pt", "--to safetensors does not write such a file.*expected --to torch, or a folder"),
-    ],
-)
+REFUSALS = [
+    ("onnx", "out", r"--to must be a format that can be written; found onnx; expected safetensors, torch, dcp"),
+    ("native", "out.pt", "a step is a folder"),
+    ("torch", "out.safetensors", "--to torch does not write such a file.*expected --to safetensors, or a folder"),
+    ("safetensors", "out.pt", "--to safetensors does not write such a file.*expected --to torch, or a folder"),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "message"), REFUSALS)
 def test_a_target_that_does_not_fit_is_an_error(name: str, path: str, message: str) -> None:
     """Also replaces the case of `--to` in tests/offline/select/test_options.py."""
     with pytest.raises(UsageError, match=message):

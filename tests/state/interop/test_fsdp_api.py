@@ -116,9 +116,7 @@ def test_full_state_dicts_are_those_of_the_unsharded_model(orig):
 @FLAT_AND_ORIG
 def test_what_a_state_dict_gives_load_state_dict_takes(orig, kind):
     def body(rank, world):
-        quiet()
-        torch.manual_seed(0)
-        model = wrapped(ours, Net(), orig)
+        model = wrapped(ours, seeded_net(), orig)
         torch.manual_seed(1)
         other = wrapped(ours, Net(), orig)
         with ours.FullyShardedDataParallel.state_dict_type(model, kind):
@@ -169,9 +167,7 @@ def compiled_inside() -> Net:
 @FLAT_AND_ORIG
 def test_a_load_that_a_module_ends_on_the_way_leaves_the_sharding_in_place(orig, inside):
     def body(rank, world):
-        quiet()
-        torch.manual_seed(0)
-        model = wrapped(ours, Net(), orig)
+        model = wrapped(ours, seeded_net(), orig)
         names = [name for name, _ in model.named_parameters()]
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         top = nn.Sequential(model) if inside else model
