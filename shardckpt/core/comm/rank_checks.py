@@ -98,7 +98,7 @@ class OrderCheck:
 
         Args:
             index: Index of the unit.
-            action: What this rank does next with the unit.
+            action: Next action of this rank with the unit.
 
         Raises:
             RankError: A rank runs something else next; raised on all ranks.
