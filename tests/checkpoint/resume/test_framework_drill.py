@@ -24,7 +24,7 @@ def train(state: dict[str, Any]) -> float:
     loss.backward()
     state["optim"].step()
     state["optim"].zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def test_training_after_a_drill_has_the_bits_of_training_without_it(tmp_path: Path) -> None:
