@@ -89,7 +89,7 @@ def main() -> None:
         print(f"steps: {[step.number for step in shardckpt.ls(folder).complete]}")
         print(f"intact: {shardckpt.verify(str(folder / 'step-8')).ok}")
         report = shardckpt.consolidate(str(folder / "step-8"), f"{folder}.safetensors", model_key="app.model")
-        print(f"merged: {report.tensors} tensors")
+        print(f"merged: {report.tensor_count} tensors")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def _show(result: Comparison, by_layer: bool, sort: str, top: int) -> None:
     from shardckpt.errors import escape
 
     output.warn(result.warnings)
-    for name, why in result.not_compared.items():
+    for name, why in result.not_compared:
         print(f"not compared: {escape(name)}: {escape(why)}", file=sys.stderr)
     output.left_out(result.left_out)
     order = _ORDERS[sort]
@@ -106,7 +106,7 @@ def _layer_row(found: LayerDifference) -> tuple[str, ...]:
     numbers = ""
     if found.l2 is not None:
         numbers = f"max abs {found.max_abs:.3g}, L2 {found.l2:.3g}, rel L2 {found.relative_l2:.3g}"
-    return escape(found.name), output.count(found.tensors, "tensor"), numbers
+    return escape(found.name), output.count(found.tensor_count, "tensor"), numbers
 
 
 def _tensor_row(found: TensorDifference) -> tuple[str, ...]:

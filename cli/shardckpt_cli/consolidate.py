@@ -98,11 +98,11 @@ def _words(report: Report) -> str:
     files = len(report.files)
     lines = [
         f"{report.source}: {report.format}",
-        f"{did} {output.count(report.tensors, 'tensor')}, {output.size(report.nbytes)},"
+        f"{did} {output.count(report.tensor_count, 'tensor')}, {output.size(report.nbytes)},"
         f" in {output.count(files, 'file')} to {report.target}",
     ]
     for file in report.files[:_MOST_FILES]:
-        lines.append(f"  {file.name}  {output.count(file.tensors, 'tensor')}  {output.size(file.nbytes)}")
+        lines.append(f"  {file.name}  {output.count(file.tensor_count, 'tensor')}  {output.size(file.nbytes)}")
     if files > _MOST_FILES:
         lines.append(f"  and {output.count(files - _MOST_FILES, 'more file')}: --json lists all")
     if report.carried:

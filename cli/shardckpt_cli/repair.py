@@ -27,5 +27,5 @@ def repair(
         return
     output.warn([*result.warnings, *(problem.message for problem in result.problems)])
     done = f"{'would write' if dry_run else 'wrote'} {' and '.join(result.written)}" if result.written else "intact"
-    content = f"{output.count(result.tensors, 'tensor')} in {output.count(result.files, 'file')}"
+    content = f"{output.count(result.tensor_count, 'tensor')} in {output.count(result.file_count, 'file')}"
     print(escape(f"{result.source}: {content}: {done}"))

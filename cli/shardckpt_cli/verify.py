@@ -27,6 +27,6 @@ def verify(
             print(problem)
         checked = f", {output.size(result.checked_bytes)} match their checksums" if result.checked_bytes else ""
         state = "intact" if result.ok else output.count(len(result.problems), "problem")
-        tensors = output.count(result.tensors, "tensor")
+        tensors = output.count(result.tensor_count, "tensor")
         print(f"{escape(result.source)}: {result.format or 'unreadable'}: {tensors}, {state}{checked}")
     raise typer.Exit(0 if result.ok else 1)

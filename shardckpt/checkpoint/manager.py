@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.load.load import EARLIER_PARAMS, load
+from shardckpt.checkpoint.load.load import EARLIER_PARAMS, LoadParams, load
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.claims import DurabilityClaims
 from shardckpt.checkpoint.run.restore_attempts import open_attempts
@@ -22,6 +22,7 @@ from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step
 from shardckpt.checkpoint.run.step_restore import restore_step
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import check_options, join_on_event
+from shardckpt.checkpoint.save.async_save import AsyncSaveParams
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, SaveParams
 from shardckpt.checkpoint.tiers.tier_settings import TierSettings, require_tiers
@@ -193,7 +194,7 @@ class Checkpointer:
         state: Any,
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
-        **options: Any,
+        **options: Unpack[AsyncSaveParams],
     ) -> SaveHandle:
         """Save a step in the background, then remove steps that no rule keeps. Collective.
 
@@ -208,7 +209,9 @@ class Checkpointer:
         return self._saver.async_save(step, state, metrics, options)
 
     @renamed_params(**EARLIER_PARAMS)
-    def restore(self, state: Any, *, step: int | Literal["best"] | None = None, **options: Any) -> int | None:
+    def restore(
+        self, state: Any, *, step: int | Literal["best"] | None = None, **options: Unpack[LoadParams]
+    ) -> int | None:
         """Load the newest complete step; if it is damaged, the previous one. Collective.
 
         Args:
@@ -230,15 +233,16 @@ class Checkpointer:
             UserWarning: Newer steps are damaged; the message lists their faults.
         """
         wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
+        given: dict[str, Any] = {}
         try:
-            options = check_options(load, options, self._group)
+            given = check_options(load, options, self._group)
             wanted = None if step is None or is_best else require_step_number(step)
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-            options, fault = {}, error
+            given, fault = {}, error
         if is_best:
             wanted = _find_best(self._finder, self._retention, None, None, fault)
-        on_event = join_on_event(self._on_event, options.pop("on_event", None))
-        restored = restore_step(self._finder, state, wanted, options, on_event=on_event, fault=fault)
+        on_event = join_on_event(self._on_event, given.pop("on_event", None))
+        restored = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
         if restored is None:
             return None
         self._saver.record_restore(restored.number, restored.branch)

@@ -10,8 +10,9 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -26,6 +27,7 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import Unpack
 
 from shardckpt import (
     Checkpointer,
@@ -39,6 +41,7 @@ from shardckpt import (
     prune,
 )
 from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
+from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
 from shardckpt.events import OperationEvent, SaveEvent
 from shardckpt.integrations.lightning_state import COMMIT, StepLoading, build_state, has_hook, pop_strange_hparams
 from shardckpt.integrations.lightning_step import LightningStep, require_steps_for_drill
@@ -47,6 +50,22 @@ __all__ = ["ShardckptModelCheckpoint"]
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 _OTHER_SUBCLASSES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+
+
+class ModelCheckpointParams(TypedDict, total=False):
+    """Keyword parameters of Lightning's `ModelCheckpoint`, which describes them, but those of names of files."""
+
+    monitor: str | None
+    verbose: bool
+    save_last: bool | Literal["link"] | None
+    save_top_k: int
+    save_on_exception: bool
+    save_weights_only: bool
+    mode: Literal["min", "max"]
+    every_n_train_steps: int | None
+    train_time_interval: timedelta | None
+    every_n_epochs: int | None
+    save_on_train_epoch_end: bool | None
 
 
 class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightning is not typed
@@ -65,14 +84,14 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             they differ, `fit` raises a `ResumeDivergence` that names the first difference and the values that a step
             lacks. Training goes on as without it.
         options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
-        **arguments: Arguments of `ModelCheckpoint`, such as `monitor`, `mode`, `save_top_k`, `save_last`,
-            `every_n_train_steps` and `save_weights_only`; not those of names of files.
+        **arguments: Arguments of `ModelCheckpoint`: all but those of names of files.
 
     Attributes:
         checkpointer: Manager of the steps.
 
     Raises:
         UsageError: An argument would name files, or has an invalid value.
+        TypeError: An argument or an option is unknown.
         UnsupportedError: This version of Lightning lacks a method that has to be replaced.
 
     Examples:
@@ -89,8 +108,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         *,
         background: bool = True,
         drill: bool = False,
-        options: Mapping[str, Any] | None = None,
-        **arguments: Any,
+        options: StepSaveParams | None = None,
+        **arguments: Unpack[ModelCheckpointParams],
     ) -> None:
         names = {"dirpath", "filename", "auto_insert_metric_name", "enable_version_counter"} & arguments.keys()
         if names:
@@ -98,6 +117,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         for name, flag in (("background", background), ("drill", drill)):
             if not isinstance(flag, bool):
                 raise UsageError(f"`{name}` is neither True nor False", found=repr(flag))
+        require_known_options(f"{type(self).__name__}.options", options or {}, background=background, has_metrics=True)
         inherited = ("_save_checkpoint", "_save_last_checkpoint", "_remove_checkpoint", "_monitor_candidates")
         missing = [name for name in (*inherited, "_find_last_checkpoints") if not hasattr(ModelCheckpoint, name)]
         if missing:
@@ -112,7 +132,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             **arguments,
         )
         self.checkpointer = Checkpointer(self.dirpath, on_event=self._on_event)
-        self._background, self._options = background, dict(options or {})
+        self._background = background
+        self._options: StepSaveParams = {**options} if options else {}
         self._handle: SaveHandle | None = None
         self._to_remove: deque[int] = deque()
         self._is_saved = self._has_warned = False
@@ -249,7 +270,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             self._has_warned = True
             rank_zero_warn(f"these hyperparameters are not plain values, and are not saved: {', '.join(strange)}")
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        arguments = {
+        arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
             "metrics": {**metrics, **(self._options.get("metrics") or {})},

@@ -22,9 +22,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
+from typing_extensions import Unpack
 
 from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load, load_optim_state_dict
 from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
+from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
 from shardckpt.integrations.trainer_step import TrainerStep, require_steps_for_drill
 
 __all__ = ["ShardckptCallback"]
@@ -54,6 +56,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     Raises:
         UsageError: An argument has an invalid value.
+        TypeError: An option is unknown.
 
     Examples:
         >>> trainer = Trainer(model, args, callbacks=[ShardckptCallback("runs/a")])  # doctest: +SKIP
@@ -61,12 +64,18 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, background: bool = True, drill: bool = False, **options: Any
+        self,
+        root: str | os.PathLike[str],
+        *,
+        background: bool = True,
+        drill: bool = False,
+        **options: Unpack[StepSaveParams],
     ) -> None:
         self.checkpointer = Checkpointer(root)
         for name, flag in (("background", background), ("drill", drill)):
             if not isinstance(flag, bool):
                 raise UsageError(f"`{name}` is neither True nor False", found=repr(flag))
+        require_known_options(type(self).__name__, options, background=background, has_metrics=True)
         self._background, self._has_drill, self._options = background, drill, options
         self._is_drill_due = False
         self._trainer: Any = None
@@ -236,7 +245,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         # The states of the ranks differ, in timings for instance. As in the Trainer's folders, that of rank 0 is saved.
         text = broadcast_object_list([json.dumps(asdict(exported))])[0]
         metrics = {**_eval_metrics(state), _BEST: step if state.best_global_step == step else -1}
-        arguments = {
+        arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
             "metrics": {**(self._options.get("metrics") or {}), **metrics},

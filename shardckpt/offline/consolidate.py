@@ -230,7 +230,7 @@ def _build_report(source: str, conversion: Conversion, files: PlannedFiles) -> R
         target=conversion.target,
         format=conversion.reader.manifest.format,
         part=options.part,
-        tensors=len(tensors),
+        tensor_count=len(tensors),
         nbytes=files.nbytes,
         ties=selection.ties,
         cast=dict(Counter(f"{t.entry.stored} -> {t.dtype}" for t in tensors if t.is_cast)),

@@ -36,7 +36,7 @@ from shardckpt.offline.report_html.page import render_page, require_report_targe
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import Part, parse_globs, parse_part
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference, describe_entry
+from shardckpt.offline.write.report import Comparison, NotCompared, TensorDifference, ValueDifference, describe_entry
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
@@ -244,7 +244,7 @@ def _compare_sides(
         compared_values=len(shared_values),
         equal_values=sum(name not in unequal_values for name in shared_values),
         value_differences=tuple(values),
-        not_compared={name: why for name, why in sorted(refused.items()) if name in chosen},
+        not_compared=tuple(NotCompared(*each) for each in sorted(refused.items()) if each[0] in chosen),
         left_out=tuple(dict.fromkeys((*first.held.left_out, *second.held.left_out, *_list_excluded(every, chosen)))),
     )
 

@@ -49,8 +49,8 @@ class Repair:
     Attributes:
         source: Path or URL of the step.
         save: Id of the save.
-        tensors: Number of arrays in the step.
-        files: Number of its payload files.
+        tensor_count: Number of arrays in the step.
+        file_count: Number of its payload files.
         written: Names of the written files; empty if nothing was wrong.
         warnings: Oddities and lost data, one sentence each.
         problems: Files that did not match their old sizes or checksums, and were taken as they are.
@@ -59,8 +59,8 @@ class Repair:
 
     source: str
     save: str
-    tensors: int
-    files: int
+    tensor_count: int
+    file_count: int
     written: tuple[str, ...]
     warnings: tuple[str, ...]
     problems: tuple[Problem, ...] = ()

@@ -86,7 +86,7 @@ def reshard(
         target=dst,
         format=reader.manifest.format,
         part="all",
-        tensors=len(ranks.tensors),
+        tensor_count=len(ranks.tensors),
         nbytes=sum(tensor.nbytes for tensor in ranks.tensors.values()),
         ties={dotted(path): dotted(kept) for path, kept in ranks.ties.items()},
         warnings=ranks.warnings,

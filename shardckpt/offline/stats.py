@@ -99,7 +99,7 @@ def _sum_layer(name: str, tensors: Sequence[TensorStats]) -> LayerStats:
     largest = [tensor.max for tensor in tensors if tensor.max is not None]
     return LayerStats(
         name=name,
-        tensors=len(tensors),
+        tensor_count=len(tensors),
         nans=sum(tensor.nans for tensor in tensors),
         infs=sum(tensor.infs for tensor in tensors),
         zeros=sum(tensor.zeros for tensor in tensors),

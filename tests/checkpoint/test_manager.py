@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args, get_type_hints
 from uuid import uuid4
 
 import boto3
@@ -32,6 +34,8 @@ from safetensors.torch import save_file
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint.run import step_finder, step_restore, step_saver
+from shardckpt.checkpoint.save.async_save import AsyncSaveParams
+from shardckpt.checkpoint.save.save import SaveParams
 from shardckpt.errors import (
     NoCompleteCheckpoint,
     RankError,
@@ -269,6 +273,16 @@ class TestOtherFolders:
         with pytest.raises(UsageError, match="a folder above the run is a file"):
             Checkpointer(tmp_path / "file" / "sub" / "run").restore(state())
         assert restored(Checkpointer(tmp_path / "no" / "such" / "run")) == (None, 0)
+
+
+def test_type_checkers_see_the_options_that_are_passed_on() -> None:
+    named = inspect.signature(shardckpt.load).parameters.keys() - {"state", "path"}
+    for verb, names in (
+        (Checkpointer.restore, named),
+        (Checkpointer.save, SaveParams.__annotations__.keys()),
+        (Checkpointer.async_save, AsyncSaveParams.__annotations__.keys()),
+    ):
+        assert get_args(get_type_hints(verb, include_extras=True)["options"])[0].__annotations__.keys() == names
 
 
 def test_a_bucket_that_does_not_exist_is_told(s3_bucket):

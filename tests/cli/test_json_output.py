@@ -109,6 +109,15 @@ def test_the_published_schema_is_that_of_the_code() -> None:
     assert SCHEMA.read_text() == text, "run UPDATE_DOCS=1 pytest tests/cli/test_json_output.py"
 
 
+def test_a_name_is_that_of_lists_or_of_numbers_in_all_results() -> None:
+    kinds: dict[str, set[str]] = {}
+    for definition in build_schema()["$defs"].values():
+        for name, content in definition.get("properties", {}).items():
+            kinds.setdefault(name, set()).add(content.get("type", ""))
+    both = {name for name, found in kinds.items() if found >= {"array", "integer"}}
+    assert both == {"nans", "offset"}, "of two checkpoints, and along each dimension"
+
+
 def test_every_command_with_json_is_tried() -> None:
     assert COMMANDS.keys() == list_verbs().keys()
 

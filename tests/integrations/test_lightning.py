@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import resource
 import time
 from pathlib import Path
@@ -446,6 +447,19 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ShardckptModelCheckpoint(tmp_path, background="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="keep_last"):
         ShardckptModelCheckpoint(tmp_path, keep_last=3)
+    for background, options in ((True, {"chekcsums": True}), (False, {"max_staging_bytes": "1GB"})):
+        with pytest.raises(TypeError, match=rf"unexpected keyword argument '{next(iter(options))}'"):
+            ShardckptModelCheckpoint(tmp_path, background=background, options=options)
+
+
+def test_type_checkers_see_all_arguments_of_model_checkpoint() -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from shardckpt.integrations.lightning import ModelCheckpointParams
+
+    names = inspect.signature(ModelCheckpoint).parameters.keys()
+    of_files = {"dirpath", "filename", "auto_insert_metric_name", "enable_version_counter"}
+    assert ModelCheckpointParams.__annotations__.keys() == names - of_files
 
 
 def test_unsupported_strategies_and_shared_runs_are_refused(tmp_path: Path) -> None:

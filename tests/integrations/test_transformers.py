@@ -33,6 +33,15 @@ def test_background_is_true_or_false(tmp_path: Path) -> None:
         trainers.ShardckptCallback(tmp_path, background="yes")
 
 
+@pytest.mark.parametrize(("background", "typo"), [(False, "max_staging_bytes"), (False, "chekcsums"), (True, "metric")])
+def test_an_unknown_option_is_refused_before_the_training(background: bool, typo: str, tmp_path: Path) -> None:
+    import trainers
+
+    trainers.ShardckptCallback(tmp_path, background=background, checksums=False, metrics={"size": 1})
+    with pytest.raises(TypeError, match=rf"ShardckptCallback\(\) got an unexpected keyword argument '{typo}'"):
+        trainers.ShardckptCallback(tmp_path, background=background, **{typo: True})
+
+
 def losses_of_trainer_alone(rank: int, world: int, kind: str, folder: Path) -> dict[int, Any]:
     """Train to the end as the Trainer does by itself, in a process that has a callback for others."""
     import trainers

@@ -106,7 +106,7 @@ class TestDiff:
         found = shardckpt.diff(source, tmp_path / "wrong", part="optim")
         assert not found.same
         assert (found.compared, found.differences, found.value_differences) == (0, (), ())
-        [(name, why)] = found.not_compared.items()
+        [(name, why)] = found.not_compared
         assert name.startswith("optim")
         assert "--param-names" in why
 

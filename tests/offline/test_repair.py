@@ -82,7 +82,7 @@ def test_what_was_committed_is_there_again_byte_for_byte(tmp_path: Path, loss: s
     assert "shardckpt repair" in str(report)
     found = shardckpt.repair(str(folder))
     assert found.written == (MANIFEST, COMMIT)
-    assert (found.save, found.tensors, found.files) == (SAVE, 4, 2)
+    assert (found.save, found.tensor_count, found.file_count) == (SAVE, 4, 2)
     assert files(folder) == before
     assert shardckpt.verify(str(folder)).ok
 

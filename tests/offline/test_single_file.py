@@ -13,7 +13,7 @@ def test_one_file_holds_everything_even_beyond_the_shard_size(fixtures, tmp_path
     report = shardckpt.consolidate(source, str(tmp_path / "all.safetensors"), max_shard_size=1000)
     assert [f.name for f in report.files] == ["all.safetensors"]
     assert [p.name for p in tmp_path.iterdir()] == ["all.safetensors"]
-    assert len(load_file(tmp_path / "all.safetensors")) == report.tensors == 30
+    assert len(load_file(tmp_path / "all.safetensors")) == report.tensor_count == 30
 
 
 def test_one_file_cannot_hold_model_and_optimizer(fixtures, tmp_path):

@@ -66,7 +66,7 @@ def test_layers_sum_up_their_tensors(tmp_path: Path) -> None:
     tensors["layers.2.a"][0] = math.nan
     save_file(tensors, tmp_path / "model.safetensors")
     first, second = shardckpt.stats(tmp_path / "model.safetensors").layers
-    assert (first.name, first.tensors, first.nans, first.max, first.l2) == ("layers.2", 2, 1, 2.0, 28**0.5)
+    assert (first.name, first.tensor_count, first.nans, first.max, first.l2) == ("layers.2", 2, 1, 2.0, 28**0.5)
     assert (second.name, second.min, second.zeros) == ("layers.10", 10.0, 0)
 
 

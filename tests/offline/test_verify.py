@@ -24,7 +24,7 @@ def test_checkpoints_of_frameworks_are_intact(name: str, fixtures: Path, tmp_pat
     case = read_case(fixtures, name, tmp_path)
     found = shardckpt.verify(str(case.source))
     assert found.ok, found.problems
-    assert found.tensors == len(shardckpt.inspect(str(case.source)).tensors)
+    assert found.tensor_count == len(shardckpt.inspect(str(case.source)).tensors)
 
 
 def test_the_checksums_of_torch_archives_are_compared(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ class TestNativeSteps:
         found = shardckpt.verify(str(step))
         assert found.ok, found.problems
         payload = sum(file.stat().st_size for file in step.glob("*.safetensors"))
-        assert (found.format, found.tensors, found.checked_bytes) == ("native", 2, payload)
+        assert (found.format, found.tensor_count, found.checked_bytes) == ("native", 2, payload)
 
     @pytest.mark.parametrize("suffix", ["-00000-00.safetensors", "-00001-00.safetensors", ".manifest.json", "COMMIT"])
     def test_any_flipped_bit_is_found_and_its_file_named(self, step: Path, suffix: str) -> None:

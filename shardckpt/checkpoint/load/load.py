@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch.distributed as dist
@@ -98,6 +98,24 @@ EARLIER_PARAMS: dict[str, str | Replace] = {
     "rules": _replace_rules,
 }
 """Deprecated parameters of a load, which the next release removes."""
+
+
+class LoadParams(TypedDict, total=False):
+    """Keyword parameters of `load`, which describes them."""
+
+    strict: bool
+    include: Sequence[str] | None
+    ignore_extra: bool
+    key_map: KeyMap
+    rules: Rules
+    cast: bool
+    verify: Verify
+    base: NamedBases | bool | None
+    broadcast_reads: bool | None
+    unequal_steps: UnequalSteps
+    process_group: dist.ProcessGroup | None
+    on_event: OnEvent | None
+    on_progress: OnProgress | None
 
 
 @renamed_params(group="process_group", **EARLIER_PARAMS)

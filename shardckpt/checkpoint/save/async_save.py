@@ -6,9 +6,9 @@ The training loop waits for copies of CPU memory, but not for copies from device
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 from typing_extensions import Unpack
@@ -48,19 +48,26 @@ class AsyncSaveParams(SaveParams, total=False):
     on_busy: OnBusy
 
 
-def require_known_options(function: str, names: Iterable[str], *, background: bool) -> None:
+class StepSaveParams(AsyncSaveParams, total=False):
+    """Keyword parameters of `Checkpointer.async_save`."""
+
+    metrics: Mapping[str, SupportsFloat] | None
+
+
+def require_known_options(function: str, names: Iterable[str], *, background: bool, has_metrics: bool = False) -> None:
     """Require options of `async_save`, or of `save`, long before they are used.
 
     Args:
         function: Name of the function that was called, for the message.
         names: Names of the options.
         background: Whether they are for `async_save`.
+        has_metrics: Whether they are those of a `Checkpointer`.
 
     Raises:
         TypeError: A name is unknown.
     """
     known = AsyncSaveParams if background else SaveParams
-    require_keywords(function, names, known.__annotations__)
+    require_keywords(function, names, {*known.__annotations__, *(("metrics",) if has_metrics else ())})
 
 
 BUFFERS = BufferPool(make_buffer, is_unpinned)

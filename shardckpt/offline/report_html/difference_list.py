@@ -30,7 +30,7 @@ def describe_comparison(found: Comparison) -> dict[str, Any]:
         "values": [
             [escape(each.name), _say(each.kind), escape(each.a), escape(each.b)] for each in found.value_differences
         ],
-        "not_compared": [[escape(name), escape(why)] for name, why in found.not_compared.items()],
+        "not_compared": [[escape(name), escape(why)] for name, why in found.not_compared],
         "left_out": [*map(escape, found.left_out)],
         "warnings": [*map(escape, found.warnings)],
     }
@@ -49,7 +49,7 @@ def _say(kind: str) -> str:
 
 def _describe_layer(found: LayerDifference) -> list[Any]:
     numbers = map(_to_json, (found.l2, found.relative_l2, found.max_abs))
-    return [escape(found.name), found.tensors, *numbers]
+    return [escape(found.name), found.tensor_count, *numbers]
 
 
 def _to_json(number: float | None) -> float | str | None:

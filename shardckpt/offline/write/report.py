@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from shardckpt.boxes import Shape
+from shardckpt.deprecation import RenamedAttribute
 from shardckpt.errors import escape
 from shardckpt.format.witness.step_witness import StepVerdict
 from shardckpt.manifest import TensorEntry
@@ -28,12 +29,14 @@ class WrittenFile:
     Attributes:
         name: File name in the target.
         nbytes: Bytes of the file.
-        tensors: Number of tensors in the file.
+        tensor_count: Number of tensors in the file.
     """
 
     name: str
     nbytes: int
-    tensors: int
+    tensor_count: int
+
+    tensors = RenamedAttribute[int]("tensor_count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Report:
         part: Requested part.
         files: Payload files, in order.
         carried: Names of the target's other files.
-        tensors: Number of written tensors.
+        tensor_count: Number of written tensors.
         nbytes: Written bytes of tensor data.
         ties: Name that is not written to the name that is written for it.
         cast: Number of cast tensors by stored and written dtype: `float32 -> bfloat16`.
@@ -63,7 +66,7 @@ class Report:
     part: str
     files: tuple[WrittenFile, ...] = ()
     carried: tuple[str, ...] = ()
-    tensors: int = 0
+    tensor_count: int = 0
     nbytes: int = 0
     ties: Mapping[str, str] = field(default_factory=dict)
     cast: Mapping[str, int] = field(default_factory=dict)
@@ -71,6 +74,8 @@ class Report:
     warnings: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     dry_run: bool = False
+
+    tensors = RenamedAttribute[int]("tensor_count")
 
 
 class TensorInfo(NamedTuple):
@@ -161,7 +166,7 @@ class Verification:
     Attributes:
         source: Path or URL.
         format: Format of the checkpoint.
-        tensors: Number of tensors whose coverage was checked.
+        tensor_count: Number of tensors whose coverage was checked.
         checked_bytes: Bytes that match a stored checksum.
         problems: All faults.
         warnings: Oddities that are not faults.
@@ -169,7 +174,7 @@ class Verification:
 
     source: str
     format: str
-    tensors: int
+    tensor_count: int
     checked_bytes: int
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -178,6 +183,8 @@ class Verification:
     def ok(self) -> bool:
         """Whether the checkpoint has no problems."""
         return not self.problems
+
+    tensors = RenamedAttribute[int]("tensor_count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +228,7 @@ class LayerStats:
 
     Attributes:
         name: Name of the layer, as `find_layer` returns it.
-        tensors: Number of tensors.
+        tensor_count: Number of tensors.
         nans: Number of NaNs.
         infs: Number of infinities.
         zeros: Number of zeros.
@@ -231,7 +238,7 @@ class LayerStats:
     """
 
     name: str
-    tensors: int
+    tensor_count: int
     nans: int
     infs: int
     zeros: int
@@ -426,14 +433,14 @@ class LayerDifference:
 
     Attributes:
         name: Name of the layer, as `find_layer` returns it.
-        tensors: Number of tensors that differ.
+        tensor_count: Number of tensors that differ.
         l2: L2 norm of the differences of values; None if no values were compared.
         norm: L2 norm of these tensors in the second checkpoint; None if no values were compared.
         max_abs: Largest absolute difference; None if no values were compared.
     """
 
     name: str
-    tensors: int
+    tensor_count: int
     l2: float | None
     norm: float | None
     max_abs: float | None
@@ -481,6 +488,18 @@ class ValueDifference:
         return _describe_difference(self.name, self.kind, self.a, self.b)
 
 
+class NotCompared(NamedTuple):
+    """An entry that could not be compared.
+
+    Attributes:
+        name: Dotted name.
+        reason: Why it could not be compared.
+    """
+
+    name: str
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Differences of two checkpoints.
@@ -495,7 +514,7 @@ class Comparison:
         compared_values: Number of values in both that are not tensors; a sequence of plain values counts as one.
         equal_values: Number of these that are equal.
         value_differences: Values that differ or are in only one, in order of name.
-        not_compared: Name of a requested entry that could not be compared, to the reason.
+        not_compared: Requested entries that could not be compared, by name.
         left_out: Dotted names of content outside of the requested part.
     """
 
@@ -508,7 +527,7 @@ class Comparison:
     compared_values: int = 0
     equal_values: int = 0
     value_differences: tuple[ValueDifference, ...] = ()
-    not_compared: Mapping[str, str] = field(default_factory=dict)
+    not_compared: tuple[NotCompared, ...] = ()
     left_out: tuple[str, ...] = ()
 
     @property
