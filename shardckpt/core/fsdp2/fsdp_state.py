@@ -29,7 +29,13 @@ from shardckpt.core.modules.fqn_and_params import (
     ties_below,
     walk,
 )
-from shardckpt.core.params.mesh_placement import DataParallelMeshInfo, MeshPlacement, ShardPlacementFn, place_param
+from shardckpt.core.params.mesh_placement import (
+    DataParallelMeshInfo,
+    MeshPlacement,
+    ShardPlacementFn,
+    accept_torch_results,
+    place_param,
+)
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.tensor_extension import ExtensionBucket, needs_extension
 from shardckpt.core.policies import MixedPrecisionPolicy
@@ -201,9 +207,10 @@ class FSDPState:
     def _build_unit(self, config: UnitConfig) -> FSDPUnit:
         managed = managed_parameters(self._one_module, self._excluded_params)
         name = Name(", ".join(type(module).__name__ for module in self.modules))
+        choose = accept_torch_results(self._options.choose)
         sets: dict[tuple[Any, ...], list[tuple[ParamInfo, MeshPlacement]]] = {}
         for member in managed:
-            placement = place_param(member.fqn, member.parameter, self._options.info, self._options.choose)
+            placement = place_param(member.fqn, member.parameter, self._options.info, choose)
             alone = id(member) if needs_extension(placement.local(member.parameter)) else None
             key = (
                 member.parameter.dtype,

@@ -355,6 +355,32 @@ class MeshPlacement:
         return self
 
 
+def accept_torch_results(choose: ShardPlacementFn | None) -> ShardPlacementFn | None:
+    """Return a function that gives the class of this module where another gives that of torch.
+
+    torchtitan makes results of torch's class for experts, which have a mesh of their own. Parameters that share a mesh
+    of torch share one of this module.
+    """
+    if choose is None:
+        return None
+    meshes: dict[int, tuple[Any, FSDPMeshInfo]] = {}  # torch's has no hash; it is kept, so that its id stays
+
+    def call(parameter: nn.Parameter) -> Any:
+        answer: Any = choose(parameter)
+        info: Any = getattr(answer, "mesh_info", None)
+        if isinstance(answer, ShardPlacementResult) or not hasattr(info, "shard_mesh_dim"):
+            return answer
+        if id(info) not in meshes:
+            kind = FSDPMeshInfo if info.replicate_mesh_dim is None else HSDPMeshInfo
+            later: dict[str, Any] = {
+                name: getattr(info, name, None) for name in ("dp_mesh_dims", "spmd_mesh")
+            }  # since torch 2.12
+            meshes[id(info)] = info, kind(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim, **later)
+        return ShardPlacementResult(answer.placement, meshes[id(info)][1])
+
+    return call
+
+
 def place_param(
     name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose: ShardPlacementFn | None
 ) -> MeshPlacement:

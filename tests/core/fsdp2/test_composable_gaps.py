@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -397,6 +398,18 @@ def test_parameters_of_one_module_may_lie_over_several_meshes() -> None:
         assert model.bias.grad.device_mesh == mesh["in"]
         with pytest.raises(ValueError, match="multiple param groups"):
             model.set_all_reduce_hook(lambda _: None)
+
+        theirs = SimpleNamespace(**{**vars(inner), "replicate_mesh_dim": None})  # torch's class has these attributes
+
+        def choose_theirs(parameter: nn.Parameter) -> Any:
+            return SimpleNamespace(placement=None, mesh_info=theirs) if parameter.ndim == 1 else None
+
+        twice = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8))
+        fully_shard(twice, mesh=everyone, shard_placement_fn=choose_theirs)
+        assert [each.bias.device_mesh for each in twice] == [mesh["in"]] * 2
+        assert twice[0].weight.device_mesh == everyone
+        with pytest.raises(ValueError, match="Invalid shard_placement_fn result"):
+            fully_shard(nn.Linear(6, 8), mesh=everyone, shard_placement_fn=lambda _: SimpleNamespace(placement=None))
 
         def confused(parameter: nn.Parameter) -> Any:
             return core.ShardPlacementResult(None, core.FSDPMeshInfo(mesh["in"], shard_mesh_dim=0))
