@@ -72,6 +72,7 @@ def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, 
     embedding = values.integer("hidden_size")
     head = values.integer("head_dim", embedding // heads)
     layers, context = values.integer("num_hidden_layers"), values.integer("max_position_embeddings")
+    window = _find_window(config, context)
     if head % 2:
         raise UnsupportedError("a head must have an even number of dimensions", where=where, found=head)
     sizes = {
@@ -87,7 +88,7 @@ def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, 
     rope = _read_rope(config, where)
     metadata: dict[str, MetadataValue] = {
         "block_count": layers,
-        "context_length": context,
+        "context_length": window or context,
         "embedding_length": embedding,
         "feed_forward_length": sizes["feed_forward"],
         "attention.head_count": heads,
@@ -106,7 +107,7 @@ def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, 
         {f"{architecture.name}.{key}": value for key, value in metadata.items()},
         config.get("tie_word_embeddings") is True,
         rope,
-        _warn_of_window(config, context),
+        _warn_of_window(window, context),
     )
 
 
@@ -217,9 +218,25 @@ def _rope_factor(wavelength: float, factor: float, low: float, high: float, cont
     return 1 / ((1 - share) / factor + share)
 
 
-def _warn_of_window(config: Mapping[str, Any], context: int) -> tuple[str, ...]:
-    """Return a warning if attention is limited to a window, which these architectures of llama.cpp ignore."""
-    window = config.get("sliding_window")
-    if not isinstance(window, int) or window >= context or config.get("use_sliding_window") is False:
+def _warn_of_window(window: int, context: int) -> tuple[str, ...]:
+    if not window:
         return ()
-    return (f"llama.cpp attends to all {context} tokens: the sliding_window of {window} is not written",)
+    return (
+        f"context_length is the sliding_window of {window}, not {context}: llama.cpp would attend to all tokens beyond",
+    )
+
+
+def _find_window(config: Mapping[str, Any], context: int) -> int:
+    """Return the number of tokens that attention is limited to; 0 without a limit.
+
+    These architectures of llama.cpp have no limit: up to that number of tokens they compute the same. Models of llama
+    have none either, those of Qwen if they say so, and `layer_types` may say that no layer has it.
+    """
+    window, kind = config.get("sliding_window"), config.get("model_type")
+    is_used = kind == "mistral" or (kind in ("qwen2", "qwen3") and config.get("use_sliding_window") is True)
+    types = config.get("layer_types")
+    if isinstance(types, list) and "sliding_attention" not in types:
+        is_used = False
+    if not is_used or isinstance(window, bool) or not isinstance(window, int) or not 0 < window < context:
+        return 0
+    return window

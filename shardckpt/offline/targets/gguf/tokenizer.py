@@ -10,6 +10,7 @@ from shardckpt.errors import FormatError, ShardckptError, UnsupportedError
 from shardckpt.format.encodings.gguf import MetadataValue
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.offline.select.config_files import ConfigFiles
+from shardckpt.offline.targets.gguf.byte_fallback_bpe import is_byte_fallback, read_byte_fallback
 from shardckpt.offline.targets.gguf.byte_level_bpe import is_byte_level, read_byte_level
 from shardckpt.offline.targets.gguf.sentencepiece import read_sentencepiece
 from shardckpt.offline.targets.gguf.vocabulary import AddedToken, Vocabulary
@@ -100,8 +101,10 @@ class _Folder:
             return read_byte_level(self._content, size)
         if MODEL in self._files.files:
             return read_sentencepiece(self._bytes(MODEL), self._list_added(), size, self._where(MODEL))
+        if self._content and is_byte_fallback(self._content):
+            return read_byte_fallback(self._content, size)
         if self._content:
-            raise UnsupportedError(f"{JSON} is not a byte-level BPE, and {MODEL}, which the base model has, is missing")
+            raise UnsupportedError(f"{JSON} is no BPE of bytes or of sentencepiece, and {MODEL} is missing")
         raise UnsupportedError(f"neither {JSON} nor {MODEL} is beside config.json")
 
     def _list_added(self) -> Iterator[AddedToken]:

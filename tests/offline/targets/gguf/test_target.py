@@ -398,8 +398,24 @@ class TestRefusals:
         with pytest.raises(TargetExistsError, match="another file"):
             shardckpt.convert(source, out, overwrite=True)
 
-    def test_a_window_of_attention_that_is_ignored_is_a_warning(self, tmp_path: Path) -> None:
-        for window, is_named in ((64, True), (128, False), (None, False)):
-            src = change_model(tmp_path / f"src-{window}", model_type="mistral", sliding_window=window)
-            report = shardckpt.convert(src, tmp_path / f"{window}.gguf")
-            assert any("sliding_window" in line for line in report.warnings) == is_named
+    @pytest.mark.parametrize(
+        ("config", "context"),
+        [
+            ({"model_type": "mistral", "sliding_window": 64}, 64),
+            ({"model_type": "mistral", "sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, 64),
+            ({"model_type": "mistral", "sliding_window": 64, "layer_types": ["full_attention"] * 2}, 128),
+            ({"model_type": "mistral", "sliding_window": 128}, 128),
+            ({"model_type": "mistral", "sliding_window": None}, 128),
+            ({"model_type": "llama", "sliding_window": 64}, 128),
+            ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, 64),
+            ({"model_type": "qwen2", "sliding_window": 64}, 128),
+        ],
+    )
+    def test_the_context_ends_where_a_window_of_attention_would_begin_to_matter(
+        self, config: dict[str, Any], context: int, tmp_path: Path
+    ) -> None:
+        src = write_model(tmp_path / "src", build_model(MORE[config["model_type"]]), **config)
+        report = shardckpt.convert(src, tmp_path / "out.gguf")
+        name = "llama" if config["model_type"] == "mistral" else config["model_type"]
+        assert open_file(tmp_path / "out.gguf", tmp_path).fields[f"{name}.context_length"].contents() == context
+        assert any("sliding_window of 64, not 128" in line for line in report.warnings) == (context == 64)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_models import build_model, open_file, write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.errors import FormatError
+from shardckpt.offline.targets.gguf.byte_fallback_bpe import read_byte_fallback
 from shardckpt.offline.targets.gguf.byte_level_bpe import _SPLITS as SPLITS
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
@@ -127,7 +131,7 @@ class TestByteLevel:
             ({"added_tokens": [{"id": 40, "content": "<x>"}]}, "'<x>' has the id 40, and the embedding 40 rows"),
             (
                 {"model": {"type": "Unigram", "vocab": []}},
-                "tokenizer.json is not a byte-level BPE, and tokenizer.model,",
+                "tokenizer.json is no BPE of bytes or of sentencepiece, and tokenizer.model",
             ),
             (None, "neither tokenizer.json nor tokenizer.model is beside"),
         ],
@@ -230,3 +234,92 @@ class TestSentencepiece:
         (src / "tokenizer.model").write_bytes(data)
         with pytest.raises(FormatError, match="not a model of sentencepiece"):
             shardckpt.convert(src, tmp_path / "out.gguf")
+
+
+PIECES = ["▁a", "bc", "▁b", "abc", "▁abc", "▁▁", "ca", "cab", "▁cab", "▁ab", "ab"]
+"""Texts that merges make, the first one first."""
+
+
+def build_byte_fallback(**changes: Any) -> dict[str, Any]:
+    """Return a `tokenizer.json` as transformers makes it of a sentencepiece model: 35 tokens, for 40 rows."""
+    texts = ["<unk>", "<s>", *(f"<0x{n:02X}>" for n in (0xC3, 0xA9, 0x21)), *"▁abc", *PIECES]
+    merges = [
+        [text[:at], text[at:]]
+        for text in PIECES
+        for at in range(1, len(text))
+        if text[:at] in texts and text[at:] in texts
+    ]
+    model = {
+        "type": "BPE",
+        "vocab": {text: number for number, text in enumerate(texts)},
+        "merges": merges,
+        "unk_token": "<unk>",
+        "byte_fallback": True,
+        "fuse_unk": True,
+    }
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": n, "content": texts[n], **added} for n in (0, 1)],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "model": {**model, **changes.pop("model", {})},
+        **changes,
+    }
+
+
+def merge_by_score(text: str, tokens: list[str], scores: list[float]) -> list[int]:
+    """Return the tokens of a text as llama.cpp makes them for sentencepiece."""
+    score = dict(zip(tokens, scores, strict=True))
+    parts = list("▁" + text.replace(" ", "▁"))
+    while pairs := [(score[a + b], -at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in score]:
+        at = -max(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    of_bytes = [[part] if part in score else [f"<0x{each:02X}>" for each in part.encode()] for part in parts]
+    return [tokens.index(each) for part in of_bytes for each in part]
+
+
+class TestByteFallback:
+    @given(texts=st.lists(st.text("abc é!", min_size=1), min_size=1))
+    @settings(max_examples=40, deadline=None)
+    def test_scores_make_the_tokens_that_merges_make(self, texts: list[str]) -> None:
+        library = pytest.importorskip("tokenizers").Tokenizer.from_str(json.dumps(build_byte_fallback()))
+        found = read_byte_fallback(build_byte_fallback(), 40)
+        for text in texts:
+            assert merge_by_score(text, [*found.tokens], [*found.scores]) == library.encode(text).ids, text
+
+    def test_kinds_and_the_prefix_are_written(self, tmp_path: Path) -> None:
+        src = add_tokenizer(tmp_path / "src", build_byte_fallback(), {"bos_token": "<s>", "unk_token": "<unk>"})
+        found, warnings = convert(src, tmp_path)
+        assert (found["ggml.model"], found["ggml.pre"], found["ggml.add_space_prefix"]) == ("llama", "default", True)
+        assert found["ggml.token_type"][:6] == [3, 3, 6, 6, 6, 1]
+        assert found["ggml.scores"][9:12] == [0, -1, -2]
+        assert (found["ggml.bos_token_id"], found["ggml.unknown_token_id"]) == (1, 0)
+        assert not warnings
+
+    @pytest.mark.parametrize(("scheme", "has_prefix"), [("always", True), ("first", True), ("never", False)])
+    def test_the_prefix_may_be_that_of_metaspace(self, scheme: str, has_prefix: bool) -> None:
+        step = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+        found = read_byte_fallback(build_byte_fallback(normalizer=None, pre_tokenizer=step), 40)
+        assert found.adds == {"space_prefix": has_prefix}
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"model": {"merges": [["▁", "a"], ["b", "c"], ["▁", "b"]]}}, "lacks merges"),
+            ({"model": {"merges": [["a", "b"], ["▁", "a"], ["a", "b"]]}}, "do not follow from scores"),
+            ({"model": {"ignore_merges": True}}, "takes words that are tokens before merges"),
+            ({"normalizer": {"type": "NFKC"}}, "changes a text in ways that llama.cpp lacks"),
+            (
+                {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}},
+                "splits a text in ways that llama.cpp lacks",
+            ),
+        ],
+    )
+    def test_what_llama_cpp_would_split_otherwise_is_a_warning(
+        self, changes: dict[str, Any], message: str, tmp_path: Path
+    ) -> None:
+        found, warnings = convert(add_tokenizer(tmp_path / "src", build_byte_fallback(**changes), {}), tmp_path)
+        assert found == {"ggml.model": "none"}
+        assert message in warnings
