@@ -74,9 +74,10 @@ class CommandWithTargets(Command):
         """Insert the names of the output formats into the help of the options."""
         import shardckpt
 
-        targets, rank_targets = (
-            ", ".join(shardckpt.list_targets(for_ranks=ranks, imports_plugins=False)) for ranks in (False, True)
-        )
+        has_ranks = any(parameter.name == "tp" for parameter in self.params)  # else vLLM's files are not written
+        every, for_ranks = (shardckpt.list_targets(for_ranks=ranks, imports_plugins=False) for ranks in (False, True))
+        targets = ", ".join(name for name in every if has_ranks or name != "vllm-sharded")
+        rank_targets = ", ".join(for_ranks)
         for parameter in self.params:
             text = getattr(parameter, "help", None)
             if text:

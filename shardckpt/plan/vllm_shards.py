@@ -205,7 +205,13 @@ def find_architecture(config: Config) -> VllmArchitecture:
             fix="vLLM reads folders of safetensors of all architectures that it knows: leave out --to.",
         )
     if "quantization_config" in config:
-        raise UnsupportedError("vLLM's layout of quantized weights depends on the device", where="config.json")
+        raise UnsupportedError(
+            "vLLM's layout of quantized weights depends on the device",
+            where="config.json",
+            found="quantization_config",
+            fix="Take weights in fp8 back first: shardckpt convert SRC PLAIN --dtype bf16. Then convert PLAIN. Or serve the"
+            " folder of safetensors as it is: vLLM splits it itself.",
+        )
     return ARCHITECTURES[name]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from shardckpt.errors import FormatError, IncompleteError, UnsafeError
+from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import require_small
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.storage.store import Store, read_bytes
@@ -28,6 +28,7 @@ _MAX_JSON_BYTES = 200_000_000
 _MOST_SHARDS = 100_000
 _MOST_HOLES = 100_000
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
+_VLLM_RANK = re.compile(r"model-rank-(?P<rank>\d+)-part-\d+.*\.safetensors")
 _RANKED = re.compile(r"shard-(?P<rank>\d{5})-(?P<rest>.+)\.safetensors")
 
 
@@ -75,9 +76,16 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
     Raises:
         FormatError: An index is damaged.
         UnsafeError: An index names a file in another folder.
+        UnsupportedError: The files are those of vLLM's ranks.
     """
     read = {name: _read_index(store, name) for name in indexes}
     model = [index for name, index in read.items() if not name.startswith(OPTIMIZER)]
+    if not read and len({found["rank"] for found in map(_VLLM_RANK.fullmatch, sizes) if found}) > 1:
+        raise UnsupportedError(
+            "this folder is for vLLM's sharded_state loader: each file has a rank's part of every tensor",
+            where=store.url,
+            fix="Read the checkpoint that it was made of. `vllm serve FOLDER --load-format sharded_state` serves it.",
+        )
     # An index that lists the optimizer's files selects all of them; otherwise their names decide.
     lists_all = next((index for index in (*model, *read.values()) if index.optimizer_files is not None), None)
     weight_map: dict[str, str] = {}

@@ -48,7 +48,7 @@ def check(options: Options) -> None:
         raise UsageError(
             f"--to {VLLM_SHARDED} needs the number of ranks",
             found=str(options.tp),
-            fix="Pass --tp N to consolidate or convert.",
+            fix="Pass --tp N to consolidate or convert; an adapter is merged into a folder of safetensors first.",
         )
     if options.part != "model":
         raise UsageError("vLLM loads a model only", found=f"--part {options.part}", expected="--part model")
@@ -71,7 +71,9 @@ def plan(conversion: Conversion) -> PlannedFiles:
     computed = [tensor.name for tensor in selection.model if tensor.change is not None]
     if computed:
         raise UsageError(
-            f"{computed[0]} cannot be computed and split at once", fix="Convert to safetensors first, and then that."
+            f"{computed[0]} cannot be computed and split at once",
+            fix="First write a folder of safetensors: leave out --to and --tp. Then: shardckpt convert THAT DST"
+            f" --to {VLLM_SHARDED} --tp {conversion.options.tp}.",
         )
     tp = conversion.options.tp
     ranks = [conversion.split_tensors(_plan_tensors(selection, config, rank, tp)) for rank in range(tp)]

@@ -65,6 +65,38 @@ def test_the_command_writes_the_files_of_ranks(tmp_path: Path) -> None:
     assert sorted(vllm_models.read_ranks(tmp_path / "out")) == [0, 1]
 
 
+def test_a_folder_for_vllm_is_named_and_replaced_but_not_read(tmp_path: Path) -> None:
+    src = write(tmp_path / "src", gguf_models.build_model())
+    for _ in range(2):
+        shardckpt.consolidate(src, tmp_path / "out", to="vllm-sharded", tp=2, overwrite=True)
+    with pytest.raises(UnsupportedError, match=r"for vLLM's sharded_state loader.*vllm serve"):
+        shardckpt.inspect(tmp_path / "out")
+    done = run_here("verify", tmp_path / "out")
+    assert (done.code, "for vLLM's sharded_state loader" in done.out + done.err) == (1, True)
+
+
+def test_what_has_to_be_done_before_is_in_the_message(tmp_path: Path) -> None:
+    src = write(tmp_path / "src", gguf_models.build_model())
+    shardckpt.convert(src, tmp_path / "fp8", quantize="fp8-block")
+    for options, message in (
+        ({}, r"quantization_config. Take weights in fp8 back first: shardckpt convert SRC PLAIN --dtype bf16"),
+        ({"dtype": "bf16"}, r"First write a folder of safetensors.*convert THAT DST --to vllm-sharded --tp 2"),
+    ):
+        with pytest.raises(ShardckptError, match=message):
+            shardckpt.convert(tmp_path / "fp8", tmp_path / "out", to="vllm-sharded", tp=2, **options)
+    shardckpt.convert(tmp_path / "fp8", tmp_path / "plain", dtype="bf16")
+    shardckpt.convert(tmp_path / "plain", tmp_path / "out", to="vllm-sharded", tp=2)
+    assert sorted(vllm_models.read_ranks(tmp_path / "out")) == [0, 1]
+
+
+def test_help_names_the_format_where_it_can_be_written() -> None:
+    found = {verb: "".join(run_here(verb, "--help").out.split()) for verb in ("convert", "merge-adapter")}
+    assert {verb: "vllm-sharded.Default" in text for verb, text in found.items()} == {
+        "convert": True,
+        "merge-adapter": False,
+    }
+
+
 def test_a_tied_weight_has_the_name_that_vllm_keeps(tmp_path: Path) -> None:
     model = gguf_models.build_model()
     del model["lm_head.weight"]
