@@ -209,8 +209,8 @@ def find_architecture(config: Config) -> VllmArchitecture:
             "vLLM's layout of quantized weights depends on the device",
             where="config.json",
             found="quantization_config",
-            fix="Take weights in fp8 back first: shardckpt convert SRC PLAIN --dtype bf16. Then convert PLAIN. Or serve the"
-            " folder of safetensors as it is: vLLM splits it itself.",
+            fix="Take weights in fp8 back first: shardckpt convert SRC PLAIN --dtype bf16. Then convert PLAIN. Or serve"
+            " the folder of safetensors as it is: vLLM splits it itself.",
         )
     return ARCHITECTURES[name]
 
