@@ -72,7 +72,7 @@ def _show(result: Comparison, by_layer: bool, sort: str, top: int) -> None:
     tensors = (
         [*map(_layer_row, sorted(result.layers, key=order))]
         if by_layer
-        else [*map(_tensor_row, sorted(result.differences, key=order))]
+        else [*map(_tensor_row, sorted(result.differences, key=lambda found: (_is_counted(found, sort), order(found))))]
     )
     rows = [*tensors, *map(_value_row, result.value_differences)]
     output.show_table(rows[: top or None])
@@ -89,6 +89,11 @@ def _show(result: Comparison, by_layer: bool, sort: str, top: int) -> None:
 def _fall(number: float | None) -> float:
     """Return a key that sorts large numbers first, and None last."""
     return math.inf if number is None else -number
+
+
+def _is_counted(found: TensorDifference, sort: str) -> bool:
+    """Return True if a tensor of integers comes after all others: states of random generators have huge norms."""
+    return sort != "name" and found.a is not None and "int" in found.a.dtype
 
 
 # Sorting is stable: equal tensors stay in the order of their names.

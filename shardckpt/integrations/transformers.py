@@ -244,7 +244,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         exported = replace(state, stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)])
         # The states of the ranks differ, in timings for instance. As in the Trainer's folders, that of rank 0 is saved.
         text = broadcast_object_list([json.dumps(asdict(exported))])[0]
-        metrics = {**_eval_metrics(state), _BEST: step if state.best_global_step == step else -1}
+        metrics = _eval_metrics(state)
+        if trainer.args.metric_for_best_model is not None:
+            metrics[_BEST] = step if state.best_global_step == step else -1
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,

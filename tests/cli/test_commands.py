@@ -112,6 +112,14 @@ class TestExitCodes:
         found = run_here("stats", tmp_path / "a.safetensors", "--by-layer", "--sort", "bad", "--top", "1")
         assert found.code == 1 and found.out.splitlines()[1].split()[:2] == ["layers.7", "1"]
 
+    def test_differences_of_integers_come_after_those_of_floats(self, tmp_path: Path) -> None:
+        for name, at in (("a", 0), ("b", 1)):
+            tensors = {"rng": torch.tensor([at * 200], dtype=torch.uint8), "w": torch.tensor([float(at)])}
+            save_file(tensors, tmp_path / f"{name}.safetensors")
+        command = ("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        for sort, first in (("l2", "w"), ("max", "w"), ("name", "rng")):
+            assert run_here(*command, "--sort", sort).out.startswith(f"{first} "), sort
+
     def test_differences_are_sorted_summed_by_layer_and_cut(self, tmp_path: Path) -> None:
         tensors = {f"layers.{at}.w": torch.ones(4) for at in range(12)}
         save_file(tensors, tmp_path / "a.safetensors")

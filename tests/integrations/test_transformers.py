@@ -97,7 +97,8 @@ def test_a_killed_training_and_one_of_the_trainer_resume_bit_for_bit(kind: str, 
         assert resumed == after(3, expected[rank]), "from a step"
         assert others == after(3, expected[rank]), "from a folder of the Trainer"
         assert replaced == [], "methods of the trainer"
-    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 6, 8]
+    found = shardckpt.ls(tmp_path / "run", metrics=True).complete
+    assert [(step.number, step.metrics) for step in found] == [(3, {}), (6, {}), (8, {})]
     assert [step.number for step in shardckpt.ls(tmp_path / "other").complete] == [6, 8]
     assert list((tmp_path / "out").iterdir()) == [], "the Trainer writes no folders beside the steps"
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["checkpoint-3"]
