@@ -132,7 +132,8 @@ def main(framework: str, clone: str) -> None:
     print(f"calls of our classes: {calls.total()} in {len(calls)} processes; with torch's: {none.total()}")
     others = [f"torch: {key}" for key in theirs - ours] + [f"shardckpt.core: {key}" for key in ours - theirs]
     print("\n".join(others) or "all outcomes are equal")
-    raise SystemExit(1 if others or none or not calls else 0)
+    is_unused = not calls and framework != "accelerate"  # whose tests compare settings, and shard no model on the CPU
+    raise SystemExit(1 if others or none or is_unused else 0)
 
 
 if __name__ == "__main__":
