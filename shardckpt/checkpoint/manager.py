@@ -134,10 +134,7 @@ class Checkpointer:
         return tuple(self._finder.list_complete())
 
     def latest(self) -> int | None:
-        """Return the number of the newest complete step, or None. Collective.
-
-        For the errors see `steps`.
-        """
+        """Return the newest step's number, or None; errors as `steps`. Collective."""
         return next(reversed(self.steps()), None)
 
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
@@ -233,9 +230,8 @@ class Checkpointer:
             UserWarning: Newer steps are damaged; the message lists their faults.
         """
         wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
-        given: dict[str, Any] = {}
         try:
-            given = check_options(load, options, self._group)
+            given: dict[str, Any] = check_options(load, options, self._group)
             wanted = None if step is None or is_best else require_step_number(step)
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             given, fault = {}, error

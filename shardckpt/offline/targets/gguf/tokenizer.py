@@ -104,7 +104,9 @@ class _Folder:
         if self._content and is_byte_fallback(self._content):
             return read_byte_fallback(self._content, size)
         if self._content:
-            raise UnsupportedError(f"{JSON} is no BPE of bytes or of sentencepiece, and {MODEL} is missing")
+            raise UnsupportedError(
+                f"{JSON} has neither a BPE of bytes nor one of sentencepiece, and {MODEL} is missing"
+            )
         raise UnsupportedError(f"neither {JSON} nor {MODEL} is beside config.json")
 
     def _list_added(self) -> Iterator[AddedToken]:

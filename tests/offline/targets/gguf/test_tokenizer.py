@@ -131,7 +131,7 @@ class TestByteLevel:
             ({"added_tokens": [{"id": 40, "content": "<x>"}]}, "'<x>' has the id 40, and the embedding 40 rows"),
             (
                 {"model": {"type": "Unigram", "vocab": []}},
-                "tokenizer.json is no BPE of bytes or of sentencepiece, and tokenizer.model",
+                "tokenizer.json has neither a BPE of bytes nor one of sentencepiece, and tokenizer.model",
             ),
             (None, "neither tokenizer.json nor tokenizer.model is beside"),
         ],
