@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     | LEAVES,
     "offline": {"plan", "format", "storage", "plugins", "deprecation", "events", "torchrun"} | LEAVES,
     "offline.write.parallel": {"events", "plan", "format", "storage", "groups"} | LEAVES,
-    "testing": {"shardckpt", "checkpoint", "offline", "plan", "format", "storage"} | LEAVES,
+    "testing": {"shardckpt", "checkpoint", "state", "offline", "plan", "format", "storage"} | LEAVES,
     "data": {"checkpoint", "plan", "errors"},
     "integrations": {"shardckpt", "checkpoint", "events"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load import source
+from shardckpt.checkpoint.run import step_restore
 from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.tiers import tiered_finder
+from shardckpt.checkpoint.tiers.capture_tier import TierPlace
+from shardckpt.errors import StorageError
+from shardckpt.format import apply_retention
+from shardckpt.format.durability.step_copies import PROCESS, StepCopy
 from shardckpt.format.native import run_directory
+from shardckpt.format.native.run_directory import step_name
 from shardckpt.storage import local
+from shardckpt.storage.holder.holder_ledger import HolderLedger
 from shardckpt.storage.local_publication import LocalPublication
+from shardckpt.storage.publish import JoinedPublication
 from shardckpt.storage.remote_publication import BufferedWriter, RemoteFolder
 from shardckpt.testing.simulation import run_history
 
@@ -104,8 +114,6 @@ def commit_comes_first(patch: pytest.MonkeyPatch) -> None:
 
 def the_newest_step_may_go(patch: pytest.MonkeyPatch) -> None:
     """Retention counts the steps that it removes among those that it keeps."""
-    from shardckpt.format import apply_retention
-
     choose = apply_retention.steps_to_delete
 
     def one_more(steps: Sequence[Any], rules: Any, **options: Any) -> Collection[int]:
@@ -115,14 +123,89 @@ def the_newest_step_may_go(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(apply_retention, "steps_to_delete", one_more)
 
 
+def rank_0_alone_gives_the_verdict(patch: pytest.MonkeyPatch) -> None:
+    """Damage that only another rank reads is not heard of."""
+
+    def decide_alone(coordinator: Coordinator, path: str, error: Exception) -> str:
+        message: bytes | Exception = str(error).encode() if isinstance(error, step_restore._DAMAGE) else b""
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            if not messages[0]:
+                raise error
+            return [messages[0]] * len(messages)
+
+        return coordinator.coordinate(f"loading {path}", message, decide).decode()
+
+    patch.setattr(step_restore, "_agree_on_damage", decide_alone)
+
+
+def each_rank_decides_alone(patch: pytest.MonkeyPatch) -> None:
+    def decide_alone(coordinator: Coordinator, path: str, error: Exception) -> str:
+        if isinstance(error, step_restore._DAMAGE):
+            return str(error)
+        raise error
+
+    patch.setattr(step_restore, "_agree_on_damage", decide_alone)
+
+
+def a_read_error_is_damage(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_restore, "_DAMAGE", (*step_restore._DAMAGE, StorageError))
+
+
+def a_rank_removes_its_files(patch: pytest.MonkeyPatch) -> None:
+    """A rank that gives up removes its files, although rank 0 may have committed them."""
+    create, rollback = JoinedPublication.create, JoinedPublication.rollback
+    written: dict[JoinedPublication, list[str]] = {}
+
+    def note(self, name: str) -> Any:
+        written.setdefault(self, []).append(name)
+        return create(self, name)
+
+    def remove(self) -> None:
+        rollback(self)
+        for name in written.pop(self, []):
+            with suppress(StorageError):
+                self._store.delete(name)
+
+    patch.setattr(JoinedPublication, "create", note)
+    patch.setattr(JoinedPublication, "rollback", remove)
+
+
+def captures_are_claimed_before_they_are_complete(patch: pytest.MonkeyPatch) -> None:
+    def claim_all(place: TierPlace, _catalog: object, number: int) -> list[StepCopy]:
+        path = place.finder.path(step_name(number))
+        return [StepCopy(place.name, path, (PROCESS,), None)] if place.is_found_again() else []
+
+    patch.setattr(tiered_finder, "_list_node_copies", claim_all)
+    patch.setattr(tiered_finder.TieredFinder, "record_start", lambda *_: None)
+
+
+def captures_go_with_their_trainers(patch: pytest.MonkeyPatch) -> None:
+    """The holder forgets what a client wrote when the client is gone."""
+    forget = HolderLedger.forget
+
+    def forget_all(self, client: int, connected: Any) -> None:
+        forget(self, client, connected)
+        for name in [name for name, file in self._files.items() if file.client == client]:
+            self.delete(name)
+
+    patch.setattr(HolderLedger, "forget", forget_all)
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    without_fsync: 37,
+    without_fsync: 18,
     pruning_deletes_bases: 0,
     ranks_are_answered_before_the_commit: 0,
-    hashes_are_not_checked: 168,
-    a_lost_answer_is_a_failure: 5,
+    hashes_are_not_checked: 63,
+    a_lost_answer_is_a_failure: 67,
     commit_comes_first: 0,
-    the_newest_step_may_go: 3,
+    the_newest_step_may_go: 1,
+    rank_0_alone_gives_the_verdict: 25,
+    each_rank_decides_alone: 25,
+    a_read_error_is_damage: 76,
+    a_rank_removes_its_files: 0,
+    captures_are_claimed_before_they_are_complete: 23,
+    captures_go_with_their_trainers: 11,
 }
 """Mutants, and the seed of the search for each: all others follow if the code changes and it holds no longer."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardckpt.testing.simulation import HistoryError
-from shardckpt.testing.simulation.disk import Disk
-from shardckpt.testing.simulation.operating_system import OperatingSystem
 from shardckpt.testing.simulation.scheduler import Scheduler
+from shardckpt.testing.simulation.stores.disk import Disk
+from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 
 
 def order_of_turns(seed: int) -> list[str]:

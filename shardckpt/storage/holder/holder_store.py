@@ -6,7 +6,7 @@ import builtins
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,14 +31,14 @@ class HeldMemory:
         fd: Descriptor.
     """
 
-    __slots__ = ("fd",)
+    __slots__ = ("_close", "fd")
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd, self._close = fd, os.close  # `os` may be gone when the interpreter ends
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+    def __del__(self) -> None:
         """Close the descriptor."""
-        close(self.fd)
+        self._close(self.fd)
 
 
 class HolderStore:

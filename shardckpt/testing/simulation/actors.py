@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardckpt.checkpoint.manager import Checkpointer
+from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.errors import NoCompleteCheckpoint, RankError, ShardckptError
 from shardckpt.offline.prune import prune
-from shardckpt.testing.simulation.auditor import Auditor, build_state
+from shardckpt.testing.simulation.auditor import Auditor
 from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scheduler import Scheduler
+from shardckpt.testing.simulation.trained_state import build_state
 
 _STAGING_BYTES = 1 << 20
 _LONGEST_PAUSE_S = 5.0
 _STEPS_OF_A_START = 100
+_ROOT_EVERY = 2
 
 
 @dataclass
@@ -28,8 +31,10 @@ class Job:
         keep_last: Number of newest steps to keep.
         dedup: Whether saves are incremental.
         background: Whether saves run in the background.
+        is_sharded: Whether each rank has some rows of some tensors, and not all of them.
         saves: Number of saves.
         is_last: Whether it begins anew if no step can be loaded, and takes numbers that no other start has.
+        memory: Settings of the tier in memory; None without one.
         errors: Errors of the ranks, in order.
         saved: Steps whose save succeeded on a rank.
     """
@@ -40,12 +45,24 @@ class Job:
     keep_last: int
     dedup: bool
     background: bool
+    is_sharded: bool
     saves: int
     is_last: bool = False
+    memory: PeerMemory | None = None
 
     def __post_init__(self) -> None:
         self.errors: list[ShardckptError] = []
         self.saved: list[int] = []
+
+    @property
+    def save_every(self) -> int:
+        """Steps whose number is a multiple of this are saved in the root."""
+        return 1 if self.memory is None or self.is_last else _ROOT_EVERY
+
+    @property
+    def tiers(self) -> tuple[PeerMemory, ...]:
+        """Tiers in front of the root."""
+        return () if self.memory is None else (self.memory,)
 
 
 class Trainer:
@@ -68,7 +85,14 @@ class Trainer:
         """Restore, then save step after step; end when a rank is lost."""
         job = self._job
         link: Any = self._ranks.link(self._rank)
-        checkpointer = Checkpointer(job.root, keep_last=job.keep_last, dedup=job.dedup, process_group=link)
+        checkpointer = Checkpointer(
+            job.root,
+            save_every=job.save_every,
+            tiers=job.tiers,
+            keep_last=job.keep_last,
+            dedup=job.dedup,
+            process_group=link,
+        )
         try:
             step = self._restore(checkpointer)
             if job.is_last:  # steps that the run has left for an older one may have the next numbers
@@ -82,14 +106,15 @@ class Trainer:
 
     def _restore(self, checkpointer: Checkpointer) -> int:
         self._calls += 1
-        least, state = self._auditor.newest(), build_state(0)
+        least, state = self._auditor.newest(), self._build_state(0)
+        claim = None if self._job.memory is None else self._auditor.claims.newest()
         try:
             number = checkpointer.restore(state)
         except NoCompleteCheckpoint:
-            if least is not None or not self._job.is_last:
+            if least is not None or claim is not None or not self._job.is_last:
                 raise
             return 0
-        self._auditor.accept((self._job.name, self._calls), number, state, least)
+        self._auditor.accept((self._job.name, self._calls), number, state, least, claim)
         self._scheduler.record("restored", f"step {number}")
         return number or 0
 
@@ -97,22 +122,41 @@ class Trainer:
         self._calls += 1
         content = self._job.start * 1000 + number
         self._auditor.begin(content, number)
+        if self._job.memory is None:
+            self._auditor.claims.give_up()
         self._scheduler.record("save", f"step {number} as attempt {content}")
         try:
             if self._job.background:
-                handle = checkpointer.async_save(number, build_state(content), max_staging_bytes=_STAGING_BYTES)
+                handle = checkpointer.async_save(number, self._build_state(content), max_staging_bytes=_STAGING_BYTES)
                 self._scheduler.sleep(0.01)
                 handle.result()
             else:
-                checkpointer.save(number, build_state(content))
+                checkpointer.save(number, self._build_state(content))
+                checkpointer.wait()
+            if self._job.memory is not None:
+                self._claim(checkpointer, number, content)
         except RankError:
             raise
         except ShardckptError as error:
             self._fail(f"step {number}", error)
             return
-        self._auditor.acknowledge(content)
-        self._job.saved.append(number)
+        if not number % self._job.save_every:
+            self._auditor.acknowledge(content)
+            self._job.saved.append(number)
         self._scheduler.record("saved", f"step {number}")
+
+    def _claim(self, checkpointer: Checkpointer, number: int, content: int) -> None:
+        """Ask what the saved step survives; all ranks get the same answer."""
+        holders = self._auditor.claims.list_holders()
+        durability = checkpointer.durability(number)
+        self._auditor.agree((f"{self._job.name} claims", self._calls), durability)
+        self._auditor.claim(content, durability, holders)
+        places = " ".join(copy.tier for copy in durability.copies)
+        self._scheduler.record("claims", f"step {number} in {places or 'no place'}")
+
+    def _build_state(self, content: int) -> dict[str, Any]:
+        ranks = self._ranks.processes
+        return build_state(content, self._rank, len(ranks), is_sharded=self._job.is_sharded)
 
     def _fail(self, subject: str, error: ShardckptError) -> None:
         self._job.errors.append(error)

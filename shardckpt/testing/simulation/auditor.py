@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shardckpt.checkpoint.load.load import load
 from shardckpt.errors import ShardckptError
+from shardckpt.format.durability.step_copies import Durability
 from shardckpt.format.native.base_refs import resolve_base
 from shardckpt.format.native.commit import COMMIT, decode_commit
-from shardckpt.testing.simulation.scheduler import HistoryError, Scheduler
-from shardckpt.testing.simulation.storage import RunStorage
+from shardckpt.testing.simulation.claims import Claims, MemoryClaim
+from shardckpt.testing.simulation.scheduler import HistoryError, Process, Scheduler
+from shardckpt.testing.simulation.stores.run_storage import RunStorage
+from shardckpt.testing.simulation.trained_state import read_content
 
 _STEP = re.compile(r"step-(\d+)")
-
-
-def build_state(content: int) -> dict[str, Any]:
-    """Return the state that a trainer saves.
-
-    Args:
-        content: Number that identifies one attempt to save; 0 for a state to load into.
-    """
-    return {
-        "w": torch.full((6,), float(content)),
-        "slow": torch.full((3,), float(content // 4)),
-        "frozen": torch.arange(5.0) if content else torch.zeros(5),
-        "content": content,
-    }
-
-
-def read_content(state: Mapping[str, Any]) -> int:
-    """Return the number of the attempt that a state comes from.
-
-    Raises:
-        HistoryError: The values are not those of one attempt.
-    """
-    content = int(state["content"])
-    expected = build_state(content)
-    if state.keys() != expected.keys():
-        raise HistoryError(f"a reader got the names {sorted(state)}")
-    for name, value in expected.items():
-        same = torch.equal(value, state[name]) if isinstance(value, torch.Tensor) else value == state[name]
-        if not same:
-            raise HistoryError(f"a reader got a mix: {name} is {state[name]}, but the attempt is {content}")
-    return content
 
 
 @dataclass
@@ -91,17 +61,21 @@ class Auditor:
         scheduler: Scheduler of the history.
         storage: Storage of the run.
         keep: Number of newest steps that no actor removes.
+        claims: Claims of durability.
         attempts: Attempts to save so far, with the numbers of their steps.
         steps: Committed steps by the name of their folder.
         ever: Attempts that were ever committed.
+        has_captures: Whether attempts may be in memory and not in the root.
     """
 
     scheduler: Scheduler
     storage: RunStorage
     keep: int
+    claims: Claims
     attempts: dict[int, int] = field(default_factory=dict)
     steps: dict[str, CommittedStep] = field(default_factory=dict)
     ever: set[int] = field(default_factory=set)
+    has_captures: bool = False
     _acknowledged: dict[int, None] = field(default_factory=dict)
     _verdicts: dict[tuple[str, int], tuple[str, object]] = field(default_factory=dict)
     _version: int = -1
@@ -121,10 +95,33 @@ class Auditor:
         """
         self._acknowledged[content] = None
         self.check()
-        if content not in self.ever:
+        if not self._was_committed(content):
             raise HistoryError(f"a save reports success, but attempt {content} was never committed")
         for step in self.steps.values():
             step.is_acknowledged |= step.content == content
+
+    def _was_committed(self, content: int) -> bool:
+        """Return True if an attempt was committed, or may be what a flipped bit makes unreadable."""
+        damaged = {step.number for step in self.steps.values() if step.is_damaged}
+        return content in self.ever or self.attempts[content] in damaged
+
+    def claim(self, content: int, durability: Durability, holders: Sequence[Process]) -> None:
+        """Record what a step survives by the answer of a Checkpointer.
+
+        Args:
+            content: The attempt that was saved.
+            durability: Answer of the Checkpointer.
+            holders: Holders that were alive when it was asked for.
+
+        Raises:
+            HistoryError: A claimed copy cannot be there.
+        """
+        self.check()
+        for copy in durability.copies:
+            if copy.tier == "root" and not self._was_committed(content):
+                raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
+            if copy.tier == "memory" and not self.claims.add(content, holders):
+                raise HistoryError(f"a capture of attempt {content} is claimed, but no holder lives")
 
     def newest(self) -> CommittedStep | None:
         """Return the newest step that a restore has to find."""
@@ -132,7 +129,12 @@ class Auditor:
         return max(known, key=lambda step: step.order, default=None)
 
     def accept(
-        self, call: tuple[str, int], number: int | None, state: Mapping[str, Any], least: CommittedStep | None
+        self,
+        call: tuple[str, int],
+        number: int | None,
+        state: Mapping[str, Any],
+        least: CommittedStep | None,
+        claim: MemoryClaim | None = None,
     ) -> None:
         """Check what a restore returned.
 
@@ -141,6 +143,7 @@ class Auditor:
             number: Step that it returned; None for a new run.
             state: State that it filled.
             least: Result of `newest` when it began.
+            claim: Newest claim that had to hold when it began.
 
         Raises:
             HistoryError: It violates an invariant.
@@ -151,12 +154,27 @@ class Auditor:
         if number is None:
             if least is not None and still:
                 raise HistoryError(f"a restore found nothing, but step {least.number} is complete")
+            self._require_claimed(claim, 0)
             return
-        if content not in self.ever or self.attempts[content] != number:
+        is_known = content in self.ever or self.has_captures
+        if not is_known or self.attempts.get(content) != number:
             raise HistoryError(f"a restore of step {number} got attempt {content}, which was never that step")
+        self._require_claimed(claim, content)
+        if still and least is not None and content not in self.ever:
+            self._require_later(content, least.content, f"step {least.number} of the root")
         got = [step.order for step in self.steps.values() if step.content == content]
         if least is not None and still and got and got[0] < least.order:
             raise HistoryError(f"a restore got step {number}, but step {least.number} is newer and complete")
+
+    def _require_claimed(self, claim: MemoryClaim | None, content: int) -> None:
+        if claim is not None and self.claims.holds(claim):
+            self._require_later(content, claim.content, "a capture that was claimed to survive")
+
+    def _require_later(self, content: int, than: int, what: str) -> None:
+        """Require that an attempt began after another, or is it. Raises HistoryError."""
+        order = {each: at for at, each in enumerate(self.attempts)}
+        if order.get(content, -1) < order[than]:
+            raise HistoryError(f"a restore got attempt {content}, but {than} is newer: {what}")
 
     def agree(self, call: tuple[str, int], verdict: object) -> None:
         """Check that all ranks that succeed in a collective call get the same verdict. Raises HistoryError."""
@@ -179,6 +197,17 @@ class Auditor:
         for folder, mark in marks.items():
             if _STEP.fullmatch(folder) and (folder not in self.steps or self.steps[folder].mark != mark):
                 self._add_step(folder, mark, files)
+
+    def require_tidy(self) -> None:
+        """Require that the run has no files but those of its steps. Raises HistoryError."""
+        self.check()
+        needed = {name for step in self.steps.values() for name in (*step.files, f"{step.folder}/{COMMIT}")}
+        damaged = tuple(f"{step.folder}/" for step in self.steps.values() if step.is_damaged)
+        left = [
+            name for name in self.storage.list_files() if name not in needed and not name.startswith(damaged or "/")
+        ]
+        if left:
+            raise HistoryError(f"no step needs {left[0]}, which stays ({len(left)} in all)")
 
     def _check_step(self, folder: str, step: CommittedStep, files: Mapping[str, object]) -> None:
         mark = files.get(f"{folder}/{COMMIT}")

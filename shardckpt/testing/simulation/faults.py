@@ -13,6 +13,12 @@ MESSAGES = frozenset({"send"})
 EVERYTHING = frozenset({"any"})
 """Any event of an actor."""
 
+_ANSWER = "0 -> "
+"""Way of messages that rank 0 sends."""
+
+_PAYLOAD = ".safetensors"
+"""End of the names of files with tensors."""
+
 CLOCK_JUMPS_S = (-172_800.0, -3_600.0, -30.0, 30.0, 3_600.0, 172_800.0)
 LONGEST_STALL_S = 60.0
 
@@ -25,12 +31,18 @@ class FaultKind(NamedTuple):
         verbs: Events at which it shows.
         shown: Fault that the operation shows, such as the name of an errno; empty for a fault of the environment.
         lasts: Whether all such operations show it for a while.
+        within: Text in the subject of events at which it shows: part of a name, or of a message's way.
     """
 
     name: str
     verbs: frozenset[str]
     shown: str = ""
     lasts: bool = False
+    within: str = ""
+
+    def shows_at(self, verb: str, subject: str) -> bool:
+        """Return True if an event can show it."""
+        return (self.verbs is EVERYTHING or verb in self.verbs) and self.within in subject
 
 
 COMMON = (
@@ -44,6 +56,9 @@ COMMON = (
     FaultKind("message doubled", MESSAGES, "doubled"),
     FaultKind("flip", EVERYTHING),
     FaultKind("flip while reading", READS),
+    FaultKind("answer of rank 0 lost", MESSAGES, "lost", within=_ANSWER),
+    FaultKind("kill while answering", MESSAGES, within=_ANSWER),
+    FaultKind("stall before an answer", MESSAGES, within=_ANSWER),
 )
 DISK = (
     FaultKind("power loss", EVERYTHING),
@@ -52,6 +67,7 @@ DISK = (
     FaultKind("read error", READS, "EIO"),
     FaultKind("write errors", DISK_WRITES, "EIO", lasts=True),
     FaultKind("read errors", READS, "EIO", lasts=True),
+    FaultKind("payload unreadable", READS, "EIO", within=_PAYLOAD),
     FaultKind("full", frozenset({"create", "write", "mkdir"}), "ENOSPC", lasts=True),
 )
 BUCKET = (
@@ -61,9 +77,19 @@ BUCKET = (
     FaultKind("put repeated below", frozenset({"put", "complete"}), "repeated below"),
     FaultKind("short answer", frozenset({"get"}), "short"),
     FaultKind("outage", READS | BUCKET_WRITES, "dropped", lasts=True),
+    FaultKind("payload refused", READS, "refused", within=_PAYLOAD),
     FaultKind("refusals", BUCKET_WRITES, "refused", lasts=True),
     FaultKind("answers lost", BUCKET_WRITES, "answer lost", lasts=True),
     FaultKind("puts repeated below", frozenset({"put", "complete"}), "repeated below", lasts=True),
+)
+
+MEMORY = (
+    FaultKind("holder killed", frozenset({"ask"})),
+    FaultKind("kill of the holder while answering", frozenset({"answer"})),
+    FaultKind("stall of the holder", frozenset({"answer"})),
+    FaultKind("kill while asking the holder", frozenset({"ask", "write memory"})),
+    FaultKind("kill after the last request", frozenset({"ask"}), within="COMMIT"),
+    FaultKind("node loss", EVERYTHING),
 )
 
 
@@ -120,17 +146,18 @@ class Faults:
         """End all faults."""
         self._waiting = []
 
-    def show(self, number: int, verb: str) -> str:
+    def show(self, number: int, verb: str, subject: str) -> str:
         """Return what an event shows; empty without a fault.
 
         Args:
             number: Number of the event.
             verb: Its verb.
+            subject: File, object or message that it operates on.
         """
         for fault in self._waiting:
             if fault.at > number:
                 return ""
-            if verb in fault.kind.verbs or fault.kind.verbs is EVERYTHING:
+            if fault.kind.shows_at(verb, subject):
                 return self._fire(fault, number)
         return ""
 

@@ -180,7 +180,7 @@ class Scheduler:
             except KilledError:
                 pass
             except BaseException as error:  # noqa: BLE001  (reported by `run`)
-                if not process.is_dead:
+                if isinstance(error, HistoryError) or not process.is_dead:
                     self.fail(error)
             finally:
                 task.is_over = True

@@ -27,15 +27,20 @@ from shardckpt.checkpoint.save.async_save import CAPTURES, LOCAL_CAPTURES, SAVES
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
 from shardckpt.checkpoint.save.staging import BufferPool, is_unpinned, make_buffer
 from shardckpt.format.registry import iter_formats
+from shardckpt.state.local.local_shards import get_tensor_shards
 from shardckpt.storage.linux_syscalls import exchange, start_writeback
 from shardckpt.storage.retry import PAUSES
-from shardckpt.testing.simulation.operating_system import OperatingSystem
 from shardckpt.testing.simulation.scheduler import Process, Scheduler, Task
+from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
+from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
+from shardckpt.testing.simulation.trained_state import find_tensor_shards
 
 T = TypeVar("T")
 
 _LATE = (
     "shardckpt.storage.fsspec_store",
+    "shardckpt.storage.holder.holder_store",
+    "shardckpt.storage.holder.holders",
     "shardckpt.format.native.reader",
     "shardckpt.offline.prune",
     "shardckpt.checkpoint.manager",
@@ -86,10 +91,11 @@ class Machine:
     Args:
         scheduler: Scheduler of the history.
         system: Operating system of the history.
+        holders: Holders of the node.
     """
 
-    def __init__(self, scheduler: Scheduler, system: OperatingSystem) -> None:
-        self.scheduler, self.system = scheduler, system
+    def __init__(self, scheduler: Scheduler, system: OperatingSystem, holders: SimulatedHolders) -> None:
+        self.scheduler, self.system, self._holders = scheduler, system, holders
         self._observer = Process("observer", 1)
 
     @property
@@ -107,7 +113,7 @@ class Machine:
         pending = _OwnedByProcess(self, PendingSave)
         return [
             (os, system),
-            (fcntl, _Twin(fcntl, flock=system.flock)),
+            (fcntl, _Twin(fcntl, flock=system.flock, fcntl=lambda *_: 0)),
             (shutil, _Twin(shutil, rmtree=system.rmtree)),
             (exchange, system.exchange),
             (start_writeback, lambda *_: None),
@@ -118,6 +124,8 @@ class Machine:
             *((getattr(threading, name), twin) for name, twin in self._primitives().items()),
             (queue.SimpleQueue, lambda: SimulatedQueue(scheduler)),
             (ThreadPoolExecutor, InlineExecutor),
+            *self._holders.twins(_Twin),
+            (get_tensor_shards, find_tensor_shards),
             (PENDING_SAVE, pending),
             (SAVES, self._own_lane(SAVES, pending)),
             *((lane, self._own_lane(lane, _OwnedByProcess(self, PendingSave))) for lane in (CAPTURES, LOCAL_CAPTURES)),

@@ -10,31 +10,38 @@ from functools import partial
 from random import Random
 from typing import Literal
 
+from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.storage import fsspec_writer
 from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
 from shardckpt.testing.simulation.auditor import Auditor
-from shardckpt.testing.simulation.bucket import SimulatedBucket, mount
-from shardckpt.testing.simulation.disk import Disk
+from shardckpt.testing.simulation.claims import Claims
 from shardckpt.testing.simulation.faults import (
     BUCKET,
     CLOCK_JUMPS_S,
     COMMON,
     DISK,
     LONGEST_STALL_S,
+    MEMORY,
     FaultKind,
     Faults,
     PlannedFault,
     plan_faults,
 )
 from shardckpt.testing.simulation.network import SimulatedRanks
-from shardckpt.testing.simulation.operating_system import OperatingSystem
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent, Process, Scheduler, Task
 from shardckpt.testing.simulation.seams import Machine, simulated
-from shardckpt.testing.simulation.storage import BucketStorage, DiskStorage, RunStorage
+from shardckpt.testing.simulation.stores.bucket import SimulatedBucket, mount
+from shardckpt.testing.simulation.stores.disk import Disk
+from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
+from shardckpt.testing.simulation.stores.run_storage import BucketStorage, DiskStorage, RunStorage
+from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
 
 StoreKind = Literal["disk", "bucket"]
 
 _TIMEOUT_S = 20.0
+_DAYS_S = 3 * 86_400.0
+"""Time between later saves: files of killed saves are old then."""
+
 _FINAL_EVENTS = 8_000
 """Number of events within which saving has to work again after the last fault."""
 
@@ -50,7 +57,11 @@ class Scenario:
         keep_last: Number of newest steps to keep.
         dedup: Whether saves are incremental.
         background: Whether saves run in the background.
+        is_sharded: Whether each rank has some rows of some tensors, and not all of them.
         has_zombies: Whether a start of the job begins before the previous one has ended.
+        memory_bytes: Maximum bytes of the tier in memory; None for jobs without one.
+        without_memory: Jobs without the tier, by their number among those of the history.
+        later_saves: Number of saves in the days after the last fault, which have to remove what no step needs.
         readers: Number of restores beside the job.
         prunes: Number of prunes beside the job.
         faults: Planned faults.
@@ -64,7 +75,11 @@ class Scenario:
     keep_last: int = 2
     dedup: bool = True
     background: bool = False
+    is_sharded: bool = False
     has_zombies: bool = False
+    memory_bytes: int | None = None
+    without_memory: frozenset[int] = frozenset()
+    later_saves: int = 0
     readers: int = 0
     prunes: int = 0
     faults: tuple[PlannedFault, ...] = ()
@@ -82,13 +97,24 @@ class Scenario:
             keep_last=random.choice((1, 2, 2, 3)),
             dedup=random.random() < 0.6,
             background=random.random() < 0.3,
+            is_sharded=random.random() < 0.5,
             has_zombies=random.random() < 0.2,
             readers=random.choice((0, 0, 1, 2)),
             prunes=random.choice((0, 0, 1, 2)),
             stay=random.choice((0.5, 0.8, 0.95)),
             part_bytes=random.choice((16 << 20, 4096)),
         )
+        if random.random() < 0.35:
+            scenario = replace(
+                scenario,
+                memory_bytes=random.choice((1 << 30, 1 << 30, 12_000, 5_000)),
+                background=False,
+                has_zombies=False,
+            )
+        if random.random() < 0.1:
+            scenario = replace(scenario, later_saves=3)
         kinds = COMMON + (DISK if scenario.store == "disk" else BUCKET)
+        kinds += MEMORY if scenario.memory_bytes is not None else ()
         count = random.choice((0, 1, 1, 2, 2, 3, 5))
         return replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
 
@@ -170,7 +196,10 @@ class _HistoryRun:
         else:
             mount(self.bucket)
             self.storage = BucketStorage(self.bucket, "sim://bucket/run")
-        self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last)
+        self.holders = SimulatedHolders(self.scheduler, self.system, self._new_process)
+        claims = Claims(lambda: self.holders.processes)
+        self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims)
+        self.auditor.has_captures = self.scenario.memory_bytes is not None
         self._harness = self._new_process("harness")
         self._starts = 0
         self._jobs: list[Job] = []
@@ -178,7 +207,7 @@ class _HistoryRun:
 
     def run(self) -> None:
         """Run the history to its end. Raises the error that ended it."""
-        machine = Machine(self.scheduler, self.system)
+        machine = Machine(self.scheduler, self.system, self.holders)
         log = logging.getLogger("shardckpt")
         part_bytes, was_disabled = fsspec_writer.PART_BYTES, log.disabled
         with simulated(machine):
@@ -230,15 +259,10 @@ class _HistoryRun:
         self.scheduler.record("calm", "no more faults")
         began = len(self.scheduler.events)
         least = self.auditor.newest()
-        for _ in range(2):
-            job, tasks = self._start_job("final", 2, 1, background=False, is_last=True)
-            self._wait_for(tasks)
-            if job.errors:
-                raise HistoryError(f"saving does not work after the last fault: {job.errors[0]}") from job.errors[0]
-            if job.saved:
-                break
+        job = self._save_again()
         newest = self.auditor.newest()
-        if not job.saved or newest is None or (least is not None and newest.order <= least.order):
+        has_new = newest is not None and (least is None or newest.order > least.order)
+        if not job.saved or not (has_new or self._inherits_damage(job.saved[-1])):
             raise HistoryError("no new step after the last fault")
         if len(self.scheduler.events) - began > _FINAL_EVENTS:
             raise HistoryError(f"saving took {len(self.scheduler.events) - began} events after the last fault")
@@ -249,6 +273,28 @@ class _HistoryRun:
                 lambda _: read_repeatedly(self.scheduler, self.auditor, "last reader", ranks, self.storage.root, 1),
             )
         )
+
+        for _ in range(self.scenario.later_saves):
+            self.scheduler.sleep(_DAYS_S)
+            self._save_again()
+        if self.scenario.later_saves:
+            self.auditor.require_tidy()
+
+    def _inherits_damage(self, number: int) -> bool:
+        """Return True if a step refers to a flipped file: the job was restored from memory, and no load has read it."""
+        damaged = {step.number for step in self.auditor.steps.values() if step.is_damaged}
+        return self.scenario.memory_bytes is not None and self.scenario.dedup and number in damaged
+
+    def _save_again(self) -> Job:
+        """Run a job that has to save a step, and return it. Raises HistoryError."""
+        for _ in range(2):
+            job, tasks = self._start_job(f"final{self._starts}", 2, 1, background=False, is_last=True)
+            self._wait_for(tasks)
+            if job.errors:
+                raise HistoryError(f"saving does not work after the last fault: {job.errors[0]}") from job.errors[0]
+            if job.saved:
+                break
+        return job
 
     def _require_reasons(self) -> None:
         """Require that no operation failed without a fault and without another job. Raises HistoryError."""
@@ -261,7 +307,19 @@ class _HistoryRun:
     ) -> tuple[Job, list[Task]]:
         scenario = self.scenario
         self._starts += 1
-        job = Job(name, self._starts, self.storage.root, scenario.keep_last, scenario.dedup, background, saves, is_last)
+        has_memory = scenario.memory_bytes is not None and self._starts not in scenario.without_memory
+        job = Job(
+            name,
+            self._starts,
+            self.storage.root,
+            scenario.keep_last,
+            scenario.dedup,
+            background,
+            scenario.is_sharded,
+            saves,
+            is_last,
+            PeerMemory(max_bytes=scenario.memory_bytes) if has_memory else None,
+        )
         self._jobs.append(job)
         ranks = self._make_ranks(name, world)
         trainers = [Trainer(self.scheduler, self.auditor, job, ranks, rank) for rank in range(world)]
@@ -290,11 +348,10 @@ class _HistoryRun:
     # Faults
 
     def _show_faults(self, verb: str, subject: str) -> str:
-        del subject
         task = self.scheduler.current
         if task is None or task.process is self._harness:
             return ""
-        return self.faults.show(len(self.scheduler.events), verb)
+        return self.faults.show(len(self.scheduler.events), verb, subject)
 
     def _act(self, kind: FaultKind) -> None:
         """Carry out a fault of the environment."""
@@ -302,16 +359,24 @@ class _HistoryRun:
         assert task is not None
         if kind.name.startswith("kill"):
             task.process.die()
+        elif kind.name == "holder killed":
+            self.holders.kill()
         elif kind.name.startswith("stall"):
+            self.auditor.claims.give_up(task.process)  # those of a holder that hangs
             self.scheduler.sleep(random.random() * LONGEST_STALL_S)
         elif kind.name == "clock jump":
             task.process.clock_shift += random.choice(CLOCK_JUMPS_S)
         elif kind.name.startswith("flip"):
             self.auditor.check()
             self.scheduler.record("flip", self.auditor.flip())
-        elif kind.name.startswith("power loss"):
-            self.auditor.check()
-            for process in self._processes:
-                process.die(silently=True)
-            self.disk.lose_power(random)
-            self.auditor.lose_power()
+        elif kind.name.startswith(("power loss", "node loss")):
+            self._lose_node()
+
+    def _lose_node(self) -> None:
+        """End all processes of the node, and lose what its disk and its memory had not made safe."""
+        self.auditor.check()
+        self.holders.kill(silently=True)
+        for process in self._processes:
+            process.die(silently=True)
+        self.disk.lose_power(self.scheduler.random)
+        self.auditor.lose_power()

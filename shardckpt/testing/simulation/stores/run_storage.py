@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from random import Random
 
-from shardckpt.testing.simulation.bucket import SimulatedBucket, StoredObject
-from shardckpt.testing.simulation.disk import Disk
+from shardckpt.testing.simulation.stores.bucket import SimulatedBucket, StoredObject
+from shardckpt.testing.simulation.stores.disk import Disk
 
 _VALUE_BYTES = 32
 

@@ -13,10 +13,11 @@ from io import BytesIO
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from shardckpt.testing.simulation.disk import Disk, File, Folder, Node
 from shardckpt.testing.simulation.scheduler import Process, Scheduler
+from shardckpt.testing.simulation.stores.disk import Disk, File, Folder, Node
 
 _HOME = "/home"
+_MEMORY = "memory:"
 _FREE_BLOCKS = 1 << 30
 
 
@@ -62,6 +63,18 @@ class Descriptor:
     def __init__(self, node: Node, path: str, process: Process) -> None:
         self.node, self.path, self.process = node, path, process
         self.offset = 0
+
+
+class OpenMemory(NamedTuple):
+    """A file without a name, of which several processes may have descriptors.
+
+    Attributes:
+        node: The file.
+        path: Name in events.
+    """
+
+    node: File
+    path: str
 
 
 class SimulatedPath:
@@ -287,10 +300,28 @@ class OperatingSystem(NameCalls):
             node = self.disk.find_folder(where)
         else:
             node = self.disk.find(where)
+        return self._add(node, where)
+
+    def _add(self, node: Node, path: str) -> int:
         self._next += 1
         process = self._scheduler.current.process if self._scheduler.current is not None else self._observer
-        self._open[self._next] = Descriptor(node, where, process)
+        self._open[self._next] = Descriptor(node, path, process)
         return self._next
+
+    def memfd_create(self, name: str, flags: int = 0) -> int:
+        """Create a file without a name."""
+        del flags
+        return self._add(File(0, self._scheduler.clock), f"{_MEMORY}{name}")
+
+    def find_memory(self, fd: int) -> OpenMemory:
+        """Return what a descriptor refers to, to send it to another process."""
+        file = self._get(fd)
+        assert isinstance(file.node, File)
+        return OpenMemory(file.node, file.path)
+
+    def open_memory(self, memory: OpenMemory) -> int:
+        """Return a descriptor that came from another process."""
+        return self._add(memory.node, memory.path)
 
     def open_stream(self, path: str, mode: str = "r", **_: Any) -> BytesIO:
         """Open a file for reading, in place of the builtin `open`."""
@@ -327,7 +358,7 @@ class OperatingSystem(NameCalls):
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         """Write bytes at an offset."""
         file = self._get(fd)
-        self._enter("write", file.path)
+        self._touch("write", file)
         assert isinstance(file.node, File)
         self.disk.write(file.node, offset, bytes(data), self._scheduler.clock)
         return len(data)
@@ -335,7 +366,7 @@ class OperatingSystem(NameCalls):
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read bytes at an offset into buffers."""
         file = self._get(fd)
-        self._enter("read", file.path)
+        self._touch("read", file)
         assert isinstance(file.node, File)
         count = 0
         for buffer in buffers:
@@ -343,6 +374,13 @@ class OperatingSystem(NameCalls):
             buffer[: len(part)] = part
             count += len(part)
         return count
+
+    def _touch(self, verb: str, file: Descriptor) -> None:
+        """Begin a read or write; those of memory do not fail."""
+        if file.path.startswith(_MEMORY):
+            self._scheduler.step(f"{verb} memory", file.path)
+        else:
+            self._enter(verb, file.path)
 
     def lseek(self, fd: int, offset: int, whence: int) -> int:
         """Move the offset of an open file."""

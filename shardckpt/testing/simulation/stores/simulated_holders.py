@@ -1,0 +1,239 @@
+"""Simulated holders: the real server of each runs in a process of its own, behind simulated sockets."""
+
+from __future__ import annotations
+
+import selectors
+import subprocess
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from shardckpt.storage.holder.holder_connection import HolderConnection, get_holder_connection
+from shardckpt.storage.holder.holder_ledger import HolderLedger
+from shardckpt.storage.holder.holder_messages import decode_message, encode_message, receive, send
+from shardckpt.storage.holder.holder_process import Holder
+from shardckpt.storage.holder.holder_sockets import (
+    connect_socket,
+    list_runs,
+    open_socket_folder,
+    require_own_peer,
+    require_sockets,
+    socket_folder,
+)
+from shardckpt.testing.simulation.scheduler import Process, Scheduler
+from shardckpt.testing.simulation.stores.operating_system import OpenMemory, OperatingSystem
+
+
+class SimulatedSocket:
+    """One end of a connection for packets; it closes with its process.
+
+    Args:
+        scheduler: Scheduler of the history.
+        process: Process that has this end.
+
+    Attributes:
+        peer: The other end; None until it is connected.
+        arrived: Packets that were not received yet, each with the memory whose descriptor came along.
+        is_closed: Whether this end is closed.
+    """
+
+    def __init__(self, scheduler: Scheduler, process: Process) -> None:
+        self._scheduler = scheduler
+        self._timeout_s: float | None = None
+        self.peer: SimulatedSocket | None = None
+        self.arrived: deque[tuple[bytes, OpenMemory | None]] = deque()
+        self.is_closed = False
+        process.at_death.append(self.close)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `recv` returns at once."""
+        return bool(self.arrived) or self.peer is None or self.peer.is_closed
+
+    def settimeout(self, seconds: float) -> None:
+        """Limit the time that `wait` waits."""
+        self._timeout_s = seconds
+
+    def setblocking(self, is_blocking: bool) -> None:
+        """Do nothing: the holder asks for packets that are there."""
+
+    def send_packet(self, data: bytes, memory: OpenMemory | None) -> None:
+        """Send a packet. Raises BrokenPipeError if the other end is closed."""
+        if self.is_closed or self.peer is None or self.peer.is_closed:
+            raise BrokenPipeError("the other process has closed the connection")
+        self.peer.arrived.append((data, memory))
+
+    def wait(self) -> tuple[bytes, OpenMemory | None]:
+        """Return the next packet, after waiting for it; empty if the other end is closed. Raises TimeoutError."""
+        if not self._scheduler.wait(lambda: self.is_ready, "an answer of a holder", self._timeout_s):
+            raise TimeoutError("timed out")
+        return self.arrived.popleft() if self.arrived else (b"", None)
+
+    def recv(self, _nbytes: int) -> bytes:
+        """Return the next packet; empty if the other end is closed."""
+        return self.wait()[0]
+
+    def close(self) -> None:
+        """Close this end."""
+        self.is_closed = True
+
+    def __enter__(self) -> SimulatedSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ListeningSocket(SimulatedSocket):
+    """The socket at which a holder listens.
+
+    Attributes:
+        waiting: Connections that it has not accepted.
+    """
+
+    def __init__(self, scheduler: Scheduler, process: Process) -> None:
+        super().__init__(scheduler, process)
+        self.process = process
+        self.waiting: deque[SimulatedSocket] = deque()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether somebody has connected."""
+        return bool(self.waiting)
+
+    def accept(self) -> tuple[SimulatedSocket, None]:
+        """Return the next connection."""
+        return self.waiting.popleft(), None
+
+
+class SimulatedSelector:
+    """Selector of simulated sockets, with the interface of `selectors.DefaultSelector`.
+
+    Args:
+        scheduler: Scheduler of the history.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._watched: dict[SimulatedSocket, int] = {}
+
+    def register(self, watched: SimulatedSocket, _events: int, data: int) -> None:
+        """Watch a socket."""
+        self._watched[watched] = data
+
+    def unregister(self, watched: SimulatedSocket) -> None:
+        """Stop to watch a socket."""
+        del self._watched[watched]
+
+    def select(self, timeout: float) -> list[tuple[SimpleNamespace, int]]:
+        """Return the sockets that are ready, after waiting for one."""
+        self._scheduler.wait(lambda: any(each.is_ready for each in self._watched), "requests", timeout)
+        return [(SimpleNamespace(data=data), 1) for each, data in self._watched.items() if each.is_ready]
+
+
+class SimulatedHolders:
+    """The holders of one node.
+
+    Args:
+        scheduler: Scheduler of the history.
+        system: Operating system, whose files without a name are the memory.
+        make_process: Returns a new process with a name.
+
+    Attributes:
+        listening: Socket of the newest holder of each run.
+    """
+
+    def __init__(self, scheduler: Scheduler, system: OperatingSystem, make_process: Callable[[str], Process]) -> None:
+        self._scheduler, self._system, self._make_process = scheduler, system, make_process
+        self.listening: dict[str, ListeningSocket] = {}
+
+    @property
+    def processes(self) -> list[Process]:
+        """Living holders."""
+        return [each.process for each in self.listening.values() if not each.is_closed]
+
+    def kill(self, *, silently: bool = False) -> None:
+        """Kill all holders, whose captures are gone."""
+        for process in self.processes:
+            process.die(silently=silently)
+
+    def twins(self, twin_of: Callable[..., object]) -> list[tuple[object, object]]:
+        """Return pairs of a value that modules refer to, and its simulated twin.
+
+        Args:
+            twin_of: Returns a module with some simulated functions.
+        """
+        connections: dict[tuple[int, str], HolderConnection] = {}
+
+        def get_connection(run: str) -> HolderConnection:
+            key = self._system.getpid(), run
+            if key not in connections:
+                connections[key] = HolderConnection(run, socket_folder())
+            return connections[key]
+
+        modules: dict[ModuleType, dict[str, object]] = {
+            subprocess: {"run": self._run_process},
+            selectors: {"DefaultSelector": lambda: SimulatedSelector(self._scheduler)},
+        }
+        return [
+            *((module, twin_of(module, **functions)) for module, functions in modules.items()),
+            (get_holder_connection, get_connection),
+            (connect_socket, self._connect),
+            (list_runs, lambda _folder: sorted(run for run, each in self.listening.items() if not each.is_closed)),
+            (open_socket_folder, _open_folder),
+            (require_own_peer, lambda _connection: None),
+            (require_sockets, lambda: None),
+            (send, self._send),
+            (receive, self._receive),
+        ]
+
+    def _run_process(self, command: Sequence[str], **_options: object) -> subprocess.CompletedProcess[bytes]:
+        """Start the holder that a command names, unless one listens."""
+        run, max_bytes, idle_s, last = command[-4:]
+        self._scheduler.step("start", f"holder of {max_bytes} B")
+        if run not in self.listening or self.listening[run].is_closed:
+            process = self._make_process("holder")
+            listening = self.listening[run] = ListeningSocket(self._scheduler, process)
+
+            def serve() -> None:
+                bound: Any = listening
+                Holder(run, bound, HolderLedger(int(max_bytes), last), float(idle_s)).serve()
+                process.die()
+
+            self._scheduler.spawn(process, process.name, serve)
+        return subprocess.CompletedProcess([*command], 0, b"", b"")
+
+    def _connect(self, _folder: int, run: str, timeout_s: float) -> SimulatedSocket:
+        listening = self.listening.get(run)
+        self._scheduler.step("connect", run)
+        if listening is None or listening.is_closed:
+            raise ConnectionRefusedError("nobody listens")
+        assert self._scheduler.current is not None
+        own = SimulatedSocket(self._scheduler, self._scheduler.current.process)
+        own.settimeout(timeout_s)
+        own.peer = SimulatedSocket(self._scheduler, listening.process)
+        own.peer.peer = own
+        listening.waiting.append(own.peer)
+        return own
+
+    def _send(self, connection: SimulatedSocket, message: Mapping[str, Any], fd: int | None = None) -> None:
+        data = encode_message(message)
+        is_request = "op" in message
+        subject = f"{message['op']} {message.get('name', message.get('folder', ''))}" if is_request else ""
+        self._scheduler.step("ask" if is_request else "answer", subject or f"{len(data)} B")
+        connection.send_packet(data, None if fd is None else self._system.find_memory(fd))
+
+    def _receive(self, connection: SimulatedSocket) -> tuple[dict[str, Any], int | None]:
+        data, memory = connection.wait()
+        if not data:
+            raise ConnectionResetError("the other process has closed the connection")
+        return decode_message(data), None if memory is None else self._system.open_memory(memory)
+
+
+@contextmanager
+def _open_folder(_folder: str, *, is_made: bool) -> Iterator[int]:
+    """Yield a descriptor that nobody uses, in place of that of the folder of sockets."""
+    del is_made
+    yield 0
