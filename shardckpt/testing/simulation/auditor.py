@@ -199,13 +199,12 @@ class Auditor:
                 self._add_step(folder, mark, files)
 
     def require_tidy(self) -> None:
-        """Require that the run has no files but those of its steps. Raises HistoryError."""
+        """Require that the folders of the run have no files but those that a step needs. Raises HistoryError."""
         self.check()
         needed = {name for step in self.steps.values() for name in (*step.files, f"{step.folder}/{COMMIT}")}
-        damaged = tuple(f"{step.folder}/" for step in self.steps.values() if step.is_damaged)
-        left = [
-            name for name in self.storage.list_files() if name not in needed and not name.startswith(damaged or "/")
-        ]
+        damaged = {step.folder for step in self.steps.values() if step.is_damaged}
+        unneeded = [name for name in self.storage.list_files() if name not in needed]
+        left = [name for name in unneeded if "/" in name and name.partition("/")[0] not in damaged]
         if left:
             raise HistoryError(f"no step needs {left[0]}, which stays ({len(left)} in all)")
 
