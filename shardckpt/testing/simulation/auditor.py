@@ -12,7 +12,7 @@ from shardckpt.errors import ShardckptError
 from shardckpt.format.durability.step_copies import Durability
 from shardckpt.format.native.base_refs import resolve_base
 from shardckpt.format.native.commit import COMMIT, decode_commit
-from shardckpt.testing.simulation.claims import Claims, MemoryClaim
+from shardckpt.testing.simulation.memory_claims import Claims, MemoryClaim
 from shardckpt.testing.simulation.scheduler import HistoryError, Process, Scheduler
 from shardckpt.testing.simulation.stores.run_storage import RunStorage
 from shardckpt.testing.simulation.trained_state import read_content

@@ -14,7 +14,6 @@ from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.storage import fsspec_writer
 from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
 from shardckpt.testing.simulation.auditor import Auditor
-from shardckpt.testing.simulation.claims import Claims
 from shardckpt.testing.simulation.faults import (
     BUCKET,
     CLOCK_JUMPS_S,
@@ -27,6 +26,7 @@ from shardckpt.testing.simulation.faults import (
     PlannedFault,
     plan_faults,
 )
+from shardckpt.testing.simulation.memory_claims import Claims
 from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent, Process, Scheduler, Task
 from shardckpt.testing.simulation.seams import Machine, simulated
