@@ -31,7 +31,7 @@ from shardckpt.plan.resume.step_records import (
     float_bits,
 )
 
-MOST_SAMPLES = 2048
+MOST_SAMPLES = 1024
 """Maximum samples of a batch of all ranks whose digests are kept one by one."""
 
 MOST_TENSORS = 6000
