@@ -117,15 +117,16 @@ class CaptureTier(ABC):
         """
         self.open_node()
 
-    def open_nodes(self, share: NodeShare) -> bool:
+    def open_nodes(self, number: int, share: NodeShare) -> bool:
         """Make the tier ready on all nodes; return whether a step can be captured. Collective.
 
         Args:
+            number: Number of the step.
             share: Part of this rank.
         """
-        return share.nodes == 1 or self._agree_on_start(share)
+        return share.nodes == 1 or self._agree_on_start(number, share)
 
-    def _agree_on_start(self, share: NodeShare) -> bool:
+    def _agree_on_start(self, number: int, share: NodeShare) -> bool:
         coordinator = get_channels(self._group).main
         fault = b""
         try:
@@ -137,7 +138,9 @@ class CaptureTier(ABC):
         def decide(messages: list[bytes]) -> list[bytes]:
             faults = [(rank, text) for rank, text in enumerate(messages) if text]
             for rank, text in faults[:1]:
-                self.note_failure(StorageError(f"rank {rank}: {text.decode()}"))
+                error = StorageError(f"rank {rank}: {text.decode()}")
+                self._emit_fallback(number, error)
+                self.note_failure(error)
             return [b"" if faults else b"1"] * len(messages)
 
         return bool(coordinator.coordinate(f"opening {self.place.finder.root} on all nodes", fault, decide))
@@ -163,10 +166,11 @@ class CaptureTier(ABC):
         """Return True if a step belongs into this tier."""
         return not number % self.every
 
-    def prepare(self, nodes: set[str]) -> bool:
+    def prepare(self, number: int, nodes: set[str]) -> bool:
         """Make the tier ready; return whether a step can be captured. On rank 0.
 
         Args:
+            number: Number of the step.
             nodes: Ids of the nodes of all ranks.
         """
         if self._skipped < min((1 << self._failures) - 1, _MOST_SKIPPED):
@@ -176,6 +180,7 @@ class CaptureTier(ABC):
         try:
             self.open(nodes)
         except ShardckptError as error:
+            self._emit_fallback(number, error)
             self.note_failure(error)
             return False
         return True
@@ -282,10 +287,14 @@ class CaptureTier(ABC):
 
     def _withdraw(self, number: int, error: Exception) -> None:
         """Emit that a step is not in this tier; on rank 0 warn too."""
+        self._emit_fallback(number, error)
+        if get_channels(self._group).main.rank == 0:
+            self.note_failure(error)
+
+    def _emit_fallback(self, number: int, error: Exception) -> None:
+        """Emit that a step is not captured."""
         rank = get_channels(self._group).main.rank
         emit(FallbackEvent(self.path(number), step=number, rank=rank, warnings=(str(error),)), self._on_event)
-        if rank == 0:
-            self.note_failure(error)
 
     def note_success(self) -> None:
         """Reset the count of failures."""

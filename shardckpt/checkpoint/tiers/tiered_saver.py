@@ -199,7 +199,7 @@ class TieredSaver:
         notes[AFTER] = places.after
         copy_options = {name: given[name] for name in _FOR_COPY if name in given}
         share = NodeShare(*places.share)
-        if places.captured_in is not None and self._tiers[places.captured_in].open_nodes(share):
+        if places.captured_in is not None and self._tiers[places.captured_in].open_nodes(places.number, share):
             source, targets = self._tiers[places.captured_in], [self._tiers[index] for index in places.promoted_to]
 
             def promote(number: int) -> None:
@@ -248,7 +248,8 @@ class TieredSaver:
         """Choose the places of a step. On rank 0."""
         numbers, nodes = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
-        ready = [index for index, tier in enumerate(self._tiers) if tier.takes(number) and tier.prepare(set(nodes))]
+        taking = [index for index, tier in enumerate(self._tiers) if tier.takes(number)]
+        ready = [index for index in taking if self._tiers[index].prepare(number, set(nodes))]
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
         self._finder.record_start(number)

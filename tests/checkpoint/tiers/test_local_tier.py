@@ -225,18 +225,18 @@ def test_steps_of_a_course_that_was_given_up_are_dropped(tmp_path):
     assert shardckpt.ls(tmp_path / "local").complete == ()
 
 
-def test_ranks_of_one_node_capture_together_and_ranks_of_two_are_one_warning(tmp_path):
+def test_ranks_of_one_node_capture_together_and_ranks_of_two_are_one_warning_and_an_event(tmp_path):
     def train(rank: int, world: int, folder: str) -> list:
-        texts = []
+        texts, events = [], []
         for node in ("", "other"):
             os.environ["SHARDCKPT_NODE"] = node if rank else ""
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                ck = make(Path(folder), save_every=5)
+                ck = make(Path(folder), save_every=5, on_event=events.append)
                 save(ck, *((1, 2) if not node else (3, 5)))
             texts.append(sum("ranks on 2 nodes" in str(each.message) for each in warned))
-        return [texts, ck.steps()]
+        return [texts, [each.step for each in events if isinstance(each, FallbackEvent)], ck.steps()]
 
-    assert run(2, train, str(tmp_path)) == [[[0, 1], (5,)], [[0, 0], (5,)]]
+    assert run(2, train, str(tmp_path)) == [[[0, 1], [3], (5,)], [[0, 0], [], (5,)]]
     assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [2]
     assert restore(make(tmp_path)) == 5

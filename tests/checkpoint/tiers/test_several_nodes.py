@@ -16,7 +16,7 @@ from harness import outcomes, run
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
-from shardckpt import Checkpointer, PeerMemory
+from shardckpt import Checkpointer, FallbackEvent, PeerMemory
 from shardckpt.checkpoint.peers import open_peers, peer_exchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.tiers import memory_tier
@@ -129,10 +129,11 @@ def test_a_capture_of_which_a_node_is_lost_is_neither_claimed_nor_restored(tmp_p
     assert [each[:2] for each in run(4, resume, root, "aabb", {})] == [(2, True)] * 4
 
 
-def test_a_node_without_a_holder_is_one_warning_and_steps_are_captured_again_later(tmp_path):
+def test_a_node_without_a_holder_is_one_warning_with_an_event_and_steps_are_captured_again_later(tmp_path):
     def body(rank: int, world: int) -> list:
         enter("ab"[rank])
-        ck = make(tmp_path / "run", save_every=2)
+        events: list[object] = []
+        ck = make(tmp_path / "run", save_every=2, on_event=events.append)
         folder = tmp_path / "shardckpt-b"
         if rank:
             folder.mkdir(mode=0o777)
@@ -148,9 +149,10 @@ def test_a_node_without_a_holder_is_one_warning_and_steps_are_captured_again_lat
                 ck.save(step, state(world, step))
             ck.wait()
         texts = [str(each.message) for each in warned if "not captured" in str(each.message)]
-        return [*claims, ck.durability(5).survives, ["rank 1" in text for text in texts]]
+        passed = [event.step for event in events if isinstance(event, FallbackEvent)]
+        return [*claims, ck.durability(5).survives, ["rank 1" in text for text in texts], passed]
 
-    assert run(2, body) == [[set(), {"process"}, [True]], [set(), {"process"}, []]]
+    assert run(2, body) == [[set(), {"process"}, [True], [1]], [set(), {"process"}, [], []]]
 
 
 def test_a_rank_that_is_killed_leaves_the_capture_before_it_on_every_node(tmp_path):
