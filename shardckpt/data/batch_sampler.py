@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from shardckpt.errors import UsageError
-from shardckpt.plan.data.positions import BatchPlan, DataPosition, SavedPosition
+from shardckpt.plan.data.positions import BatchPlan, DataPosition, SavedPosition, require_count, require_integer
 from shardckpt.plan.data.sample_order import SampleOrder
 
 _BATCHES_AT_A_TIME = 16
@@ -64,10 +63,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        samples = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
+        samples = len(dataset) if isinstance(dataset, Sized) else require_integer("dataset", dataset)
         rank, num_replicas = find_replica(rank, num_replicas)
         self._rank = rank
-        self._order = SampleOrder(samples, operator.index(seed), shuffle)
+        self._order = SampleOrder(samples, require_integer("seed", seed), shuffle)
         self._plan = BatchPlan(samples, batch_size, accumulate, num_replicas, drop_last)
         self._position, self._done = DataPosition(), 0
         self.generator = torch.Generator()
@@ -149,8 +148,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
             epoch: Number of the epoch.
 
         Raises:
-            UsageError: The epoch is over.
+            UsageError: The epoch is over, or not an integer.
         """
+        epoch = require_integer("epoch", epoch)
         if epoch < self._position.epoch:
             raise UsageError(
                 f"epoch {epoch} is over, the position is {self._position}",
@@ -169,6 +169,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             UsageError: The data set has no such position.
             InexactPositionError: A rank would have a batch without samples.
         """
+        position = position.to_plain()
         if position.epoch < 0 or not 0 <= position.consumed <= self._plan.samples:
             raise UsageError(f"a position must be in an epoch of {self._plan.samples} samples, got {position}")
         self._plan.require_parts(position)
@@ -222,13 +223,15 @@ def find_replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
         num_replicas: Number of ranks; None for that of the default process group.
 
     Raises:
-        UsageError: The rank is not among the ranks.
+        UsageError: The rank is not among the ranks, or one of the numbers is not an integer.
     """
     has_group = dist.is_available() and dist.is_initialized()
     if num_replicas is None:
         num_replicas = dist.get_world_size() if has_group else 1
     if rank is None:
         rank = dist.get_rank() if has_group else 0
-    if num_replicas >= 1 and not 0 <= rank < num_replicas:
+    rank, num_replicas = require_integer("rank", rank), require_integer("num_replicas", num_replicas)
+    require_count("num_replicas", num_replicas)
+    if not 0 <= rank < num_replicas:
         raise UsageError(f"rank must be from 0 to {num_replicas - 1}, got {rank}")
     return rank, num_replicas

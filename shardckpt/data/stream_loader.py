@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from shardckpt.checkpoint.stateful.stateful import PerRank, Stateful
 from shardckpt.data.batch_sampler import derive_seed, find_replica
 from shardckpt.errors import UsageError
-from shardckpt.plan.data.positions import DataPosition, require_count
+from shardckpt.plan.data.positions import DataPosition, require_count, require_integer
 from shardckpt.plan.data.stream_positions import SavedStreams, StreamPlan, StreamPosition
 
 OpenStream = Callable[[int, int], Iterable[Any]]
@@ -70,6 +70,8 @@ class ElasticStreamLoader(PerRank):
         require_count("batch_size", batch_size)
         if resume_by not in ("reading", "state"):
             raise UsageError(f'resume_by must be "reading" or "state", got {resume_by!r}')
+        if require_integer("num_workers", num_workers) < 0:
+            raise UsageError(f"num_workers must be 0 or more, got {num_workers}")
         self._rank, num_replicas = find_replica(rank, num_replicas)
         self._plan = StreamPlan(streams, num_replicas)
         self._source = _StreamSource(open_stream, batch_size, collate_fn or default_collate, resume_by == "state")
@@ -152,6 +154,7 @@ class ElasticStreamLoader(PerRank):
         Raises:
             UsageError: The position is within an epoch: streams have different numbers of samples.
         """
+        position = position.to_plain()
         if position.consumed or position.epoch < 0:
             raise UsageError(f"streams can go to the beginning of an epoch, got {position}")
         self._positions = dict.fromkeys(self._positions, StreamPosition(position.epoch))

@@ -270,6 +270,24 @@ class TestPositions:
         state = sampler.state_dict()
         assert json.loads(json.dumps(state)) == state
 
+    @pytest.mark.parametrize("number", [np.int64(3), torch.tensor(3), True])
+    def test_a_position_that_was_given_by_numbers_of_numpy_can_be_loaded(self, number: Any) -> None:
+        sampler, other = ElasticBatchSampler(60, 12), ElasticBatchSampler(60, 12)
+        sampler.set_epoch(number)
+        other.load_state_dict(sampler.state_dict())
+        assert other.position == DataPosition(int(number))
+        sampler.move_to(DataPosition(number, number))
+        other.load_state_dict(sampler.state_dict())
+        assert other.position == DataPosition(int(number), int(number))
+
+    @pytest.mark.parametrize(
+        "number", [float("nan"), 1.0, "1", None, 1 << 20_000], ids=lambda value: type(value).__name__
+    )
+    def test_epochs_and_seeds_that_are_no_integers_are_refused(self, number: Any) -> None:
+        for make in (ElasticBatchSampler(60, 12).set_epoch, lambda seed: ElasticBatchSampler(60, 12, seed=seed)):
+            with pytest.raises(UsageError, match=r"must be an integer|must have at most 128 bits"):
+                make(number)
+
     def test_a_rank_outside_of_the_replicas_is_refused(self) -> None:
         with pytest.raises(UsageError, match="rank must be from 0 to 1, got 2"):
             ElasticBatchSampler(60, 12, num_replicas=2, rank=2)

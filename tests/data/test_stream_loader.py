@@ -200,6 +200,12 @@ class TestRefusals:
             {"streams": 6, "unfinished": 0, "positions": {"a": [0, 0, None]}},
             {"streams": 6, "unfinished": 0, "positions": {"0": [0, True, None]}},
             {"streams": 6, "unfinished": 0, "positions": {"0": [0]}},
+            {"streams": 6, "unfinished": 0, "positions": {"0": [0, 1 << 64, None]}},
+            {"streams": 6, "unfinished": 0, "positions": {"0": [0, 10**5000, None]}},
+            {"streams": 6, "unfinished": 10**5000, "positions": {}},
+            {"streams": 6, "unfinished": 0, "positions": {float("inf"): [0, 0, None]}},
+            {"streams": 6, "unfinished": 0, "positions": {"0": [0, 0, None], "00": [0, 4, None]}},
+            {"streams": 6, "unfinished": 0, "positions": {"6": [0, 0, None]}},
         ],
     )
     def test_values_of_another_kind_are_refused(self, state: Any) -> None:
@@ -212,6 +218,12 @@ class TestRefusals:
             make_ranks(1, 6, 4)[0].load_state_dict(halves[0])
         with pytest.raises(FormatError, match=r"different numbers of streams: \[6, 8\]"):
             make_ranks(1, 6, 4)[0].load_other_world([halves[0], make_ranks(1, 8, 4)[0].state_dict()], 0, 1)
+
+    def test_two_positions_of_ranks_in_one_stream_are_refused(self) -> None:
+        first, later = make_ranks(1, 6, 4)[0], make_ranks(1, 6, 4)[0]
+        train_steps([later], 1)
+        with pytest.raises(FormatError, match="different positions in stream 0"):
+            make_ranks(1, 6, 4)[0].load_other_world([first.state_dict(), later.state_dict()], 0, 1)
 
     def test_a_stream_without_samples_is_an_error_in_place_of_an_endless_loop(self) -> None:
         with pytest.raises(UsageError, match="stream 0 has no samples in epoch 0"):
@@ -230,7 +242,13 @@ class TestRefusals:
             next(iter(ElasticStreamLoader(open_stream, 1, 2, resume_by="state")))
 
     @pytest.mark.parametrize(
-        ("options", "text"), [({"batch_size": 0}, "batch_size"), ({"resume_by": "x"}, "resume_by")]
+        ("options", "text"),
+        [
+            ({"batch_size": 0}, "batch_size"),
+            ({"resume_by": "x"}, "resume_by"),
+            ({"num_workers": -1}, "num_workers"),
+            ({"streams": 1 << 40}, "streams"),
+        ],
     )
     def test_wrong_options_are_refused(self, options: dict[str, Any], text: str) -> None:
         with pytest.raises(UsageError, match=f"{text} must be"):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from shardckpt.errors import FormatError, UsageError
+from shardckpt.errors import FormatError, UsageError, escape
+
+COUNT_LIMIT = 1 << 62
+"""Numbers of samples, epochs and batches are below it: positions are computed with 64 bits."""
+
+_INTEGER_LIMIT = 1 << 128
+_ORDER_CHARACTERS = 64
 
 
 @dataclass(frozen=True, order=True)
@@ -23,6 +30,14 @@ class DataPosition:
 
     def __str__(self) -> str:
         return f"sample {self.consumed} of epoch {self.epoch}"
+
+    def to_plain(self) -> DataPosition:
+        """Return the position with plain numbers, which a checkpoint can store.
+
+        Raises:
+            UsageError: A number is not an integer.
+        """
+        return DataPosition(require_integer("epoch", self.epoch), require_integer("consumed", self.consumed))
 
 
 _COUNTS = ("epoch", "consumed", "unfinished", "samples")
@@ -81,15 +96,16 @@ class SavedPosition:
         """
         for each in fields(cls):
             value = state.get(each.name) if isinstance(state, Mapping) else None
-            is_text = each.name == "order"
-            is_negative = isinstance(value, int) and value < 0 and each.name in _COUNTS
-            if type(value) is not (str if is_text else int) or is_negative:
-                expected = "text" if is_text else "a number"
+            if not _is_stored_value(each.name, value):
+                expected = "text" if each.name == "order" else "a number"
                 raise FormatError(
-                    f"{each.name} of a data position must be {expected}, got {value!r}",
+                    f"{each.name} of a data position must be {expected}, got {escape(value)}",
                     fix="It is the state of another object.",
                 )
-        return cls(**{each.name: state[each.name] for each in fields(cls)})
+        saved = cls(**{each.name: state[each.name] for each in fields(cls)})
+        if saved.consumed > saved.samples:
+            raise FormatError(f"{saved.position} of a data position must be in an epoch of {saved.samples} samples")
+        return saved
 
     def require_same_order(self, other: SavedPosition) -> None:
         """Require that a sampler has the samples of this position in the same order.
@@ -214,18 +230,49 @@ class BatchPlan:
         )
 
 
-def require_count(name: str, value: object) -> None:
+def require_count(name: str, value: object, limit: int = COUNT_LIMIT) -> None:
     """Require an integer of 1 or more.
 
     Args:
         name: Name of the argument, for the message.
         value: Its value.
+        limit: The least number that is too large.
 
     Raises:
         UsageError: It is not.
     """
     if not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} must be 1 or more, got {value!r}")
+        raise UsageError(f"{name} must be 1 or more, got {escape(value)}")
+    if value >= limit:
+        raise UsageError(f"{name} must be below {limit}, got {escape(value)}")
+
+
+def require_integer(name: str, value: object) -> int:
+    """Return an integer as a plain one: a checkpoint cannot store the numbers of numpy as positions.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: Its value; also a number of numpy or torch.
+
+    Raises:
+        UsageError: It is not an integer, or has more than 128 bits.
+    """
+    try:
+        number = int(operator.index(value))  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name} must be an integer, got {escape(value)}") from None
+    if abs(number) >= _INTEGER_LIMIT:
+        raise UsageError(f"{name} must have at most 128 bits, got {escape(number)}")
+    return number
+
+
+def _is_stored_value(name: str, value: object) -> bool:
+    """Return whether a value of a stored position has the right kind and size."""
+    if name == "order":
+        return type(value) is str and len(value) <= _ORDER_CHARACTERS
+    if type(value) is not int:
+        return False
+    return 0 <= value < COUNT_LIMIT if name in _COUNTS else abs(value) < _INTEGER_LIMIT
 
 
 def _divide(start: int, stop: int, parts: int, number: int) -> tuple[int, int]:

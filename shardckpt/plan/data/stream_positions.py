@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardckpt.errors import FormatError, UsageError
-from shardckpt.plan.data.positions import DataPosition, InexactPositionError, require_count
+from shardckpt.errors import FormatError, UsageError, escape
+from shardckpt.plan.data.positions import COUNT_LIMIT, DataPosition, InexactPositionError, require_count
+
+_MOST_STREAMS = 1 << 20
+"""Each has a position in memory and in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class StreamPlan:
     num_replicas: int = 1
 
     def __post_init__(self) -> None:
-        require_count("streams", self.streams)
+        require_count("streams", self.streams, _MOST_STREAMS + 1)
         require_count("num_replicas", self.num_replicas)
         if self.streams % self.num_replicas:
             fitting = [number for number in range(1, self.streams + 1) if not self.streams % number]
@@ -69,6 +72,7 @@ class StreamPlan:
 
         A loader takes a batch of each worker in turn, so each needs the same number of streams.
         """
+        most = min(most, self.batches_per_step)
         return max((number for number in range(1, most + 1) if not self.batches_per_step % number), default=0)
 
 
@@ -100,7 +104,7 @@ class SavedStreams:
         """
         try:
             streams, unfinished = _read_count(state["streams"]), _read_count(state["unfinished"])
-            rows = {int(number): row for number, row in state["positions"].items()}
+            rows = {_read_stream(name, streams): row for name, row in state["positions"].items()}
             positions = {
                 number: StreamPosition(_read_count(epoch), _read_count(samples), inner)
                 for number, (epoch, samples, inner) in rows.items()
@@ -119,12 +123,16 @@ class SavedStreams:
             saved: Positions that each rank saved.
 
         Raises:
-            FormatError: Ranks have different numbers of streams.
+            FormatError: Ranks have different numbers of streams, or different positions in one.
         """
         counts = sorted({each.streams for each in saved})
         if len(counts) != 1:
             raise FormatError(f"ranks of one save have different numbers of streams: {counts}")
-        positions = {number: at for each in saved for number, at in each.positions.items()}
+        positions: dict[int, StreamPosition] = {}
+        for number, at in (pair for each in saved for pair in each.positions.items()):
+            known = positions.setdefault(number, at)
+            if (known.epoch, known.samples) != (at.epoch, at.samples):
+                raise FormatError(f"ranks of one save have different positions in stream {number}")
         return cls(counts[0], max(each.unfinished for each in saved), positions)
 
     def select(self, plan: StreamPlan, rank: int) -> dict[int, StreamPosition]:
@@ -156,6 +164,14 @@ class SavedStreams:
 
 
 def _read_count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} must be a number from 0")
+    if type(value) is not int or not 0 <= value < COUNT_LIMIT:
+        raise TypeError(f"{escape(value)} must be a number from 0")
     return value
+
+
+def _read_stream(name: object, streams: int) -> int:
+    """Return the number of a stream; each has one name, so that no other position replaces its own."""
+    number = int(name) if isinstance(name, str) and len(name) <= len(str(streams)) else -1
+    if not 0 <= number < streams or str(number) != name:
+        raise ValueError(f"{escape(name)} must be the number of one of {streams} streams")
+    return number

@@ -116,12 +116,18 @@ class TestSavedPositions:
             {"order": 3},
             {"seed": "5"},
             {"samples": []},
+            {"epoch": 1 << 62},
+            {"epoch": 10**5000},
+            {"seed": -(10**5000)},
+            {"order": "x" * 10**6},
+            {"consumed": 101},
         ],
     )
     def test_values_of_another_kind_are_refused(self, state: object) -> None:
         broken = {**self.saved.to_state(), **state} if isinstance(state, dict) and state else state
-        with pytest.raises(FormatError, match="of a data position must be"):
+        with pytest.raises(FormatError, match="of a data position must be") as caught:
             SavedPosition.from_state(broken)
+        assert len(str(caught.value)) < 2000
 
     def test_a_rest_with_fewer_samples_than_ranks_is_refused_with_the_next_epoch(self) -> None:
         plan = BatchPlan(100, 50, 1, 25, drop_last=False)

@@ -25,7 +25,7 @@ def test_on_1_to_64_ranks_streams_are_divided_evenly_or_refused_with_numbers_tha
     assert {len(part) for part in parts} == {plan.batches_per_step}
 
 
-@pytest.mark.parametrize(("most", "used"), [(0, 0), (1, 1), (4, 4), (5, 4), (7, 6), (99, 12)])
+@pytest.mark.parametrize(("most", "used"), [(0, 0), (1, 1), (4, 4), (5, 4), (7, 6), (99, 12), (10**30, 12)])
 def test_each_worker_has_as_many_streams_as_the_others(most: int, used: int) -> None:
     assert StreamPlan(24, 2).choose_workers(most) == used
 
