@@ -51,10 +51,10 @@ class Resume:
 
     @property
     def verdict(self) -> Verdict:
-        """`proven` if all recorded steps were equal, `diverged`, or `unproven` if the run ended before."""
+        """`proven` if one step or more was recorded and all were equal, `diverged`, or else `unproven`."""
         if self.divergence is not None:
             return "diverged"
-        return "proven" if self.compared >= len(self.steps) else "unproven"
+        return "proven" if self.steps and self.compared >= len(self.steps) else "unproven"
 
 
 def begin_resume(record: WitnessRecord, *, resume_id: str, began_at: float, ranks: int) -> Resume:

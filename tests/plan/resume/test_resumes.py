@@ -34,6 +34,10 @@ def test_long_names_and_many_ranks_are_shortened() -> None:
     assert len(repr(found)) < 5_000
 
 
+def test_a_resume_without_a_recorded_step_is_not_proven() -> None:
+    assert replace(NEW, steps=()).verdict == "unproven"
+
+
 def test_merged_resumes_are_in_order_each_once_and_the_newest_are_kept() -> None:
     many = [replace(NEW, id=f"{at:015}", began_at=float(at)) for at in range(MOST_RESUMES + 6)]
     newer = replace(many[-1], compared=2)
