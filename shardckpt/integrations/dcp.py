@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 import torch.distributed.checkpoint
@@ -27,6 +28,10 @@ from shardckpt.checkpoint.dcp_storage.storage_writer import StorageWriter
 from shardckpt.events import Recorder, emit, record_operation
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
+
+_background_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    WeakKeyDictionary()
+)  # by group of all ranks
 
 
 def __getattr__(name: str) -> Any:
@@ -98,7 +103,8 @@ def async_save(
         checkpoint_id: As for `save`.
         storage_writer: As for `save`.
         planner: As for `save`.
-        process_group: As for `save`. It needs a backend for the CPU, such as gloo.
+        process_group: Ranks that save; None for all ranks. It must have a backend for the CPU, such as gloo, and
+            the training loop must not use it. For None, a thread gets a gloo group of its own.
         async_checkpointer_type: Whether a thread or a process saves; None for a thread.
         async_stager: Copies the state; None for torch's default.
         no_dist: As for `save`.
@@ -109,7 +115,9 @@ def async_save(
         the background, torch's `AsyncSaveResponse` with such a future.
     """
     writer = StorageWriter(checkpoint_id) if storage_writer is None else storage_writer
-    options = _build_options(planner, process_group, no_dist, use_collectives)
+    has_own_group = process_group is None and not no_dist and _saves_in_thread(async_checkpointer_type)
+    group = _get_background_group() if has_own_group else process_group
+    options = _build_options(planner, group, no_dist, use_collectives)
     options |= {} if async_checkpointer_type is None else {"async_checkpointer_type": async_checkpointer_type}
     options |= {} if async_stager is None else {"async_stager": async_stager}
     recorder = Recorder(SaveEvent, _show(writer, checkpoint_id), {"rank": _rank(), "is_background": True})
@@ -172,6 +180,26 @@ def _build_options(planner: Any, process_group: Any, no_dist: bool, use_collecti
     options = {"planner": planner, "process_group": process_group}
     options |= {"no_dist": True} if no_dist else {}
     return options if use_collectives else {**options, "use_collectives": False}
+
+
+def _saves_in_thread(async_checkpointer_type: Any) -> bool:
+    """Return whether a save is done by a thread; torch's process makes its own group."""
+    return async_checkpointer_type is None or getattr(async_checkpointer_type, "name", "") == "THREAD"
+
+
+def _get_background_group() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks that only background saves use; None without several ranks. Collective.
+
+    In the group of the training loop, collectives of a save and of the loop would meet in another order on each rank,
+    and wait for each other forever.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _background_groups:
+        _background_groups[world] = dist.new_group(backend="gloo")
+    return _background_groups[world]
 
 
 def _show(store: Any, checkpoint_id: str | os.PathLike[str] | None) -> str:

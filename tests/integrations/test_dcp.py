@@ -7,6 +7,8 @@ import importlib
 import inspect
 import os
 import signal
+import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
@@ -265,6 +267,35 @@ def test_ranks_save_and_load_as_torch_does_on_any_number_of_them(tmp_path: Path)
     assert shardckpt.verify(str(tmp_path / "ours")).ok
     pieces = {each.name: each.pieces for each in shardckpt.inspect(str(tmp_path / "ours")).tensors}
     assert (pieces["model.rows"], pieces["model.few"], pieces["model.plain"]) == (2, 1, 1)
+
+
+def reduce_during_a_save(rank: int, world: int, folder: Path) -> None:
+    is_planned, is_reduced = threading.Event(), threading.Event()
+
+    class Writer(StorageWriter):
+        """Rank 0 takes part in the save before the loop goes on, rank 1 after it."""
+
+        def prepare_local_plan(self, plan: Any) -> Any:
+            if rank:
+                is_reduced.wait(30)
+            is_planned.set()
+            return super().prepare_local_plan(plan)
+
+    for step in ("step-1", "step-2"):
+        saving = dcp.async_save({"a": torch.ones(2)}, storage_writer=Writer(folder / step))
+        if not rank:
+            is_planned.wait(30)
+            time.sleep(0.2)  # until the thread waits for the other rank
+        total = torch.ones(())
+        dist.all_reduce(total)
+        assert total == world
+        is_reduced.set()
+        saving.result(30)
+
+
+def test_a_background_save_leaves_the_collectives_of_the_loop_alone(tmp_path: Path) -> None:
+    run(2, reduce_during_a_save, tmp_path)
+    assert shardckpt.verify(str(tmp_path / "step-1")).ok
 
 
 def refuse_on_one_rank(rank: int, world: int, folder: Path) -> None:
