@@ -64,15 +64,19 @@ class RootPosition(NamedTuple):
     committed: tuple[int, int] = NO_STEP
     started: tuple[int, int] = NO_STEP
 
-    def encode(self) -> str:
-        """Return the position as text, for the custom metadata of a capture."""
-        return json.dumps(self)
+    def encode(self, attempt: str) -> str:
+        """Return the position as text, for the custom metadata of a capture and of the same step in the root.
+
+        Args:
+            attempt: Text that no other save has.
+        """
+        return json.dumps([*self, attempt])
 
     @classmethod
     def decode(cls, text: str) -> RootPosition | None:
         """Return the position from the text of `encode`; None for other text."""
         try:
-            (branch, number), (started_branch, started) = json.loads(text)
+            (branch, number), (started_branch, started), *_ = json.loads(text)
             return cls((int(branch), int(number)), (int(started_branch), int(started)))
         except (ValueError, TypeError):
             return None
@@ -138,14 +142,27 @@ class TieredFinder(StepFinder):
     def _drop_captures_of_another_run(self, place: TierPlace, root: FoundStep) -> None:
         store, run = place.finder.open_store(), place.finder.read()
         is_empty = root.newest == NO_STEP and not root.faults
+        in_root = (
+            self._list_root_orders() if any((step.branch, step.number) <= root.newest for step in run.complete) else {}
+        )
         for step in run.complete:
-            if (step.branch, step.number) <= root.newest:
-                continue  # the root has a newer step, which may have been complete before the next capture
-            position = RootPosition.decode(_read_about(store, step).get(AFTER, ""))
-            if position is not None and not position.leads_to(root.newest, is_empty=is_empty):
+            order = step.branch, step.number
+            text = _read_about(store, step).get(AFTER, "")
+            position = RootPosition.decode(text)
+            if position is None:
+                continue
+            if order in in_root:  # the root may have it from a process that did not know of the capture
+                is_of_run = text == _read_about(super().open_store(), in_root[order]).get(AFTER)
+            else:  # under a newer step of the root it is never the newest
+                is_of_run = order < root.newest or position.leads_to(root.newest, is_empty=is_empty)
+            if not is_of_run:
                 shown = f"step {step.number} in {place.finder.root}"
                 _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
                 delete_steps(store, run, [step.name])
+
+    def _list_root_orders(self) -> dict[tuple[int, int], StepFolder]:
+        """Return the complete steps of the root by branch and number. On rank 0."""
+        return {(step.branch, step.number): step for step in super().read().complete}
 
     def find_finder(self, path: str) -> StepFinder:
         """Return the finder of the place that a step is in."""

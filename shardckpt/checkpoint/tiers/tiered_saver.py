@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,7 +27,7 @@ from shardckpt.checkpoint.run.step_saver import (
 )
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
-from shardckpt.checkpoint.save.save import RunNotes
+from shardckpt.checkpoint.save.save import RunNotes, read_notes
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, NodeShare
 from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.local_tier import LocalTier
@@ -51,7 +52,7 @@ class _Places(NamedTuple):
     Attributes:
         number: Number of the step.
         branch: Branch of the run that the step belongs to.
-        after: Position in the root, as text.
+        after: Position in the root, and the id of this attempt to save, as text.
         captured_in: Index of the tier that captures it; None without one.
         promoted_to: Indexes of the tiers to which the capture is copied.
         in_root: Whether it is saved in the root.
@@ -221,7 +222,9 @@ class TieredSaver:
                 self._finder.position = position._replace(committed=(places.branch, places.number))
 
         on_event = join_on_event(note_newest, options.get("on_event"))
-        return self._saver.async_save(places.number, state, metrics, {**options, "on_event": on_event})
+        notes = RunNotes({**read_notes(options.get("custom_metadata")), AFTER: places.after})
+        options = {**options, "on_event": on_event, "custom_metadata": notes}
+        return self._saver.async_save(places.number, state, metrics, options)
 
     def settle(self) -> None:
         """Wait for the saves in the background.
@@ -257,6 +260,6 @@ class TieredSaver:
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
         captured_in, promoted_to = (ready[0], ready[1:]) if ready else (None, [])
-        places = _Places(number, branch, position.encode(), captured_in, promoted_to, in_root)
+        places = _Places(number, branch, position.encode(secrets.token_hex(8)), captured_in, promoted_to, in_root)
         shares = [(len(set(nodes)), nodes.index(node) == rank) for rank, node in enumerate(nodes)]
         return [json.dumps(places._replace(share=share)).encode() for share in shares]

@@ -242,6 +242,23 @@ def test_captures_of_a_course_that_was_given_up_without_tiers_are_dropped(tmp_pa
     assert restore(root) == 6
 
 
+@pytest.mark.parametrize("save_every", [5, 100])
+def test_a_step_of_the_root_counts_if_its_capture_is_of_another_course(tmp_path, save_every, monkeypatch):
+    def fail(_writer: LocalWriter) -> None:
+        raise StorageError("Input/output error")
+
+    root = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalWriter, "close", fail)
+        ck = make(root, save_every=save_every)
+        ck.save(5, state(-5.0))  # with a schedule of 5, its save in the root fails
+        with pytest.raises(StorageError) if save_every == 5 else nullcontext():
+            ck.wait()
+    Checkpointer(root).save(5, state(5))
+    assert restore(root) == 5, "with the values of the root"
+    assert [holder.steps for holder in shardckpt.tiers().holders] == [()]
+
+
 def test_a_capture_is_kept_if_the_next_step_was_complete_in_the_root_only(tmp_path):
     root = tmp_path / "run"
     save(make(root, save_every=5), 4)
