@@ -125,9 +125,10 @@ class TieredFinder(StepFinder):
         """Return the newest step that can be loaded, in a tier or in the root. On rank 0."""
         root = super().find_on_rank0(wanted, passed, avoided)
         self.position = RootPosition(root.newest)
+        in_root = {(step.branch, step.number): step for step in super().read().complete}
 
         def find(place: TierPlace) -> FoundStep:
-            self._drop_captures_of_another_run(place, root)
+            self._drop_captures_of_another_run(place, root, in_root)
             return place.finder.find_on_rank0(wanted, passed, avoided)._replace(faults=[], unreadable="")
 
         held = [_read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
@@ -139,12 +140,11 @@ class TieredFinder(StepFinder):
             self.position = RootPosition(super().find_on_rank0(None, ()).newest)
         return self.position
 
-    def _drop_captures_of_another_run(self, place: TierPlace, root: FoundStep) -> None:
+    def _drop_captures_of_another_run(
+        self, place: TierPlace, root: FoundStep, in_root: Mapping[tuple[int, int], StepFolder]
+    ) -> None:
         store, run = place.finder.open_store(), place.finder.read()
         is_empty = root.newest == NO_STEP and not root.faults
-        in_root = (
-            self._list_root_orders() if any((step.branch, step.number) <= root.newest for step in run.complete) else {}
-        )
         for step in run.complete:
             order = step.branch, step.number
             text = _read_about(store, step).get(AFTER, "")
@@ -152,7 +152,7 @@ class TieredFinder(StepFinder):
             if position is None:
                 continue
             if order in in_root:  # the root may have it from a process that did not know of the capture
-                is_of_run = text == _read_about(super().open_store(), in_root[order]).get(AFTER)
+                is_of_run = self._is_same_attempt(in_root[order], text, order in position)
             else:  # under a newer step of the root it is never the newest
                 is_of_run = order < root.newest or position.leads_to(root.newest, is_empty=is_empty)
             if not is_of_run:
@@ -160,9 +160,19 @@ class TieredFinder(StepFinder):
                 _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
                 delete_steps(store, run, [step.name])
 
-    def _list_root_orders(self) -> dict[tuple[int, int], StepFolder]:
-        """Return the complete steps of the root by branch and number. On rank 0."""
-        return {(step.branch, step.number): step for step in super().read().complete}
+    def _is_same_attempt(self, step: StepFolder, text: str, was_started: bool) -> bool:
+        """Return True if a step of the root and a capture come from one attempt to save. On rank 0.
+
+        Args:
+            step: The step of the root.
+            text: Position that the capture has.
+            was_started: Whether the process that captured it saved it in the root too, which counts if the step of
+                the root is damaged or cannot be read now.
+        """
+        try:
+            return read_about(super().open_store(), step).get(AFTER) == text
+        except ShardckptError:
+            return was_started
 
     def find_finder(self, path: str) -> StepFinder:
         """Return the finder of the place that a step is in."""

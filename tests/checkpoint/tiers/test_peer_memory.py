@@ -259,6 +259,14 @@ def test_a_step_of_the_root_counts_if_its_capture_is_of_another_course(tmp_path,
     assert [holder.steps for holder in shardckpt.tiers().holders] == [()]
 
 
+def test_a_capture_is_kept_if_the_same_step_is_damaged_in_the_root(tmp_path):
+    root = tmp_path / "run"
+    save(make(root, save_every=5), 5)
+    (manifest,) = root.glob("step-00000005/*.manifest.json")
+    manifest.write_bytes(b"x" * manifest.stat().st_size)
+    assert restore(root) == 5
+
+
 def test_a_capture_is_kept_if_the_next_step_was_complete_in_the_root_only(tmp_path):
     root = tmp_path / "run"
     save(make(root, save_every=5), 4)
