@@ -151,6 +151,36 @@ def test_keys_walk_through_the_map_and_the_sizes(page, fixtures, tmp_path):
     assert page.errors == []
 
 
+def wait_for_frame(page: Page) -> None:
+    page.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+
+def test_a_part_has_one_color_in_the_sizes_and_the_files(page, tmp_path):
+    model = torch.nn.Linear(40, 30)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(40)).sum().backward()
+    optim.step()
+    shardckpt.save({"model": model, "optim": optim}, tmp_path / "step")
+    open_report(page, tmp_path / "step", tmp_path / "map.html")
+    wait_for_frame(page)
+    swatches = "[...document.querySelectorAll('.legend span')]"
+    legend = dict(page.run(f"{swatches}.map((part) => [part.textContent, part.firstChild.style.background])"))
+    boxes = "[...document.querySelectorAll('.tree > button')].map((box) => [box.dataset.name, box.style.background])"
+    assert page.run(boxes) == [["optim.state", legend["optimizer"]], ["model", legend["model"]]]
+    page.run("document.querySelector('.tree > button').click()")
+    assert {color for _, color in page.run(boxes)} == {legend["optimizer"]}
+    assert len({*legend.values()}) == 2 and page.errors == []
+
+
+def test_sizes_of_several_parts_have_the_color_of_none(page, tmp_path):
+    state = {"model": {"w": torch.ones(4)}, "optim": {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": []}}
+    shardckpt.save({"net": state}, tmp_path / "step")
+    open_report(page, tmp_path / "step", tmp_path / "map.html")
+    wait_for_frame(page)
+    legend = page.run("[...document.querySelectorAll('.legend i')].map((part) => part.style.background)")
+    assert page.run("document.querySelector('.tree > button').style.background") not in legend and len(legend) == 2
+
+
 def test_each_control_has_a_name_for_screen_readers(page, fixtures, tmp_path):
     open_report(page, fixtures / "dcp_fsdp2_llama_w2" / "ckpt", tmp_path / "map.html")
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]

@@ -16,6 +16,7 @@ const prefixes = Object.entries(data.parts).filter(([part]) => part !== "other")
 const isUnder = (name, prefix) => !prefix || name === prefix || name.startsWith(`${prefix}.`);
 for (const tensor of tensors) tensor.part = prefixes.find(([prefix]) => isUnder(tensor.name, prefix))?.[1] ?? "other";
 const parts = [...new Set(tensors.map((tensor) => tensor.part))];
+const colorOfPart = (part) => pickColor(parts.indexOf(part));
 
 const files = data.files.map((file, index) => ({ ...file, index, pieces: [], ends: [] }));
 const pieces = data.pieces.tensor.map((at, index) => {
@@ -51,17 +52,18 @@ function select(tensor) {
 // ---- sizes by name -------------------------------------------------------------------------------------------------
 
 function growTree() {
-  const root = { name: "", keys: [], children: new Map(), nbytes: 0, count: 0, tensor: null };
+  const root = { name: "", keys: [], children: new Map(), nbytes: 0, count: 0, parts: new Set(), tensor: null };
   for (const tensor of tensors) {
     let node = root;
     const nbytes = tensor.tiedTo ? 0 : tensor.nbytes;
     for (const key of [null, ...tensor.keys]) {
       if (key !== null) {
-        if (!node.children.has(key)) node.children.set(key, { name: key, keys: [...node.keys, key], parent: node, children: new Map(), nbytes: 0, count: 0, tensor: null });
+        if (!node.children.has(key)) node.children.set(key, { name: key, keys: [...node.keys, key], parent: node, children: new Map(), nbytes: 0, count: 0, parts: new Set(), tensor: null });
         node = node.children.get(key);
       }
       node.nbytes += nbytes;
       node.count += 1;
+      node.parts.add(tensor.part);
     }
     node.tensor = tensor;
   }
@@ -112,8 +114,12 @@ function listChildren(node) {
   const rest = children.slice(MOST_BOXES);
   const sum = (name) => rest.reduce((total, child) => total + child[name], 0);
   return [...children.slice(0, MOST_BOXES), { name: `${formatCount(rest.length)} more`, keys: node.keys, parent: node, tensor: null,
-    children: new Map(rest.map((child) => [child.name, child])), count: sum("count"), nbytes: sum("nbytes") }];
+    children: new Map(rest.map((child) => [child.name, child])), count: sum("count"), nbytes: sum("nbytes"),
+    parts: new Set(rest.flatMap((child) => [...child.parts])) }];
 }
+
+const SEVERAL_PARTS = PALETTE.at(-1);
+const colorOfNode = (node) => (node.parts.size === 1 ? colorOfPart([...node.parts][0]) : SEVERAL_PARTS);
 
 function makeTree() {
   const root = growTree();
@@ -138,7 +144,7 @@ function makeTree() {
       make("span", { class: "soft" }, `${formatSize(shown.nbytes)}, ${formatPlural(shown.count, "tensor")}`));
     const children = listChildren(shown);
     const boxes = squarify(children.map((child) => child.nbytes), 0, 0, area.clientWidth, area.clientHeight);
-    area.replaceChildren(...boxes.map((box, at) => makeBox(children[at], box, at)));
+    area.replaceChildren(...boxes.map((box, at) => makeBox(children[at], box)));
   }
 
   // What is inside a box, three levels deep, as a hint: it cannot be clicked.
@@ -151,11 +157,11 @@ function makeTree() {
     ]);
   }
 
-  function makeBox(child, box, at) {
+  function makeBox(child, box) {
     const { node, label } = skipSingle(child);
     const share = `${((100 * child.nbytes) / (root.nbytes || 1)).toFixed(1)} %`;
     const text = `${label}: ${formatSize(child.nbytes)}, ${share} of all, ${formatPlural(child.count, "tensor")}`;
-    return make("button", { style: `left:${box.x}px;top:${box.y}px;width:${box.width}px;height:${box.height}px;background:${pickColor(at % 8)}`,
+    return make("button", { style: `left:${box.x}px;top:${box.y}px;width:${box.width}px;height:${box.height}px;background:${colorOfNode(node)}`,
       "aria-label": text, "data-name": node.keys.join("."),
       mousemove: (event) => showTip(text, event.clientX, event.clientY), mouseleave: () => showTip(""),
       click: () => { showTip(""); if (node.tensor) select(node.tensor); else open(node); } },
@@ -165,7 +171,7 @@ function makeTree() {
 
   new ResizeObserver(draw).observe(area);
   return make("section", { "aria-labelledby": "sizes" }, make("h2", { id: "sizes" }, "Sizes by name"), crumbs, area,
-    make("p", { class: "soft" }, "A box is a part of a name. Click it or press Enter to open it, Escape to go back; a tensor opens below. A tied tensor counts once."));
+    make("p", { class: "soft" }, "A box is a part of a name, in the color of its part of the checkpoint, or gray with several. Click it or press Enter to open it, Escape to go back; a tensor opens below. A tied tensor counts once."));
 }
 
 // ---- bytes by file -------------------------------------------------------------------------------------------------
