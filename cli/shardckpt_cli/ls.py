@@ -97,14 +97,15 @@ def _proof_rows(step: StepProof) -> list[tuple[str, ...]]:
     """Return a row for each resume of a step, the newest first; one row if there is none."""
     if not step.resumes:
         steps = f"0 of {len(step.recorded)}" if step.recorded else ""
-        return [(f"{step.number}", step.verdict, "", f"{step.ranks or ''}", steps)]
+        return [(f"{step.number}", step.verdict, "", f"{step.rank_count or ''}", steps)]
     number, newest_first = f"{step.number}", reversed(step.resumes)
     return [(number, resume.verdict, _resume_time(resume), *_topology(resume)) for resume in newest_first]
 
 
 def _topology(resume: Resume) -> tuple[str, str]:
     """Return the numbers of ranks, and of steps that were equal."""
-    changed = f"{resume.ranks_before} to {resume.ranks}" if resume.ranks_before != resume.ranks else f"{resume.ranks}"
+    before, after = resume.rank_count_before, resume.rank_count
+    changed = f"{before} to {after}" if before != after else f"{after}"
     return changed, f"{resume.compared} of {len(resume.steps)}"
 
 

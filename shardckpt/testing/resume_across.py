@@ -63,12 +63,12 @@ class ResumeAcrossReport:
     def __str__(self) -> str:
         found = next((resume for resume in self.resumes if resume.verdict != "proven"), None)
         if found is None:
-            sizes = ", ".join(str(resume.ranks) for resume in self.resumes)
+            sizes = ", ".join(str(resume.rank_count) for resume in self.resumes)
             return f"the resume of step {self.step} is proven: saved on {self.saved_on} ranks, resumed on {sizes}"
         if found.divergence is not None:
-            return f"the resume of step {self.step} on {found.ranks} ranks diverges: {found.divergence}"
+            return f"the resume of step {self.step} on {found.rank_count} ranks diverges: {found.divergence}"
         return (
-            f"the resume of step {self.step} on {found.ranks} ranks is not proven: {found.compared} of "
+            f"the resume of step {self.step} on {found.rank_count} ranks is not proven: {found.compared} of "
             f"{len(found.steps)} recorded steps were compared. The script has to train them, and to call `ck.witness`"
         )
 

@@ -115,7 +115,7 @@ def test_a_name_is_that_of_lists_or_of_numbers_in_all_results() -> None:
         for name, content in definition.get("properties", {}).items():
             kinds.setdefault(name, set()).add(content.get("type", ""))
     both = {name for name, found in kinds.items() if found >= {"array", "integer"}}
-    assert both == {"nans", "offset", "ranks"}, "of two checkpoints, along each dimension, and of a resume"
+    assert both == {"nans", "offset"}, "of two checkpoints, and along each dimension"
 
 
 def test_every_command_with_json_is_tried() -> None:

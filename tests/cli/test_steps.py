@@ -76,7 +76,7 @@ def add_resume(root: Path, number: int, resume: Resume) -> None:
 
 
 def test_ls_and_prove_show_verdicts_on_resumes_and_prove_exits_1_for_a_divergence(root: Path) -> None:
-    add_resume(root, 10, replace(RESUME, ranks=4))
+    add_resume(root, 10, replace(RESUME, rank_count=4))
     assert run_here("ls", root, "--proof").out.splitlines() == [
         "step  proof",
         "   5  no record",

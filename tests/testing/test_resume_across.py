@@ -137,7 +137,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
 def test_a_script_is_resumed_under_torchrun_at_other_sizes() -> None:
     report = prove_resume_across(TRAINING, (2, 3, 1, 2))
     assert report.ok, report
-    assert [resume.ranks for resume in report.resumes] == [3, 1, 2]
+    assert [resume.rank_count for resume in report.resumes] == [3, 1, 2]
     assert [resume.has_equal_layout for resume in report.resumes] == [False, False, True]
 
 

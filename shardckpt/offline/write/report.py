@@ -319,7 +319,7 @@ class StepProof:
         verdict: `proven` or `diverged`, as the last resume that was compared to the end; `unproven` if none was;
             `no record` if no training step behind it was recorded.
         recorded: Numbers of the training steps that are recorded.
-        ranks: Number of ranks of the run that saved; 0 without a record.
+        rank_count: Number of ranks of the run that saved; 0 without a record.
         style: How the model was sharded; empty without a record.
         resumes: Resumes that were compared, or began to be, oldest first; the newest 64 are kept.
         faults: Reasons why the record or the verdicts cannot be read.
@@ -329,7 +329,7 @@ class StepProof:
     path: str
     verdict: StepVerdict
     recorded: tuple[int, ...] = ()
-    ranks: int = 0
+    rank_count: int = 0
     style: str = ""
     resumes: tuple[Resume, ...] = ()
     faults: tuple[str, ...] = ()

@@ -27,8 +27,8 @@ class Resume:
         began_at: Time of the restore, in seconds since the epoch.
         steps: Numbers of the recorded steps, which the resume has to reproduce.
         compared: Number of them that were equal to the record.
-        ranks_before: Number of ranks of the run that saved.
-        ranks: Number of ranks of the resumed run.
+        rank_count_before: Number of ranks of the run that saved.
+        rank_count: Number of ranks of the resumed run.
         style_before: How the model was sharded when it was saved.
         style: How it is sharded in the resumed run; empty before the first compared step.
         has_equal_layout: Whether each rank holds the same elements as before; None before the first compared step.
@@ -41,8 +41,8 @@ class Resume:
     began_at: float
     steps: tuple[int, ...]
     compared: int
-    ranks_before: int
-    ranks: int
+    rank_count_before: int
+    rank_count: int
     style_before: str
     style: str = ""
     has_equal_layout: bool | None = None

@@ -51,7 +51,7 @@ def test_each_resume_of_a_step_has_its_verdict(tmp_path: Path) -> None:
         ("unproven", 1),
         ("unproven", 0),
     ]
-    assert (found.verdict, found.recorded, found.ranks, found.style) == ("diverged", (4, 5), 1, "Net")
+    assert (found.verdict, found.recorded, found.rank_count, found.style) == ("diverged", (4, 5), 1, "Net")
     assert found.resumes[1].divergence is not None
     assert found.resumes[1].divergence.cause == "random state"
     assert not shardckpt.prove(tmp_path).ok
@@ -116,5 +116,5 @@ def test_the_verdict_on_other_ranks_names_both_topologies(tmp_path: Path) -> Non
     first.train(STEPS, SAVED_AT)
     run(2, body)
     (found,) = shardckpt.prove(tmp_path).steps[0].resumes
-    assert (found.verdict, found.ranks_before, found.ranks, found.has_equal_layout) == ("proven", 1, 2, False)
+    assert (found.verdict, found.rank_count_before, found.rank_count, found.has_equal_layout) == ("proven", 1, 2, False)
     assert found.style_before != found.style

@@ -18,8 +18,8 @@ const formatTime = (seconds) => `${new Date(seconds * 1000).toISOString().slice(
 const formatRanks = (ranks, style) => `${formatPlural(ranks, "rank")}${style ? `, ${style}` : ""}`;
 
 function formatTopology(resume) {
-  const before = formatRanks(resume.ranks_before, resume.style_before);
-  const now = formatRanks(resume.ranks, resume.style || resume.style_before);
+  const before = formatRanks(resume.rank_count_before, resume.style_before);
+  const now = formatRanks(resume.rank_count, resume.style || resume.style_before);
   return before === now ? now : `${before} → ${now}`;
 }
 
@@ -95,7 +95,7 @@ const table = new Grid("Resumes", [
   { name: "verdict", width: "110px", value: (row) => row.verdict, text: (row) => `${MARKS[row.verdict]} ${row.verdict}` },
   { name: "resumed", width: "180px", value: (row) => row.began_at, text: (row) => formatTime(row.began_at) },
   { name: "equal steps", width: "160px", value: (row) => row.compared, text: (row) => `${row.compared} of ${row.steps}${row.is_exact ? ", bit for bit" : ""}` },
-  { name: "ranks", width: "minmax(160px, 1fr)", value: (row) => row.ranks, text: formatTopology },
+  { name: "ranks", width: "minmax(160px, 1fr)", value: (row) => row.rank_count, text: formatTopology },
   { name: "first difference", width: "minmax(160px, 2fr)", value: (row) => row.name, text: (row) => row.sentence },
 ]);
 
