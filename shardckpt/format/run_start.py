@@ -9,7 +9,10 @@ from shardckpt.format.registry import checkpoint_in
 from shardckpt.storage.resolve_url import kind, local_path
 
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")
-_FIX = "Name the folder that holds the steps of a run (step-00000100, ...), or load this one with shardckpt.load."
+_FIX = (
+    "Name the folder that holds the steps of a run (step-00000100, ...). "
+    "A checkpoint that is not of a run is read by shardckpt.load and `shardckpt inspect`."
+)
 
 
 def require_start_of_run(url: str) -> None:

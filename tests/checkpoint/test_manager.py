@@ -255,8 +255,9 @@ class TestOtherFolders:
     def test_runs_below_a_url_are_told(self):
         root = f"memory://{uuid4().hex}"
         saved(Checkpointer(f"{root}/team/a"), 1)
-        with pytest.raises(UnknownFormatError, match=r"no step of a run is here; found team/a \(a run\)"):
+        with pytest.raises(UnknownFormatError, match=r"no step of a run is here; found team/a \(a run\)") as err:
             Checkpointer(root).restore(state())
+        assert "A checkpoint that is not of a run is read by shardckpt.load and `shardckpt inspect`" in str(err.value)
         assert Checkpointer(f"{root}/team/c").restore(state()) is None
 
     def test_logs_and_settings_may_lie_there_before_the_first_step(self, tmp_path):
