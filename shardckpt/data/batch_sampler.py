@@ -20,6 +20,17 @@ _BATCHES_AT_A_TIME = 16
 """Batches whose samples are looked up together."""
 
 
+class _WorkerSeeds:
+    """Generator that each iteration seeds anew.
+
+    It is not an attribute of the sampler, whose generators a witness compares: a resumed job iterates, and so seeds it,
+    at another position.
+    """
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+
 class ElasticBatchSampler(Sampler[list[int]]):
     """Yield this rank's batches of a map-style data set, for `DataLoader(dataset, batch_sampler=...)`.
 
@@ -43,10 +54,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
         drop_last: Whether samples that do not fill a last step are left out of the epoch. If not, the last two steps
             of an epoch share its rest, so that every rank has samples.
 
-    Attributes:
-        generator: Generator for the `DataLoader`, which draws the seed of its workers from it. Each iteration seeds it
-            by the rank and the position, so that workers of ranks differ and the training draws nothing.
-
     Raises:
         UsageError: A number is too small, or a rank would have a batch without samples.
     """
@@ -69,7 +76,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._order = SampleOrder(samples, require_integer("seed", seed), shuffle)
         self._plan = BatchPlan(samples, batch_size, accumulate, num_replicas, drop_last)
         self._position, self._done = DataPosition(), 0
-        self.generator = torch.Generator()
+        self._worker_seeds = _WorkerSeeds()
         self._moves = 0
         self._exhausted: tuple[DataPosition, int] | None = None
 
@@ -77,6 +84,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def position(self) -> DataPosition:
         """Position of the next step."""
         return self._position
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator for the `DataLoader`, which draws the seed of its workers from it.
+
+        Each iteration seeds it by the rank and the position, so that workers of ranks differ and the training draws
+        nothing.
+        """
+        return self._worker_seeds.generator
 
     @property
     def batches_left(self) -> int:

@@ -19,7 +19,7 @@ import shardckpt
 from shardckpt.data import ElasticBatchSampler, ElasticStreamLoader
 
 SAMPLES, BATCH, ACCUMULATE = 50, 12, 2
-SAVED_AT, STEPS = 3, 7  # an epoch has five steps, so that the second one is begun
+SAVED_AT = 3  # an epoch has five steps, and a resumed job trains four: it begins the second epoch
 
 
 class Points(Dataset[torch.Tensor]):
@@ -36,7 +36,8 @@ class Points(Dataset[torch.Tensor]):
 class Training:
     """A job on one rank, whose data comes from a sampler."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, saved_at: int = SAVED_AT) -> None:
+        self.saved_at = saved_at
         torch.manual_seed(seed)
         self.model = DistributedDataParallel(nn.Linear(5, 1))
         self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -55,7 +56,7 @@ class Training:
             self.optim.zero_grad()
             loss = sum(means) / sum(len(points) for points, _ in batches)
             self.checkpointer.witness(step, loss=loss, batch=[points for points, _ in batches])
-            if step == SAVED_AT:
+            if step == self.saved_at:
                 self.checkpointer.save(step, self.state)
 
 
@@ -71,9 +72,11 @@ def read_steps(
                 batches = []
 
 
-def train_elastically(rank: int, world: int, root: Path, accumulate: int) -> shardckpt.Divergence | None:
+def train_elastically(
+    rank: int, world: int, root: Path, accumulate: int, saved_at: int = SAVED_AT
+) -> shardckpt.Divergence | None:
     sampler = ElasticBatchSampler(SAMPLES, BATCH, accumulate=accumulate)
-    training = Training(root, seed=world)
+    training = Training(root, seed=world, saved_at=saved_at)
     training.state["data"] = sampler
     loader = DataLoader(Points(), batch_sampler=sampler, generator=sampler.generator)
     return resume(training, read_steps(loader, sampler))
@@ -102,7 +105,7 @@ def resume(training: Training, steps: Iterator[list[tuple[torch.Tensor, float]]]
         warnings.simplefilter("error")
         start = training.checkpointer.restore(training.state) or 0
         try:
-            training.train(steps, STEPS if start else SAVED_AT + 2, start)
+            training.train(steps, training.saved_at + (4 if start else 2), start)
         except shardckpt.ResumeDivergence as error:
             return error.divergence
     return None
@@ -113,6 +116,11 @@ def test_on_1_2_and_3_ranks_the_witness_finds_no_difference(saved_by: int, tmp_p
     assert run(saved_by, train_elastically, tmp_path, ACCUMULATE) == [None] * saved_by
     for world, accumulate in ((1, 2), (2, 2), (3, 1), (3, 2)):
         assert run(world, train_elastically, tmp_path, accumulate) == [None] * world
+
+
+def test_a_resume_at_the_last_step_of_an_epoch_draws_the_seeds_of_workers_as_the_saved_run(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run(1, train_elastically, tmp_path, 1, 4) == [None]
 
 
 def test_with_streams_the_witness_finds_no_difference_on_1_2_and_3_ranks(tmp_path: Path) -> None:
