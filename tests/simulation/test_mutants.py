@@ -180,6 +180,10 @@ def captures_are_claimed_before_they_are_complete(patch: pytest.MonkeyPatch) -> 
     patch.setattr(tiered_finder.TieredFinder, "record_start", lambda *_: None)
 
 
+def captures_of_another_course_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tiered_finder.TieredFinder, "_drop_captures_of_another_run", lambda *_: None)
+
+
 def captures_go_with_their_trainers(patch: pytest.MonkeyPatch) -> None:
     """The holder forgets what a client wrote when the client is gone."""
     forget = HolderLedger.forget
@@ -205,6 +209,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     a_read_error_is_damage: 76,
     a_rank_removes_its_files: 0,
     captures_are_claimed_before_they_are_complete: 23,
+    captures_of_another_course_stay: 53,
     captures_go_with_their_trainers: 11,
 }
 """Mutants, and the seed of the search for each: all others follow if the code changes and it holds no longer."""

@@ -108,6 +108,7 @@ class Scenario:
             scenario = replace(
                 scenario,
                 memory_bytes=random.choice((1 << 30, 1 << 30, 12_000, 5_000)),
+                without_memory=frozenset(at for at in range(1, 4) if random.random() < 0.3),
                 background=False,
                 has_zombies=False,
             )
