@@ -69,11 +69,14 @@ def _show(result: Comparison, by_layer: bool, sort: str, top: int) -> None:
         print(f"not compared: {escape(name)}: {escape(why)}", file=sys.stderr)
     output.left_out(result.left_out)
     order = _ORDERS[sort]
-    tensors = (
-        [*map(_layer_row, sorted(result.layers, key=order))]
-        if by_layer
-        else [*map(_tensor_row, sorted(result.differences, key=lambda found: (_is_counted(found, sort), order(found))))]
-    )
+    last = {found for found in result.differences if sort != "name" and _is_integer(found)}
+    if by_layer:
+        first = {found.layer for found in result.differences if found not in last}
+        layers = sorted(result.layers, key=lambda found: (found.name not in first, order(found)))
+        tensors = [*map(_layer_row, layers)]
+    else:
+        ordered = sorted(result.differences, key=lambda found: (found in last, order(found)))
+        tensors = [*map(_tensor_row, ordered)]
     rows = [*tensors, *map(_value_row, result.value_differences)]
     output.show_table(rows[: top or None])
     if top and len(rows) > top:
@@ -91,9 +94,9 @@ def _fall(number: float | None) -> float:
     return math.inf if number is None else -number
 
 
-def _is_counted(found: TensorDifference, sort: str) -> bool:
-    """Return True if a tensor of integers comes after all others: states of random generators have huge norms."""
-    return sort != "name" and found.a is not None and "int" in found.a.dtype
+def _is_integer(found: TensorDifference) -> bool:
+    """Return True for a tensor of integers, which is sorted last: states of random generators have huge norms."""
+    return found.a is not None and "int" in found.a.dtype
 
 
 # Sorting is stable: equal tensors stay in the order of their names.

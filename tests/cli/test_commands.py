@@ -119,6 +119,7 @@ class TestExitCodes:
         command = ("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
         for sort, first in (("l2", "w"), ("max", "w"), ("name", "rng")):
             assert run_here(*command, "--sort", sort).out.startswith(f"{first} "), sort
+            assert run_here(*command, "--sort", sort, "--by-layer").out.startswith(f"{first} "), sort
 
     def test_differences_are_sorted_summed_by_layer_and_cut(self, tmp_path: Path) -> None:
         tensors = {f"layers.{at}.w": torch.ones(4) for at in range(12)}
