@@ -30,8 +30,9 @@ from shardckpt.format.native.run_directory import (
     with_sound_newest,
 )
 from shardckpt.format.run_start import require_start_of_run
-from shardckpt.format.witness.step_witness import StepVerdict, read_step_witness
+from shardckpt.format.witness.step_witness import read_step_witness
 from shardckpt.offline.verify import verify as verification
+from shardckpt.plan.resume.resumes import StepVerdict
 from shardckpt.plan.retention import Retention, RetentionParams
 from shardckpt.storage.resolve_url import as_url, kind, open_store
 from shardckpt.storage.store import Store

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from shardckpt.errors import CheckpointError
 from shardckpt.format.native.run_directory import StepFolder
 from shardckpt.format.witness.record_file import read_record
 from shardckpt.format.witness.resume_file import read_resumes
-from shardckpt.plan.resume.resumes import Resume, find_verdict
+from shardckpt.plan.resume.resumes import Resume, StepVerdict, find_verdict
 from shardckpt.plan.resume.step_records import WitnessRecord
 from shardckpt.storage.store import Store
-
-StepVerdict = Literal["proven", "diverged", "unproven", "no record"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ from typing import Literal, NamedTuple
 from shardckpt.boxes import Shape
 from shardckpt.deprecation import RenamedAttribute
 from shardckpt.errors import escape
-from shardckpt.format.witness.step_witness import StepVerdict
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.write.problems import Problem
-from shardckpt.plan.resume.resumes import Resume
+from shardckpt.plan.resume.resumes import Resume, StepVerdict
 
 NO_SHAPES = (
     "this layout stores neither full shapes nor the number of ranks: if the last rank's files were lost, nothing here"

@@ -10,6 +10,7 @@ from shardckpt.plan.resume.step_records import Environment, WitnessRecord
 from shardckpt.plan.resume.verdict import Divergence
 
 Verdict = Literal["proven", "diverged", "unproven"]
+StepVerdict = Literal["proven", "diverged", "unproven", "no record"]
 
 MOST_RESUMES = 64
 """Maximum number of resumes of a step that are kept, the newest."""

@@ -97,6 +97,7 @@ class Machine:
     def __init__(self, scheduler: Scheduler, system: OperatingSystem, holders: SimulatedHolders) -> None:
         self.scheduler, self.system, self._holders = scheduler, system, holders
         self._observer = Process("observer", 1)
+        self._pools: list[BufferPool[Any]] = []
 
     @property
     def process(self) -> Process:
@@ -132,8 +133,18 @@ class Machine:
         ]
 
     def _own_lane(self, lane: SaveLane, pending: Any) -> SaveLane:
-        buffers: Any = _OwnedByProcess(self, lambda: BufferPool(make_buffer, is_unpinned))
+        buffers: Any = _OwnedByProcess(self, self._make_pool)
         return lane._replace(pending=pending, buffers=buffers)
+
+    def _make_pool(self) -> BufferPool[Any]:
+        pool = BufferPool(make_buffer, is_unpinned)
+        self._pools.append(pool)
+        return pool
+
+    def release_buffers(self) -> None:
+        """Release the staging buffers of all processes: a process with 24 GiB of addresses of them cannot fork."""
+        for pool in self._pools:
+            pool.forget()
 
     def _clocks(self) -> dict[str, object]:
         def monotonic() -> float:
@@ -180,6 +191,7 @@ def simulated(machine: Machine) -> Iterator[None]:
         for slot in slots:
             slot.space[slot.name] = slot.value
         del reads_back["open"]
+        machine.release_buffers()
 
 
 @cache
