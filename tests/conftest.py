@@ -21,7 +21,6 @@ from forks import make_forks_cheap
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 from interpreters import RunScript, start_interpreters
-from patient_epoll import preload
 from seeding import seed_without_traces
 
 from shardckpt.storage import retry
@@ -37,12 +36,6 @@ settings.register_profile(
 )
 settings.load_profile("seeded")
 make_forks_cheap()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let the workers that xdist starts load what keeps ranks from spinning."""
-    if getattr(config.option, "numprocesses", None):
-        os.environ.update(preload(dict(os.environ)))
 
 
 @pytest.hookimpl(wrapper=True)
