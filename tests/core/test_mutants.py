@@ -54,7 +54,7 @@ def gradients_stay_at_home(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_is_freed(patch: pytest.MonkeyPatch) -> None:
     """Full parameters are gathered again and again, into memory that is never given back."""
-    patch.setattr(ResizableStorage, "free", lambda self: None)
+    patch.setattr(ResizableStorage, "free", lambda *_, **__: None)
 
 
 def gradients_are_not_watched(patch: pytest.MonkeyPatch) -> None:
