@@ -28,6 +28,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first step; import it once, before the fork
 import torch.distributed as dist
 from llama import Block, Llama, Shape
+from options import add_selection
 from planning import measure
 from ranks import run_ranks
 from results import RESULTS, Lines, machine, record, section_title
@@ -162,13 +163,11 @@ CASES: dict[str, Callable[[Path, int], Iterator[Row]]] = {"steps": steps, "recor
 def main() -> None:
     """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    add_selection(parser, "--cases", CASES)
     parser.add_argument("--rounds", type=int, default=9, help="measured calls")
     parser.add_argument("--record", action="store_true", help=f"write the table into {RESULTS.name}")
     options = parser.parse_args()
-    names = options.cases.split(",")
-    if unknown := set(names) - set(CASES):
-        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    names = options.cases
     report = Lines()
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     report.say(f"{today}, {machine()}, torch {torch.__version__}; medians of {options.rounds} rounds.")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import Generator
 from harness import run
 from torch import nn
 from torch.nn import functional
@@ -54,7 +55,7 @@ class Training:
             "position": self.position,
             "ema": self.ema,
             "rng": shardckpt.RNGState(),
-            "noise": Noise(self.noise),
+            "noise": Generator(self.noise),
         }
 
     def step(self) -> dict[str, Any]:
@@ -71,19 +72,6 @@ class Training:
             self.ema[name].lerp_(value, 0.1) if value.is_floating_point() else self.ema[name].copy_(value)
         self.log.append(loss.item())
         return {"loss": loss + next(iter(self.ema.values())).sum(), "batch": batch}
-
-
-class Noise:
-    """State of a generator."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"state": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.generator.set_state(state["state"])
 
 
 def test_a_complete_state_is_proven_and_training_may_go_on(tmp_path: Path) -> None:

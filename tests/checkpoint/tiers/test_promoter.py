@@ -73,9 +73,9 @@ def test_a_step_of_both_tiers_is_saved_once_and_copied_byte_for_byte(tmp_path):
     assert run.ck.restore(into) == 1 and into["step"] == 1 and into["w"][7] == 1
 
 
-def test_a_step_stays_in_memory_until_it_is_copied_and_leaves_then(tmp_path, monkeypatch):
-    run, may_copy, begun = Run(tmp_path), threading.Event(), threading.Event()
-    copy = promoter.copy_stored_step
+def begin_a_copy(run: Run, may_copy: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save two steps, of which the first begins to be copied; copies go on once they may."""
+    begun, copy = threading.Event(), promoter.copy_stored_step
 
     def copy_later(source: str, target: str) -> int:
         begun.set()
@@ -85,6 +85,11 @@ def test_a_step_stays_in_memory_until_it_is_copied_and_leaves_then(tmp_path, mon
     monkeypatch.setattr(promoter, "copy_stored_step", copy_later)
     run.save(2, 3)
     assert begun.wait(DEADLINE_S)
+
+
+def test_a_step_stays_in_memory_until_it_is_copied_and_leaves_then(tmp_path, monkeypatch):
+    run, may_copy = Run(tmp_path), threading.Event()
+    begin_a_copy(run, may_copy, monkeypatch)
     run.save(5, 7)
     run.ck._saver._tiers[0].settle()
     (holder,) = shardckpt.tiers().holders
@@ -96,17 +101,8 @@ def test_a_step_stays_in_memory_until_it_is_copied_and_leaves_then(tmp_path, mon
 
 
 def test_if_a_tier_is_too_slow_the_oldest_step_is_given_up_with_an_event_and_training_goes_on(tmp_path, monkeypatch):
-    run, may_copy, begun = Run(tmp_path), threading.Event(), threading.Event()
-    copy = promoter.copy_stored_step
-
-    def copy_later(source: str, target: str) -> int:
-        begun.set()
-        assert may_copy.wait(DEADLINE_S)
-        return copy(source, target)
-
-    monkeypatch.setattr(promoter, "copy_stored_step", copy_later)
-    run.save(2, 3)
-    assert begun.wait(DEADLINE_S)
+    run, may_copy = Run(tmp_path), threading.Event()
+    begin_a_copy(run, may_copy, monkeypatch)
     run.save(4, 6, 8, 9)
     run.ck._saver._tiers[0].settle()
     (given_up,) = run.list(FallbackEvent)
