@@ -209,7 +209,28 @@ class SourceNotFoundError(UsageError, FileNotFoundError):
 
 
 class UnknownFormatError(UsageError):
-    """The source exists, but no reader recognizes it."""
+    """The source exists, but no reader recognizes it.
+
+    Args:
+        what: As for `ShardckptError`; so are `where`, `found`, `expected` and `fix`.
+        nearby: Path or URL of the checkpoint that is meant, as far as it is known.
+
+    Attributes:
+        nearby: As given.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = "",
+        found: object = "",
+        expected: object = "",
+        fix: str = "",
+        nearby: str = "",
+    ) -> None:
+        self.nearby = nearby
+        super().__init__(what, where=where, found=found, expected=expected, fix=fix)
 
 
 class TargetExistsError(UsageError, FileExistsError):

@@ -57,7 +57,7 @@ ARROWS: dict[str, set[str]] = {
     "offline": {"plan", "format", "storage", "plugins", "deprecation", "events", "torchrun"} | LEAVES,
     "offline.write.parallel": {"events", "plan", "format", "storage", "groups"} | LEAVES,
     "testing": {"shardckpt", "checkpoint", "state", "offline", "plan", "format", "storage"} | LEAVES,
-    "data": {"checkpoint", "plan", "errors"},
+    "data": {"checkpoint", "plan", "events", "errors"},
     "integrations": {"shardckpt", "checkpoint", "events"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},
     # The package itself names everything for type checkers and resolves each name on first use.
@@ -127,6 +127,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"prune", "tiers"},
         {"run_history"},
     ),
+    "integrations": ({"accelerate", "lightning", "transformers"},),
     "testing": ({"simulation"},),
 }
 
@@ -179,6 +180,9 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
 
 # Modules with a table of modules of which they import the one that is asked for.
 TABLES = frozenset({"shardckpt.format.registry", "shardckpt.offline.targets.target_registry"})
+
+# The most lines of a module, for packages that people read before they depend on them.
+MOST_LINES = {"integrations": 300}
 
 TORCH_FREE = ("format", "plan", "storage", "offline")
 WITH_RANKS = "shardckpt.offline.write.parallel"
@@ -341,6 +345,12 @@ def is_late_in_cli(target: str) -> bool:
     return is_ours(target) or target.partition(".")[0] == "rich"
 
 
+def long_modules(sources: Mapping[str, str]) -> list[str]:
+    """Return the modules that have more lines than those of their package may have."""
+    lines = {name: len(text.splitlines()) for name, text in sources.items()}
+    return [f"{name}: {n} lines" for name, n in lines.items() if n > MOST_LINES.get(get_package(name), n)]
+
+
 def torch_free_modules(found: list[Import]) -> set[str]:
     """Return the modules that the command and the offline verbs reach, late imports included."""
     graph: dict[str, set[str]] = {}
@@ -404,6 +414,9 @@ class TestPackages:
 
     def test_no_private_name_crosses_a_module(self) -> None:
         assert private_names(SOURCES) == []
+
+    def test_modules_of_integrations_are_short(self) -> None:
+        assert long_modules(SOURCES) == []
 
     def test_no_modules_import_each_other_in_a_ring(self) -> None:
         assert cycles(all_imports()) == []
@@ -480,6 +493,11 @@ class TestTheChecksCanFail:
             "shardckpt.format.c": "def f():\n    import shardckpt.format.a",
         }
         assert cycles(imports(ring)) == [sorted(ring)]
+
+    def test_a_long_module_is_found(self) -> None:
+        names, text = ("shardckpt.integrations.dcp", "shardckpt.boxes"), "\n".join("x" * 301)
+        assert long_modules(dict.fromkeys(names, text)) == [f"{names[0]}: 301 lines"]
+        assert long_modules({names[0]: text[2:]}) == []
 
     def test_a_late_import_without_a_reason_is_found(self) -> None:
         text = "class A:\n    def f(self):\n        if self:\n            import json"

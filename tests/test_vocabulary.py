@@ -125,10 +125,8 @@ CLASSES_TWICE: dict[str, int] = {}
 """Names of classes that several modules define, with how many do."""
 
 MODULES_TWICE: dict[str, int] = {
-    "accelerate": 2,  # a reader, and the integration
     "dcp": 2,  # a target, and the integration that users import instead of torch's
     "errors": 2,
-    "lightning": 2,  # a reader, and the integration
 }
 """Names of modules that several packages have, with how many do."""
 

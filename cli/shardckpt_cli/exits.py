@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import shlex
 import signal
 import sys
 import warnings
@@ -119,8 +120,10 @@ def _run_unwrapped(run: Callable[[], object]) -> object:
 
 
 def _failed(error: Exception) -> int:
-    from shardckpt.errors import ShardckptError, escape
+    from shardckpt.errors import ShardckptError, UnknownFormatError, escape
 
+    if isinstance(error, UnknownFormatError) and error.nearby:
+        return _die(f"{error} {_suggest_command(str(error.where), error.nearby)}", error.exit_code)
     if isinstance(error, ShardckptError):
         return _die(str(error), error.exit_code)
     if hasattr(error, "format_message"):  # typer's own errors; their class depends on the version of click
@@ -134,6 +137,14 @@ def _failed(error: Exception) -> int:
         return _die(escape(error), 3)
     what = f"{type(error).__name__}: {error}"
     return _die(f"{escape(what)}. This is a fault of shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1)
+
+
+def _suggest_command(given: str, meant: str) -> str:
+    """Return the command line that was typed, with another path or URL of the checkpoint."""
+    from shardckpt.errors import escape
+
+    words = [meant if word.rstrip("/") == given.rstrip("/") else word for word in sys.argv[1:]]
+    return f"For the newest: `{escape(shlex.join(['shardckpt', *words]))}`" if meant in words else ""
 
 
 def _die(line: str, code: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, SupportsFloat
@@ -30,6 +29,7 @@ from shardckpt.checkpoint.tiers.tiered_saver import build_run
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import require_bools
 from shardckpt.events import OnEvent, require_on_event
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.step_copies import (
     Durability,
     require_durable,
@@ -246,7 +246,7 @@ class Checkpointer:
         self._witness.begin_comparison(restored, state)
         if restored.faults and get_channels(self._group).main.rank == 0:
             shown = "; ".join(restored.faults[:SHOWN])
-            warnings.warn(f"newer steps cannot be loaded, restored step {restored.number}: {shown}", stacklevel=3)
+            warn_user(f"newer steps cannot be loaded, restored step {restored.number}: {shown}")
         return restored.number
 
     def witness(self, step: int, *, loss: Any = None, grad_norm: Any = None, batch: Any = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from shardckpt.errors import UsageError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.plan.data.positions import BatchPlan, DataPosition, SavedPosition, require_count, require_integer
 from shardckpt.plan.data.sample_order import SampleOrder
 
@@ -74,6 +74,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         rank, num_replicas = find_replica(rank, num_replicas)
         self._rank = rank
         self._order = SampleOrder(samples, require_integer("seed", seed), shuffle)
+        batch_size, accumulate = require_count("batch_size", batch_size), require_count("accumulate", accumulate)
         self._plan = BatchPlan(samples, batch_size, accumulate, num_replicas, drop_last)
         self._position, self._done = DataPosition(), 0
         self._worker_seeds = _WorkerSeeds()
@@ -115,9 +116,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Return an iterator over the batches from the position to the end of its epoch."""
         if self._exhausted == (self._position, self._done):
-            warnings.warn(
+            warn_user(
                 f"all batches behind {self._position} were read, and none was counted: call `advance` after each batch",
-                stacklevel=2,
             )
         self.generator.manual_seed(derive_seed(self._order.seed, self._rank, self._position))
         return self._iterate(self._position, self._done, self._moves)
@@ -219,10 +219,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         saved.require_same_order(self._describe())
         self.move_to(saved.position)
         if saved.unfinished:
-            warnings.warn(
+            warn_user(
                 f"the position was saved in the middle of an accumulation, {saved.unfinished} batches behind "
                 f"{saved.position}; training goes on there, the nearest exact place, with these batches again",
-                stacklevel=2,
             )
 
 
@@ -246,8 +245,7 @@ def find_replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
         num_replicas = dist.get_world_size() if has_group else 1
     if rank is None:
         rank = dist.get_rank() if has_group else 0
-    rank, num_replicas = require_integer("rank", rank), require_integer("num_replicas", num_replicas)
-    require_count("num_replicas", num_replicas)
+    rank, num_replicas = require_integer("rank", rank), require_count("num_replicas", num_replicas)
     if not 0 <= rank < num_replicas:
         raise UsageError(f"rank must be from 0 to {num_replicas - 1}, got {rank}")
     return rank, num_replicas

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from shardckpt.checkpoint.stateful.stateful import PerRank, Stateful
 from shardckpt.data.batch_sampler import derive_seed, find_replica
 from shardckpt.errors import UsageError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.plan.data.positions import DataPosition, require_count, require_integer
 from shardckpt.plan.data.stream_positions import SavedStreams, StreamPlan, StreamPosition
 
@@ -67,13 +67,13 @@ class ElasticStreamLoader(PerRank):
         **options: Any,
     ) -> None:
         super().__init__(self)
-        require_count("batch_size", batch_size)
+        batch_size, num_workers = require_count("batch_size", batch_size), require_integer("num_workers", num_workers)
         if resume_by not in ("reading", "state"):
             raise UsageError(f'resume_by must be "reading" or "state", got {resume_by!r}')
-        if require_integer("num_workers", num_workers) < 0:
+        if num_workers < 0:
             raise UsageError(f"num_workers must be 0 or more, got {num_workers}")
         self._rank, num_replicas = find_replica(rank, num_replicas)
-        self._plan = StreamPlan(streams, num_replicas)
+        self._plan = StreamPlan(require_integer("streams", streams), num_replicas)
         self._source = _StreamSource(open_stream, batch_size, collate_fn or default_collate, resume_by == "state")
         self._options = {"num_workers": self._plan.choose_workers(num_workers), **options}
         self._positions = dict.fromkeys(self._plan.find_streams(self._rank), StreamPosition())
@@ -186,10 +186,9 @@ class ElasticStreamLoader(PerRank):
         self._positions = saved.select(self._plan, self._rank)
         self._restart()
         if saved.unfinished:
-            warnings.warn(
+            warn_user(
                 f"the loader was saved in the middle of a step, behind {saved.unfinished} of its batches; training "
                 "goes on at the beginning of the step, the nearest exact place, with these batches again",
-                stacklevel=3,
             )
 
 

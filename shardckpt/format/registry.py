@@ -213,6 +213,7 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
             where=source.url,
             found=f"{source.store.url} ({form.name})",
             fix="Point at that folder.",
+            nearby=source.store.url,
         )
     below = _checkpoints_below(source)
     if not below:
@@ -222,7 +223,16 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
         where=source.url,
         found=_shorten([f"{path} ({form.name})" for path, form in below]),
         fix="Point at one of them.",
+        nearby=_choose_nearby([path for path, _ in below], source.url),
     )
+
+
+def _choose_nearby(paths: list[str], url: str) -> str:
+    """Return the path or URL of the only checkpoint below a folder, or of the newest step of a run; else empty."""
+    from shardckpt.format.native.run_directory import is_step_name  # noqa: PLC0415  (as any other format)
+
+    is_run = all("/" not in path and is_step_name(path) for path in paths)
+    return f"{url.rstrip('/')}/{paths[-1]}" if is_run or len(paths) == 1 else ""
 
 
 def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:

@@ -125,9 +125,9 @@ def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict
     """Log a score after each epoch; what is kept, and what was complete whenever a step was about to be removed."""
     import lightning_trainers as trainers
 
-    from shardckpt.integrations import lightning as integration
+    from shardckpt.integrations.lightning import step_removal
 
-    complete, prune = [], integration.prune
+    complete, prune = [], step_removal.prune
 
     def watch(root: str, steps: set[int]) -> None:
         complete.append([[step.number for step in shardckpt.ls(root).complete], sorted(steps)])
@@ -137,9 +137,9 @@ def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict
         time.sleep(0.1)
         deliver(self, event)
 
-    integration.prune = watch
-    deliver = trainers.ShardckptModelCheckpoint._on_event
-    trainers.ShardckptModelCheckpoint._on_event = deliver_late
+    step_removal.prune = watch
+    deliver = step_removal.StepRemoval.take_event
+    step_removal.StepRemoval.take_event = deliver_late
     scores = iter((0.5, 0.2, 0.4, 0.6, 0.3, 0.9))
     trainers.Net.validation_step = lambda self, *_: self.log_dict({"score": next(scores, 0.25), "step": 77.0})
     saving = {"monitor": "score", "save_top_k": 2, "every_n_train_steps": None, "background": background}

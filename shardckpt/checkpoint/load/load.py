@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -33,6 +32,7 @@ from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape, require_bools
 from shardckpt.events import LoadEvent, OnEvent, Recorder, record_operation, require_on_event
 from shardckpt.events.progress import Meter, OnProgress
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.reader import NamedBases, ParamShapes
 from shardckpt.manifest import Path, dotted
@@ -221,7 +221,7 @@ def load(
             recorder.values["nbytes"] = sum(entry.nbytes for entry in saved.arrays.values())
         if skipped:
             names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
-            warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=3)
+            warn_user(f"left out, since they can only be read by what wrote them: {names}")
         return tree
     order: _Order | Exception
     try:

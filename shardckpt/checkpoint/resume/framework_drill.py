@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import load
 from shardckpt.checkpoint.resume.prove_resume import ResumeReport, prove_resume
 from shardckpt.checkpoint.save.save import save
+from shardckpt.events.warn_user import warn_user
 from shardckpt.plan.resume.verdict import ResumeDivergence
 from shardckpt.storage.resolve_url import open_store, split
 
@@ -65,7 +65,7 @@ def require_proven(report: ResumeReport) -> None:
         sentence = f"{found.sentence}; not restored: {missing}" if missing else found.sentence
         raise ResumeDivergence(replace(found, sentence=sentence), report.path)
     if missing and get_channels(None).main.rank == 0:
-        warnings.warn(f"training changes values that a resume does not restore: {missing}", stacklevel=3)
+        warn_user(f"training changes values that a resume does not restore: {missing}")
 
 
 def _remove(path: str) -> None:

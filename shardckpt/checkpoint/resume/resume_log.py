@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from dataclasses import dataclass
 
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.errors import CheckpointError, StorageError
 from shardckpt.events import OnEvent, ResumeEvent, emit
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.witness.resume_file import add_resumes
 from shardckpt.plan.resume.resumes import Resume, add_compared_step, begin_resume
@@ -94,4 +94,4 @@ class ResumeLog:
         try:
             add_resumes(self._finder.open_store(), restored.name, restored.save, resume)
         except (CheckpointError, StorageError) as error:
-            warnings.warn(f"the verdict on the resume of {restored.name} could not be stored: {error}", stacklevel=7)
+            warn_user(f"the verdict on the resume of {restored.name} could not be stored: {error}")

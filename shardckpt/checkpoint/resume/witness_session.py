@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.errors import CheckpointError, StorageError, UsageError
 from shardckpt.events import OnEvent
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.witness.record_file import read_record, write_record
 from shardckpt.plan.resume.step_records import (
     BatchDigests,
@@ -209,7 +209,7 @@ class WitnessSession(NoWitness):
             self._start = self._start if self._due else None
             raise error
         if self._coordinator.rank == 0:
-            warnings.warn(str(error), stacklevel=5)
+            warn_user(str(error))
 
     def _observe(self, number: int, loss: Any, grad_norm: Any, batch: Any, *, is_deep: bool) -> RankStep:
         start = self._start
@@ -314,7 +314,7 @@ class _RecordsOnRank0:
         try:
             record = read_record(self._finder.open_store(), restored.name)
         except (CheckpointError, StorageError) as error:
-            warnings.warn(f"the resume is not compared, since its record cannot be read: {error}", stacklevel=6)
+            warn_user(f"the resume is not compared, since its record cannot be read: {error}")
             return []
         if record is None or record.save != restored.save:
             _LOG.info("step %d has no witness record: the resume is not compared", restored.number)
@@ -376,7 +376,7 @@ class _RecordsOnRank0:
                 try:
                     saved = self._finder.read_step(number)
                 except (CheckpointError, StorageError) as error:
-                    warnings.warn(f"the witness of step {number} could not be stored: {error}", stacklevel=6)
+                    warn_user(f"the witness of step {number} could not be stored: {error}")
                     continue
                 if saved.is_complete:
                     each.record = replace(each.record, save=saved.save)
@@ -386,4 +386,4 @@ class _RecordsOnRank0:
         try:
             write_record(self._finder.open_store(), name, record)
         except StorageError as error:
-            warnings.warn(f"the witness of {name} could not be stored: {error}", stacklevel=6)
+            warn_user(f"the witness of {name} could not be stored: {error}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -12,6 +11,7 @@ from typing import Literal
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, find_unreadable
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
 from shardckpt.events import OnEvent, PruneEvent, Recorder, emit
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.apply_retention import apply_retention
 from shardckpt.format.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run
 from shardckpt.plan.retention import Retention, SavedStep, find_best, require_metric
@@ -61,7 +61,7 @@ class StepRetention:
         except (StorageError, CheckpointError, UsageError) as error:
             emit(recorder.build(error), self._on_event)
             what = "old steps" if saved is None else f"step {saved} is saved, but old ones"
-            warnings.warn(f"{what} could not be removed: {error}", stacklevel=5)
+            warn_user(f"{what} could not be removed: {error}")
 
     def _delete(self, saved: int | None) -> tuple[StepFolder, ...]:
         """Delete steps, and return them."""
@@ -82,7 +82,7 @@ class StepRetention:
         if deleted.other_content:
             stay = deleted.other_content
             shown = ", ".join(map(escape, stay[:SHOWN])) + (", ..." if len(stay) > SHOWN else "")
-            warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=6)
+            warn_user(f"removed steps hold content that no save wrote, which was left there: {shown}")
         return deleted.steps
 
     def _read_metrics(self, store: Store, step: StepFolder) -> Mapping[str, float]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardckpt.checkpoint.stateful.stateful import PerRank
+from shardckpt.events.warn_user import warn_user
 
 
 class RNGState(PerRank):
@@ -18,7 +18,7 @@ class RNGState(PerRank):
 
     With the same number of ranks, each rank continues its saved random stream exactly. With another number, each rank
     starts a new stream that is derived from the saved states, the number of ranks and its rank, so that ranks do not
-    share streams; a warning reports this.
+    share streams; a warning on rank 0 reports this.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class RNGState(PerRank):
         random.seed(seed)
         np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed % (1 << 63))
-        warnings.warn(
-            f"random number generators were saved by {len(states)} ranks and there are {world}: every rank begins a "
-            "stream of its own",
-            stacklevel=7,  # the caller of `load`
-        )
+        if rank == 0:
+            warn_user(
+                f"random number generators were saved by {len(states)} ranks and there are {world}: every rank begins "
+                "a stream of its own"
+            )
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from shardckpt.checkpoint.save.save import RunNotes, SaveParams
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.errors import RankError, ShardckptError, StorageError
 from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, OperationEvent, deliver, emit
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
 from shardckpt.storage.store import Store
@@ -304,7 +304,7 @@ class CaptureTier(ABC):
         """Count a failure; warn about the first one in a row. On rank 0."""
         self._failures += 1
         if self._failures == 1:
-            warnings.warn(f"steps are not captured in {self._shown}, training goes on: {error}", stacklevel=6)
+            warn_user(f"steps are not captured in {self._shown}, training goes on: {error}")
 
 
 def _is_fault_of_tier(coordinator: Coordinator, error: Exception) -> bool:

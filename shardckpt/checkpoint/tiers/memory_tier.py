@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, NodeShare, Tier
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node
 from shardckpt.errors import StorageError
 from shardckpt.events import OnEvent, ReplicateEvent, emit
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.run_record import find_run_id
 from shardckpt.format.durability.step_copies import MEMORY
 from shardckpt.format.native.commit import COMMIT
@@ -67,7 +67,7 @@ class MemoryTier(CaptureTier):
         if self._config.copies >= machines and not self._is_warned:
             self._is_warned = True
             found = f"{machines} machine{'s' * (machines != 1)} for copies={self._config.copies}"
-            warnings.warn(f"captures in memory get fewer copies than asked for: {found}", stacklevel=7)
+            warn_user(f"captures in memory get fewer copies than asked for: {found}")
 
     def open_node(self) -> None:
         """Start the holder of this node unless it is there.
@@ -115,7 +115,7 @@ class MemoryTier(CaptureTier):
             self._copied = step_name(number)
             return
         if rank == 0 and not had_failed:
-            warnings.warn(f"a capture has fewer copies than asked for: {copied.faults[0]}", stacklevel=2)
+            warn_user(f"a capture has fewer copies than asked for: {copied.faults[0]}")
 
     def _remove_old(self, own: Store, kept: set[str]) -> None:
         """Remove the captures of this node that are not kept; an error is a warning."""
@@ -125,4 +125,4 @@ class MemoryTier(CaptureTier):
             removed = remove_old_steps(own, self._config.keep_last, kept, finder.damaged)
             finder.removed.update(before[name].save for name in removed if name in before)
         except StorageError as error:
-            warnings.warn(f"a step is captured, but old captures could not be removed: {error}", stacklevel=2)
+            warn_user(f"a step is captured, but old captures could not be removed: {error}")

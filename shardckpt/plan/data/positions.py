@@ -230,21 +230,23 @@ class BatchPlan:
         )
 
 
-def require_count(name: str, value: object, limit: int = COUNT_LIMIT) -> None:
-    """Require an integer of 1 or more.
+def require_count(name: str, value: object, limit: int = COUNT_LIMIT) -> int:
+    """Return an integer of 1 or more as a plain one.
 
     Args:
         name: Name of the argument, for the message.
-        value: Its value.
+        value: Its value; also a number of numpy or torch.
         limit: The least number that is too large.
 
     Raises:
         UsageError: It is not.
     """
-    if not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} must be 1 or more, got {escape(value)}")
-    if value >= limit:
-        raise UsageError(f"{name} must be below {limit}, got {escape(value)}")
+    number = require_integer(name, value)
+    if number < 1:
+        raise UsageError(f"{name} must be 1 or more, got {number}")
+    if number >= limit:
+        raise UsageError(f"{name} must be below {limit}, got {number}")
+    return number
 
 
 def require_integer(name: str, value: object) -> int:

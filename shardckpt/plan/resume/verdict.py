@@ -36,7 +36,7 @@ class Divergence:
         cause: Kind of the thing that differs.
         step: Number of the step; -1 for a check right after a load.
         name: Tensor, generator, setting or flag that differs; for a batch how it differs: `repeated`, `skipped`,
-            `other order`, `other ranks' share`, `other samples`, or `same on several ranks`.
+            `other batch size`, `other order`, `other ranks' share`, `other samples`, or `same on several ranks`.
         ranks: Ranks that differ; empty if it is not known, or all do.
         since: Whether it differs since the load, since its first use behind the load, or since the step.
         sentence: Description, without a period.
@@ -145,6 +145,9 @@ def _build_sample_divergence(
     pair: _Pair, recorded: BatchDigests, now: BatchDigests, ranks: tuple[int, ...]
 ) -> Divergence:
     number, saved = pair.number, pair.record.number
+    again, common = _count_common(pair.record.last_batch, now), _count_common(recorded, now)
+    sizes = sum(recorded.counts), sum(now.counts)
+    is_repeated = again > _count_common(pair.record.last_batch, recorded)
     twins = _find_twins(now)
     known = [(saved, pair.record.last_batch), *((step.step, step.batch) for step in pair.record.steps)]
     same = next((step for step, batch in known if batch is not None and batch.total == now.total), None)
@@ -158,19 +161,21 @@ def _build_sample_divergence(
         how, fix = ("repeated" if same < number else "skipped"), _FIX_POSITION
         verb = "again: samples are repeated" if same < number else "already: samples are skipped"
         sentence = f"step {number} got the batch of step {same} {verb}"
+    elif sizes[0] != sizes[1] and common == min(sizes) > 0 and not is_repeated:
+        how, fix = "other batch size", _FIX_BATCH_SIZE
+        sentence = f"step {number} got {sizes[1]} samples, recorded {sizes[0]}: {common} are equal"
     else:
         how, fix = "other samples", _FIX_POSITION
         sentence = f"step {number} got other samples than were recorded{_on(ranks)}"
-        again, common = _count_common(pair.record.last_batch, now), _count_common(recorded, now)
         total = len(now.all_samples)
         is_known = 2 * again >= total or again + common >= total  # another permutation has some of any batch
-        if again > _count_common(pair.record.last_batch, recorded) and is_known:
+        if is_repeated and is_known:
             how = "repeated"
             sentence = f"{again} of {total} samples of step {number} were already in step {saved}"
         elif common > 0:
-            sentence += f": {common} of {sum(now.counts)} are equal"
-        elif sum(recorded.counts) != sum(now.counts):
-            sentence += f": {sum(now.counts)} samples, recorded {sum(recorded.counts)}"
+            sentence += f": {common} of {sizes[1]} are equal"
+        elif sizes[0] != sizes[1]:
+            sentence += f": {sizes[1]} samples, recorded {sizes[0]}"
     return Divergence("batch", number, how, sentence, fix, ranks)
 
 
@@ -554,6 +559,10 @@ def _on(ranks: Sequence[int], world: int = 0) -> str:
 _FIX_POSITION = (
     "Put the position in the data into the state (a sampler or loader with state_dict), and restore before the loader "
     "is iterated"
+)
+_FIX_BATCH_SIZE = (
+    "Set the batch size, ranks and accumulation so that a step has as many samples as in the run that saved. If the "
+    'change is meant, resume without the witness, or with Witness(on_divergence="warn")'
 )
 _FIX_ORDER = "Put the generator or seed and epoch of the sampler into the state"
 _FIX_SHARE = "Give each rank the share of the sampler that it had: its rank and the world size, the same seed on all"

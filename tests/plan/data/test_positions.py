@@ -68,7 +68,7 @@ def test_the_next_step_of_the_last_one_is_the_next_epoch() -> None:
     ("arguments", "text"),
     [
         ((8, 0), "batch_size must be 1 or more, got 0"),
-        ((8, 2.5), "batch_size must be 1 or more, got 2.5"),
+        ((8, 2.5), "batch_size must be an integer, got 2.5"),
         ((8, 4, 0), "accumulate must be 1 or more, got 0"),
         ((8, 9), "batch_size 9 leaves out all 8 samples"),
         ((80, 8, 3, 3), "a step of 8 samples has fewer than one for each of 3 ranks x 3 batches"),

@@ -91,7 +91,10 @@ def test_a_step_that_was_not_recorded_has_no_divergence() -> None:
         (batch_of((7, 12), (13, 14)), "repeated", "1 of 4 samples of step 9 were already in step 8"),
         (batch_of((11, 12), (13, 99)), "other samples", "3 of 4 are equal"),
         (batch_of((7, 12), (98, 99)), "other samples", "1 of 4 are equal"),
-        (batch_of((11, 12), (13,)), "other samples", "3 of 3 are equal"),
+        (batch_of((11, 12), (13,)), "other batch size", "got 3 samples, recorded 4: 3 are equal"),
+        (batch_of((11, 12, 13), (14, 15, 16)), "other batch size", "got 6 samples, recorded 4: 4 are equal"),
+        (batch_of((11, 12, 13), (14, 7, 8)), "repeated", "2 of 6 samples of step 9 were already"),
+        (batch_of((11, 12), (99,)), "other samples", "2 of 3 are equal"),
     ],
 )
 def test_a_batch_that_differs_is_described(batch: BatchDigests, name: str, text: str) -> None:

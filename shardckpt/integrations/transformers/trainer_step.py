@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shardckpt import UsageError
+from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
 
 __all__ = ["TrainerStep", "require_steps_for_drill"]
 
@@ -32,9 +33,18 @@ class TrainerStep:
     ) -> None:
         self._trainer, self._train, self._inputs, self._args, self._kwargs = trainer, train, inputs, args, kwargs
 
-    def watching(self, model: Any) -> Callable[[], dict[str, Any]]:
-        """Return the step as a function that shows a drill the model."""
-        return lambda: self.run(model)
+    def prove_resume(self, model: Any, state: dict[str, Any], run: str) -> None:
+        """Train the step from one saved state twice, and compare all bits; then restore the state. Collective.
+
+        Args:
+            model: Model of the Trainer, which the drill looks into.
+            state: Everything that a step of the run has.
+            run: Path or URL of the run.
+
+        Raises:
+            ResumeDivergence: The second time differs from the first.
+        """
+        require_proven(run_drill(lambda: self.run(model), state, drill_folder(run)))
 
     def run(self, model: Any) -> dict[str, Any]:
         """Train a step, and return its results."""

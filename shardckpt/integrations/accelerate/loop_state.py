@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from accelerate import Accelerator
@@ -10,6 +9,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
 
 from shardckpt import PerRank, UsageError
+from shardckpt.events.warn_user import warn_user
 
 __all__ = ["LoaderPosition", "LoopState"]
 
@@ -54,6 +54,6 @@ class LoaderPosition(PerRank):
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
         """Leave the loader at the begin of its epoch, with a warning."""
-        text = f"a data loader was saved by {len(states)} ranks, not by {world}: rank {rank} begins its epoch again"
-        warnings.warn(text, stacklevel=8)  # the caller of `load_state`
+        if rank == 0:
+            warn_user(f"a data loader was saved by {len(states)} ranks, not by {world}: it begins its epoch again")
         return True

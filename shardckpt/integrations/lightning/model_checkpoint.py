@@ -7,9 +7,7 @@ methods of the strategy are replaced: those that save for the time of a save, th
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypedDict
@@ -26,7 +24,6 @@ from lightning.pytorch.strategies import (
     SingleDeviceXLAStrategy,
     XLAStrategy,
 )
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import Unpack
 
 from shardckpt import (
@@ -38,15 +35,21 @@ from shardckpt import (
     UsageError,
     ls,
     model_state_dict,
-    prune,
 )
-from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
-from shardckpt.events import OperationEvent, SaveEvent
-from shardckpt.integrations.lightning_state import COMMIT, StepLoading, build_state, has_hook, pop_strange_hparams
-from shardckpt.integrations.lightning_step import LightningStep, require_steps_for_drill
+from shardckpt.events.warn_user import warn_user
+from shardckpt.integrations.lightning.lightning_state import (
+    COMMIT,
+    StepLoading,
+    build_state,
+    has_hook,
+    pop_strange_hparams,
+    replace_methods,
+)
+from shardckpt.integrations.lightning.lightning_step import LightningStep, require_steps_for_drill
+from shardckpt.integrations.lightning.step_removal import StepRemoval
 
-__all__ = ["ShardckptModelCheckpoint"]
+__all__ = ["ModelCheckpointParams", "ShardckptModelCheckpoint"]
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 _OTHER_SUBCLASSES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
@@ -131,13 +134,12 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             enable_version_counter=False,
             **arguments,
         )
-        self.checkpointer = Checkpointer(self.dirpath, on_event=self._on_event)
+        self._removal = StepRemoval(self.dirpath)
+        self.checkpointer = Checkpointer(self.dirpath, on_event=self._removal.take_event)
         self._background = background
         self._options: StepSaveParams = {**options} if options else {}
         self._handle: SaveHandle | None = None
-        self._to_remove: deque[int] = deque()
-        self._is_saved = self._has_warned = False
-        self._has_drill, self._is_drill_due = drill, False
+        self._has_drill, self._is_drill_due, self._has_warned = drill, False, False
         self._loading: StepLoading | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -196,10 +198,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx, *args)
         if self._is_drill_due:
             self._is_drill_due = False
-            step = LightningStep(trainer, batch, batch_idx)
-            require_proven(
-                run_drill(step.watching(pl_module), step.build_state(), drill_folder(self.checkpointer.root))
-            )
+            LightningStep(trainer, batch, batch_idx).prove_resume(pl_module, self.checkpointer.root)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last save, and raise its error if it failed."""
@@ -215,7 +214,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             if self._handle is not None:
                 self._handle.result()
         except ShardckptError as error:
-            rank_zero_warn(f"the last save failed: {error}")
+            if trainer.is_global_zero:
+                warn_user(f"the last save failed: {error}")
 
     def teardown(self, *_args: Any, **_: Any) -> None:
         """Put the methods of the strategy back that load."""
@@ -247,7 +247,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         if self.save_last:
             self.last_model_path = filepath  # part of the state
         weights = model_state_dict(strategy.model, kind="sharded") if has_hook(trainer, "on_save_checkpoint") else {}
-        with _replaced(
+        with replace_methods(
             strategy,
             lightning_module_state_dict=lambda: dict(weights),
             optimizer_state=lambda _: {},
@@ -266,9 +266,9 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         if given.keys() != weights.keys() or any(given[name] is not weights[name] for name in given):
             checkpoint["state_dict"] = given  # a hook of the user has changed it
         strange = pop_strange_hparams(checkpoint)
-        if strange and not self._has_warned:
+        if strange and trainer.is_global_zero and not self._has_warned:
             self._has_warned = True
-            rank_zero_warn(f"these hyperparameters are not plain values, and are not saved: {', '.join(strange)}")
+            warn_user(f"these hyperparameters are not plain values, and are not saved: {', '.join(strange)}")
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
@@ -277,9 +277,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         }
         if self._handle is not None:
             self._handle.result()  # its event comes before this save begins
-        self._is_saved = False
-        if number in self._to_remove:
-            self._to_remove.remove(number)
+        self._removal.begin_save(number)
         if self._background:
             self._handle = self.checkpointer.async_save(number, build_state(trainer, checkpoint), **arguments)
         else:
@@ -289,32 +287,4 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         """Remove a step once the step that was saved after it exists."""
         number = int(os.path.basename(filepath).rpartition("-")[2])
         if trainer.is_global_zero and filepath == self.checkpointer.path(number):
-            self._to_remove.append(number)
-            if self._is_saved:
-                self._remove_steps()
-
-    def _on_event(self, event: OperationEvent) -> None:
-        if isinstance(event, SaveEvent) and event.error is None:
-            self._is_saved = True
-            self._remove_steps()
-
-    def _remove_steps(self) -> None:
-        numbers = set()
-        while self._to_remove:
-            numbers.add(self._to_remove.popleft())
-        try:
-            if numbers:
-                prune(self.checkpointer.root, steps=numbers)
-        except ShardckptError as error:
-            rank_zero_warn(f"steps {', '.join(map(str, sorted(numbers)))} could not be removed: {error}")
-
-
-@contextmanager
-def _replaced(target: object, **methods: Any) -> Iterator[None]:
-    """Replace methods of an object, until the context ends."""
-    vars(target).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(target)[name]
+            self._removal.add(number)

@@ -7,9 +7,6 @@ Accelerate documents it, hooks and names of folders included.
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,29 +16,26 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from typing_extensions import Unpack
 
 import shardckpt
-from shardckpt import (
-    ResumeReport,
-    RNGState,
-    SaveHandle,
-    SourceNotFoundError,
-    TargetExistsError,
-    UnsupportedError,
-    UsageError,
-)
+from shardckpt import ResumeReport, RNGState, SaveHandle, SourceNotFoundError, UnsupportedError, UsageError
 from shardckpt.checkpoint.resume.framework_drill import run_drill
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
-from shardckpt.integrations.accelerate_state import LoaderPosition, LoopState
+from shardckpt.integrations.accelerate.loop_state import LoaderPosition, LoopState
+from shardckpt.integrations.accelerate.state_folders import (
+    STEP,
+    Folder,
+    NumberedFolders,
+    as_text,
+    is_complete,
+    is_url,
+    make_folder,
+)
 
 __all__ = ["AcceleratorCheckpoints", "register"]
 
-Folder = str | os.PathLike[str] | None
-
-_STEP = "shardckpt"  # name of the checkpoint in the folder that `save_state` gets, beside files of hooks and of users
 _REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 _METHODS = ("save_state", "load_state", "end_training")
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 _HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 def register(
@@ -94,6 +88,7 @@ class AcceleratorCheckpoints:
         self._is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._handle: SaveHandle | None = None
         self._newest = ""  # folder of the last save
+        self._numbered = NumberedFolders(accelerator)
         self._original = {name: getattr(accelerator, name) for name in _METHODS}
         vars(accelerator).update({name: getattr(self, name) for name in _METHODS})
 
@@ -107,7 +102,7 @@ class AcceleratorCheckpoints:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.result()
-            self._remove_old()
+            self._numbered.remove_old(self._newest)
 
     def prove_resume(self, train_step: Callable[[], Any], folder: Folder, *, steps: int = 2) -> ResumeReport:
         """Save, train, restore, train again, and compare all bits; then restore the state as it was. Collective.
@@ -126,7 +121,7 @@ class AcceleratorCheckpoints:
             ShardckptError: As for `shardckpt.prove_resume`.
         """
         self.wait()
-        return run_drill(train_step, self._build_state(self._name_models()), _as_text(folder), steps=steps)
+        return run_drill(train_step, self._build_state(self._name_models()), as_text(folder), steps=steps)
 
     def end_training(self) -> None:
         """Wait for the last save, then end training. In place of `Accelerator.end_training`."""
@@ -147,18 +142,18 @@ class AcceleratorCheckpoints:
         """
         self.wait()
         project = self._accelerator.project_configuration
-        folder = self._find_new_folder() if project.automatic_checkpoint_naming else _as_text(output_dir)
-        if not _is_url(folder):
-            _make_folder(folder)
-        state, path = self._build_state(self._call_save_hooks(folder)), f"{folder}/{_STEP}"
+        folder = self._numbered.find_new() if project.automatic_checkpoint_naming else as_text(output_dir)
+        if not is_url(folder):
+            make_folder(folder)
+        state, path = self._build_state(self._call_save_hooks(folder)), f"{folder}/{STEP}"
         self._newest, options = folder, {"overwrite": True, **self._options}
         if self._background:
             self._handle = shardckpt.async_save(state, path, **options)
         else:
             shardckpt.save(state, path, **options)
-            self._remove_old()
+            self._numbered.remove_old(self._newest)
         project.iteration += 1
-        return folder if _is_url(folder) else Path(folder)
+        return folder if is_url(folder) else Path(folder)
 
     def load_state(self, input_dir: Folder = None, load_kwargs: Any = None, **model_kwargs: Any) -> None:
         """Load what `save_state` saved, with or without shardckpt. Collective. In place of `Accelerator.load_state`.
@@ -175,10 +170,10 @@ class AcceleratorCheckpoints:
         """
         self.wait()
         is_named = input_dir is None and self._accelerator.project_configuration.automatic_checkpoint_naming
-        folder = self._find_newest_folder() if is_named else _as_text(input_dir)
-        is_step = _is_url(folder) or os.path.isdir(f"{folder}/{_STEP}")
-        is_step, is_complete = broadcast_object_list([(is_step, is_step or _is_complete(folder))])[0]
-        if not is_complete:
+        folder = self._numbered.find_newest() if is_named else as_text(input_dir)
+        is_step = is_url(folder) or os.path.isdir(f"{folder}/{STEP}")
+        is_step, is_found = broadcast_object_list([(is_step, is_step or is_complete(folder))])[0]
+        if not is_found:
             raise SourceNotFoundError("this folder has no complete checkpoint", where=folder)
         if not is_step:
             self._load_folder(folder, load_kwargs, model_kwargs)
@@ -187,7 +182,7 @@ class AcceleratorCheckpoints:
         for hook in self._accelerator._load_model_state_pre_hook.values():
             hook(models, folder)  # it removes the models that it loads
         state = self._build_state(_number("model", self._accelerator._models, None if self._is_fsdp else models))
-        shardckpt.load(state, f"{folder}/{_STEP}", include=list(state), strict=model_kwargs.get("strict", True))
+        shardckpt.load(state, f"{folder}/{STEP}", include=list(state), strict=model_kwargs.get("strict", True))
 
     def _load_folder(self, folder: str, load_kwargs: Any, model_kwargs: dict[str, Any]) -> None:
         """Load a folder that Accelerate wrote; if one side is FSDP, its models and optimizers with shardckpt."""
@@ -244,74 +239,8 @@ class AcceleratorCheckpoints:
             )
         return _number("model", models, None if self._is_fsdp else [models[i] for i in kept])
 
-    @property
-    def _project_folder(self) -> str:
-        folder = _as_text(self._accelerator.project_dir)
-        if _is_url(folder):
-            fix = "Pass the URL to save_state, without automatic_checkpoint_naming."
-            raise UsageError("automatic_checkpoint_naming needs a local project_dir", found=folder, fix=fix)
-        return os.path.join(folder, "checkpoints")
-
-    def _find_new_folder(self) -> str:
-        """Return the next folder of `automatic_checkpoint_naming`. Collective."""
-        folder = f"{self._project_folder}/checkpoint_{self._accelerator.save_iteration}"
-        if broadcast_object_list([_is_complete(folder)])[0]:
-            raise UsageError("this folder has a checkpoint", where=folder, fix="Set project_configuration.iteration.")
-        return folder
-
-    def _find_newest_folder(self) -> str:
-        """Return the newest complete folder of `automatic_checkpoint_naming`. Collective."""
-        numbers = [number for number, folder in _numbered_folders(self._project_folder) if _is_complete(folder)]
-        return f"{self._project_folder}/checkpoint_{broadcast_object_list([max(numbers, default=0)])[0]}"
-
-    def _remove_old(self) -> None:
-        """Remove what exceeds `total_limit`, once the newest is complete; `COMMIT` goes first. On rank 0."""
-        project = self._accelerator.project_configuration
-        if not project.automatic_checkpoint_naming or not project.total_limit or not self._accelerator.is_main_process:
-            return
-        folders = sorted(_numbered_folders(self._project_folder))
-        oldest = [number for number, folder in folders if _is_complete(folder)][-project.total_limit :][0]
-        for number, folder in folders:
-            if number < oldest and folder != self._newest:
-                try:
-                    Path(folder, _STEP, "COMMIT").unlink(missing_ok=True)
-                    shutil.rmtree(folder)
-                except OSError as error:
-                    warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=3)
-
 
 def _number(kind: str, objects: Iterable[Any], kept: list[Any] | None = None) -> dict[str, Any]:
     """Return objects, or those that are kept, by the names that Accelerate gives them: `model`, `model_1`, ..."""
     named = {f"{kind}_{i}" if i else kind: each for i, each in enumerate(objects)}
     return {name: each for name, each in named.items() if kept is None or any(each is one for one in kept)}
-
-
-def _is_url(folder: str) -> bool:
-    return "://" in folder
-
-
-def _as_text(folder: Folder) -> str:
-    if folder is None:
-        raise UsageError("no folder is given", fix="Pass one, or set project_dir and automatic_checkpoint_naming.")
-    if not isinstance(folder, (str, os.PathLike)):
-        raise UsageError("the folder must be a path or a URL", found=repr(folder))
-    text = os.fspath(folder)
-    return text if _is_url(text) else os.path.expanduser(text)
-
-
-def _make_folder(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise TargetExistsError("a file is in place of the folder", where=folder) from error
-
-
-def _is_complete(folder: str) -> bool:
-    """Return True if a folder has a checkpoint of shardckpt, or of Accelerate, which writes generators after models."""
-    return os.path.isfile(f"{folder}/{_STEP}/COMMIT") or os.path.isfile(f"{folder}/random_states_0.pkl")
-
-
-def _numbered_folders(project_folder: str) -> list[tuple[int, str]]:
-    """Return numbers and paths of the folders `checkpoint_N`."""
-    names = os.listdir(project_folder) if os.path.isdir(project_folder) else []
-    return [(int(found[1]), f"{project_folder}/{name}") for name in names if (found := _NUMBERED.fullmatch(name))]

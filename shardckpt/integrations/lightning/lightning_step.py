@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from shardckpt import RNGState, UsageError
+from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
 
 __all__ = ["LightningStep", "require_steps_for_drill"]
 
@@ -39,9 +40,17 @@ class LightningStep:
         state = {"model": strategy.model, "optim": strategy.optimizers[0], "schedules": schedules, "rng": RNGState()}
         return state if scaler is None else {**state, "scaler": scaler}
 
-    def watching(self, module: LightningModule) -> Callable[[], dict[str, Any]]:
-        """Return the step as a function that shows a drill the module."""
-        return lambda: self.run(module)
+    def prove_resume(self, module: LightningModule, run: str) -> None:
+        """Train the step from one saved state twice, and compare all bits; then restore the state. Collective.
+
+        Args:
+            module: Module of the Trainer, which the drill looks into.
+            run: Path or URL of the run.
+
+        Raises:
+            ResumeDivergence: The second time differs from the first.
+        """
+        require_proven(run_drill(lambda: self.run(module), self.build_state(), drill_folder(run)))
 
     def run(self, module: LightningModule) -> dict[str, Any]:
         """Train a step, and return its results."""

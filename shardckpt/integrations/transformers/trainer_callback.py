@@ -19,20 +19,24 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from typing_extensions import Unpack
 
-from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load, load_optim_state_dict
-from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
+from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
-from shardckpt.integrations.trainer_step import TrainerStep, require_steps_for_drill
+from shardckpt.integrations.transformers.step_metrics import build_retention, collect_metrics
+from shardckpt.integrations.transformers.trainer_folder import (
+    find_newest_folder,
+    has_fsdp_model,
+    is_trainer_folder,
+    load_trainer_folder,
+    load_weights,
+    unwrap_optimizer,
+)
+from shardckpt.integrations.transformers.trainer_step import TrainerStep, require_steps_for_drill
 
 __all__ = ["ShardckptCallback"]
-
-_BEST = "trainer.best_step"
-"""Metric for retention: the number of a step that was the best one when it was saved, -1 for other steps."""
 
 
 class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -118,7 +122,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         earlier = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
         vars(trainer).update({name: functools.partial(new, getattr(trainer, name)) for name, new in methods.items()})
         self._trainer, self._is_drill_due = trainer, self._has_drill
-        self.checkpointer = Checkpointer(self.checkpointer.root, **_retention(trainer.args))
+        self.checkpointer = Checkpointer(self.checkpointer.root, **build_retention(trainer.args))
         try:
             yield
         finally:
@@ -155,16 +159,16 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 fix="Call train(resume_from_checkpoint=True), or choose another folder.",
             )
         if resume_from is True:
-            number, folder = self._find_trainer_folder()
+            number, folder = find_newest_folder(self._trainer.args.output_dir)
             if numbers and numbers[-1] >= number:
                 folder = self.checkpointer.path(numbers[-1])
         else:
             folder = resume_from or ""
         if not folder:
             yield None
-        elif _is_trainer_folder(folder):
-            if self._trainer.is_fsdp_enabled or _has_fsdp_model(folder):
-                self._restore = functools.partial(self._restore_trainer_folder, folder)
+        elif is_trainer_folder(folder):
+            if self._trainer.is_fsdp_enabled or has_fsdp_model(folder):
+                self._restore = functools.partial(load_trainer_folder, self._trainer, folder)
             yield folder
         else:
             text = self._load_step(folder, {"trainer": ""})["trainer"]
@@ -186,13 +190,6 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._handle is not None:
             self._handle.result()
 
-    def _find_trainer_folder(self) -> tuple[int, str]:
-        """Return number and path of the newest folder that the Trainer wrote, as rank 0 sees it; -1 without one."""
-        output_dir = self._trainer.args.output_dir
-        folder: str = (os.path.isdir(output_dir) and get_last_checkpoint(output_dir)) or ""
-        found = (int(folder.rpartition("-")[2]), folder) if _is_trainer_folder(folder) else (-1, "")
-        return broadcast_object_list([found])[0]  # type: ignore[no-any-return]
-
     def _load_step(self, path: str, state: dict[str, Any]) -> dict[str, Any]:
         """Load a step into a state, and return it. Collective."""
         for number in self.checkpointer.steps():
@@ -206,30 +203,12 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._load_step(path, self._build_state("", generators))
         self._generators = generators.state_dict()
 
-    def _restore_trainer_folder(self, folder: str) -> None:
-        """Load a folder that the Trainer wrote with another sharding, or with FSDP."""
-        trainer, optimizer = self._trainer, _unwrap(self._trainer.optimizer)
-        if not os.path.isfile(os.path.join(folder, SCHEDULER_NAME)):  # it was saved with `save_only_model`
-            _load_weights(trainer.model, folder)
-            return
-        if _has_fsdp_model(folder):
-            load({"model": trainer.model, "optimizer": optimizer}, folder, ignore_extra=True)
-        else:
-            _load_weights(trainer.model, folder)
-            saved = load(os.path.join(folder, OPTIMIZER_NAME))
-            names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-            ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-            slots = {ordered[number]: values for number, values in saved["state"].items()}
-            groups = [{**group, "params": [ordered[at] for at in group["params"]]} for group in saved["param_groups"]]
-            load_optim_state_dict(trainer.model, optimizer, {"state": slots, "param_groups": groups})
-        trainer.lr_scheduler.load_state_dict(load(os.path.join(folder, SCHEDULER_NAME)))
-
     def _build_state(self, text: str, generators: RNGState) -> dict[str, Any]:
         """Return the objects of the trainer to save, or to load into."""
         trainer = self._trainer
         state = {"model": trainer.model, "trainer": text}
         if not trainer.args.save_only_model:
-            state |= {"optim": _unwrap(trainer.optimizer), "schedule": trainer.lr_scheduler, "rng": generators}
+            state |= {"optim": unwrap_optimizer(trainer.optimizer), "schedule": trainer.lr_scheduler, "rng": generators}
             scaler = getattr(trainer.accelerator, "scaler", None)
             state |= {} if scaler is None else {"scaler": scaler}
         return state
@@ -244,13 +223,10 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         exported = replace(state, stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)])
         # The states of the ranks differ, in timings for instance. As in the Trainer's folders, that of rank 0 is saved.
         text = broadcast_object_list([json.dumps(asdict(exported))])[0]
-        metrics = _eval_metrics(state)
-        if trainer.args.metric_for_best_model is not None:
-            metrics[_BEST] = step if state.best_global_step == step else -1
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
-            "metrics": {**(self._options.get("metrics") or {}), **metrics},
+            "metrics": {**(self._options.get("metrics") or {}), **collect_metrics(trainer.args, state)},
         }
         saved = self._build_state(text, RNGState())
         if self._background:
@@ -262,9 +238,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Prove a resume before the first step. In place of `Trainer.training_step`."""
         if self._is_drill_due:
             self._is_drill_due = False
-            state = self._build_state("", RNGState())
             step = TrainerStep(self._trainer, functools.partial(original, model), inputs, args, kwargs)
-            require_proven(run_drill(step.watching(model), state, drill_folder(self.checkpointer.root)))
+            step.prove_resume(model, self._build_state("", RNGState()), self.checkpointer.root)
         return original(model, inputs, *args, **kwargs)
 
     def _unless_restoring(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
@@ -282,50 +257,12 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def _load_best_model(self, original: Callable[..., object]) -> None:
         """Load the weights of the best step. In place of `Trainer._load_best_model`."""
         best = self._trainer.state.best_model_checkpoint
-        if _is_trainer_folder(best) and not (self._trainer.is_fsdp_enabled or _has_fsdp_model(best)):
+        if is_trainer_folder(best) and not (self._trainer.is_fsdp_enabled or has_fsdp_model(best)):
             original()
             return
         if self._handle is not None:
             self._handle.result()
-        _load_weights(self._trainer.model, best)
-
-
-def _retention(args: TrainingArguments) -> dict[str, Any]:
-    """Return the rules for `save_total_limit`: as documented, the best step is one of those that it counts."""
-    limit = args.save_total_limit
-    if limit is None or limit <= 0:
-        return {}
-    if args.metric_for_best_model is None or args.save_strategy == SaveStrategy.BEST:
-        return {"keep_last": limit}
-    return {"keep_last": max(limit - 1, 1), "keep_best": 1, "metric": _BEST, "mode": "max"}
-
-
-def _eval_metrics(state: TrainerState) -> dict[str, float]:
-    """Return the metrics of the evaluation at this step."""
-    logs = [log for log in state.log_history if log.get("step") == state.global_step]
-    numbers = (item for log in logs for item in log.items() if isinstance(item[1], (int, float)))
-    return {name: value for name, value in numbers if name.startswith("eval_")}
-
-
-def _unwrap(optimizer: Any) -> Any:
-    """Return an optimizer without the wrapper of accelerate."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _is_trainer_folder(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, TRAINER_STATE_NAME))
-
-
-def _has_fsdp_model(folder: str) -> bool:
-    return any(name.startswith(FSDP_MODEL_NAME) for name in os.listdir(folder))
-
-
-def _load_weights(model: Any, path: str) -> None:
-    """Load a model from a step, or from a folder that the Trainer wrote."""
-    if _is_trainer_folder(path) and not _has_fsdp_model(path):
-        load(model, path)
-    else:
-        load({"model": model}, path, ignore_extra=True)
+        load_weights(self._trainer.model, best)
 
 
 @functools.cache

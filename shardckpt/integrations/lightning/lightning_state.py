@@ -1,9 +1,10 @@
-"""State of Lightning's Trainer: what a step has of it, and the methods of its strategy that load a step."""
+"""State of Lightning's Trainer: what a step has of it, and methods of its strategy that are replaced."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, model_state_dict
 
-__all__ = ["COMMIT", "StepLoading", "build_state", "has_hook", "pop_strange_hparams"]
+__all__ = ["COMMIT", "StepLoading", "build_state", "has_hook", "pop_strange_hparams", "replace_methods"]
 
 COMMIT = "COMMIT"
 """File of a step, for a store whose folders have no times."""
@@ -62,6 +63,22 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(_is_plain(item) for pair in value.items() for item in pair)
     return all(map(_is_plain, value)) if type(value) in (list, tuple, set) else type(value) in _PLAIN
+
+
+@contextmanager
+def replace_methods(strategy: Strategy, **methods: Any) -> Iterator[None]:
+    """Replace methods of a strategy, until the context ends.
+
+    Args:
+        strategy: Strategy of the Trainer.
+        **methods: Functions by the names of the methods.
+    """
+    vars(strategy).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(strategy)[name]
 
 
 class StepLoading:

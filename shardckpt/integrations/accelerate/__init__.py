@@ -1,0 +1,7 @@
+"""Checkpoints of an `accelerate.Accelerator`: `save_state` and `load_state` go through shardckpt."""
+
+from __future__ import annotations
+
+from shardckpt.integrations.accelerate.accelerator_checkpoints import AcceleratorCheckpoints, register
+
+__all__ = ["AcceleratorCheckpoints", "register"]

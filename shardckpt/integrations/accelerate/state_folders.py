@@ -1,0 +1,137 @@
+"""Folders of `save_state` and `load_state`: those that a call names, and those of `automatic_checkpoint_naming`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from shardckpt import TargetExistsError, UsageError
+from shardckpt.events.warn_user import warn_user
+
+__all__ = ["STEP", "Folder", "NumberedFolders", "as_text", "is_complete", "is_url", "make_folder"]
+
+Folder = str | os.PathLike[str] | None
+
+STEP = "shardckpt"
+"""Name of the checkpoint in the folder that `save_state` gets, beside files of hooks and of users."""
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def is_url(folder: str) -> bool:
+    """Return True if a folder is a URL.
+
+    Args:
+        folder: Path or URL.
+    """
+    return "://" in folder
+
+
+def as_text(folder: Folder) -> str:
+    """Return a folder as text, with the home for `~`.
+
+    Args:
+        folder: Path or URL that the user gives.
+
+    Raises:
+        UsageError: The folder is None or of another type.
+    """
+    if folder is None:
+        raise UsageError("no folder is given", fix="Pass one, or set project_dir and automatic_checkpoint_naming.")
+    if not isinstance(folder, (str, os.PathLike)):
+        raise UsageError("the folder must be a path or a URL", found=repr(folder))
+    text = os.fspath(folder)
+    return text if is_url(text) else os.path.expanduser(text)
+
+
+def make_folder(folder: str) -> None:
+    """Make a local folder unless it exists.
+
+    Args:
+        folder: Path.
+
+    Raises:
+        TargetExistsError: A file is there.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise TargetExistsError("a file is in place of the folder", where=folder) from error
+
+
+def is_complete(folder: str) -> bool:
+    """Return True if a folder has a checkpoint of shardckpt, or of Accelerate, which writes generators after models.
+
+    Args:
+        folder: Path.
+    """
+    return os.path.isfile(f"{folder}/{STEP}/COMMIT") or os.path.isfile(f"{folder}/random_states_0.pkl")
+
+
+class NumberedFolders:
+    """The folders `checkpoint_N` in the `project_dir` of an accelerator, with `automatic_checkpoint_naming`.
+
+    Args:
+        accelerator: Accelerator whose project configuration is read at each call.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def find_new(self) -> str:
+        """Return the next folder. Collective.
+
+        Raises:
+            UsageError: It has a checkpoint, or `project_dir` is not local.
+        """
+        folder = f"{self._parent}/checkpoint_{self._accelerator.save_iteration}"
+        if broadcast_object_list([is_complete(folder)])[0]:
+            raise UsageError("this folder has a checkpoint", where=folder, fix="Set project_configuration.iteration.")
+        return folder
+
+    def find_newest(self) -> str:
+        """Return the newest complete folder; number 0 without one. Collective.
+
+        Raises:
+            UsageError: `project_dir` is not local.
+        """
+        numbers = [number for number, folder in self._list() if is_complete(folder)]
+        return f"{self._parent}/checkpoint_{broadcast_object_list([max(numbers, default=0)])[0]}"
+
+    def remove_old(self, newest: str) -> None:
+        """Remove the folders that exceed `total_limit`; `COMMIT` goes first. On rank 0.
+
+        Args:
+            newest: Folder of the last save, which is complete.
+        """
+        project = self._accelerator.project_configuration
+        if not project.automatic_checkpoint_naming or not project.total_limit or not self._accelerator.is_main_process:
+            return
+        folders = sorted(self._list())
+        oldest = [number for number, folder in folders if is_complete(folder)][-project.total_limit :][0]
+        for number, folder in folders:
+            if number < oldest and folder != newest:
+                try:
+                    Path(folder, STEP, "COMMIT").unlink(missing_ok=True)
+                    shutil.rmtree(folder)
+                except OSError as error:
+                    warn_user(f"an old checkpoint could not be removed: {error}")
+
+    @property
+    def _parent(self) -> str:
+        folder = as_text(self._accelerator.project_dir)
+        if is_url(folder):
+            fix = "Pass the URL to save_state, without automatic_checkpoint_naming."
+            raise UsageError("automatic_checkpoint_naming needs a local project_dir", found=folder, fix=fix)
+        return os.path.join(folder, "checkpoints")
+
+    def _list(self) -> list[tuple[int, str]]:
+        """Return numbers and paths of the folders."""
+        parent = self._parent
+        names = os.listdir(parent) if os.path.isdir(parent) else []
+        return [(int(found[1]), f"{parent}/{name}") for name in names if (found := _NUMBERED.fullmatch(name))]

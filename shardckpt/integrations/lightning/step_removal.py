@@ -1,0 +1,64 @@
+"""Removal of the steps that Lightning's `ModelCheckpoint` no longer keeps."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shardckpt import ShardckptError, prune
+from shardckpt.events import OperationEvent, SaveEvent
+from shardckpt.events.warn_user import warn_user
+
+__all__ = ["StepRemoval"]
+
+
+class StepRemoval:
+    """Steps to remove on this rank: each stays until the step that is saved after it is complete.
+
+    Args:
+        run: Path or URL of the run.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._numbers: deque[int] = deque()
+        self._is_saved = False
+
+    def begin_save(self, number: int) -> None:
+        """Wait for a save, whose step is not removed.
+
+        Args:
+            number: Number of the step.
+        """
+        self._is_saved = False
+        if number in self._numbers:
+            self._numbers.remove(number)
+
+    def take_event(self, event: OperationEvent) -> None:
+        """Remove steps when the save is complete; a background save calls this on its own thread.
+
+        Args:
+            event: Any event of the run.
+        """
+        if isinstance(event, SaveEvent) and event.error is None:
+            self._is_saved = True
+            self._remove_all()
+
+    def add(self, number: int) -> None:
+        """Remove a step, now or when the save is complete that has begun.
+
+        Args:
+            number: Number of the step.
+        """
+        self._numbers.append(number)
+        if self._is_saved:
+            self._remove_all()
+
+    def _remove_all(self) -> None:
+        numbers = set()
+        while self._numbers:
+            numbers.add(self._numbers.popleft())
+        try:
+            if numbers:
+                prune(self._run, steps=numbers)
+        except ShardckptError as error:
+            warn_user(f"steps {', '.join(map(str, sorted(numbers)))} could not be removed: {error}")

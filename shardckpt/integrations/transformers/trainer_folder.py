@@ -1,0 +1,99 @@
+"""Folders `checkpoint-N` that `transformers.Trainer` itself wrote: find them, and load them under any sharding."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+
+from shardckpt import load, load_optim_state_dict
+
+__all__ = [
+    "find_newest_folder",
+    "has_fsdp_model",
+    "is_trainer_folder",
+    "load_trainer_folder",
+    "load_weights",
+    "unwrap_optimizer",
+]
+
+
+def is_trainer_folder(path: str) -> bool:
+    """Return True if a path is a folder that the Trainer wrote.
+
+    Args:
+        path: Path of a step or a folder.
+    """
+    return os.path.isfile(os.path.join(path, TRAINER_STATE_NAME))
+
+
+def has_fsdp_model(folder: str) -> bool:
+    """Return True if the model in a folder of the Trainer was saved by FSDP.
+
+    Args:
+        folder: Path of the folder.
+    """
+    return any(name.startswith(FSDP_MODEL_NAME) for name in os.listdir(folder))
+
+
+def find_newest_folder(output_dir: str) -> tuple[int, str]:
+    """Return number and path of the newest folder that the Trainer wrote, as rank 0 sees it. Collective.
+
+    Args:
+        output_dir: Argument of the Trainer.
+
+    Returns:
+        -1 and an empty path without such a folder.
+    """
+    folder: str = (os.path.isdir(output_dir) and get_last_checkpoint(output_dir)) or ""
+    found = (int(folder.rpartition("-")[2]), folder) if is_trainer_folder(folder) else (-1, "")
+    return broadcast_object_list([found])[0]  # type: ignore[no-any-return]
+
+
+def load_trainer_folder(trainer: Any, folder: str) -> None:
+    """Load a folder that the Trainer wrote with another sharding, or with FSDP. Collective.
+
+    Args:
+        trainer: Trainer whose model, optimizer and scheduler are loaded.
+        folder: Path of the folder.
+    """
+    optimizer = unwrap_optimizer(trainer.optimizer)
+    if not os.path.isfile(os.path.join(folder, SCHEDULER_NAME)):  # it was saved with `save_only_model`
+        load_weights(trainer.model, folder)
+        return
+    if has_fsdp_model(folder):
+        load({"model": trainer.model, "optimizer": optimizer}, folder, ignore_extra=True)
+    else:
+        load_weights(trainer.model, folder)
+        saved = load(os.path.join(folder, OPTIMIZER_NAME))
+        names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+        ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        slots = {ordered[number]: values for number, values in saved["state"].items()}
+        groups = [{**group, "params": [ordered[at] for at in group["params"]]} for group in saved["param_groups"]]
+        load_optim_state_dict(trainer.model, optimizer, {"state": slots, "param_groups": groups})
+    trainer.lr_scheduler.load_state_dict(load(os.path.join(folder, SCHEDULER_NAME)))
+
+
+def load_weights(model: Any, path: str) -> None:
+    """Load a model from a step, or from a folder that the Trainer wrote. Collective.
+
+    Args:
+        model: Model of the Trainer.
+        path: Path or URL of the step, or path of the folder.
+    """
+    if is_trainer_folder(path) and not has_fsdp_model(path):
+        load(model, path)
+    else:
+        load({"model": model}, path, ignore_extra=True)
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return an optimizer without the wrapper of accelerate.
+
+    Args:
+        optimizer: Optimizer of a Trainer.
+    """
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,52 @@
+"""Warnings point to the line of the user that led to them, through frameworks, libraries and threads."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from shardckpt.events.warn_user import warn_user
+
+
+def define(module: str, call: Callable[..., None], *args: str) -> Callable[[], None]:
+    """Return a function of a module, in a file of its name, that calls another one on its second line."""
+    names = {"__name__": module, "call": call, "args": args}
+    exec(compile("def function():\n    call(*args)", f"{module}.py", "exec"), names)
+    return names["function"]  # type: ignore[return-value]
+
+
+def define_calls(*modules: str) -> Callable[[], None]:
+    """Return a function of the first module, which calls one of the second, and so on; the last one warns."""
+    call = define(modules[-1], warn_user, "careful")
+    for module in reversed(modules[:-1]):
+        call = define(module, call)
+    return call
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        (),
+        ("lightning.pytorch.trainer",),
+        ("transformers.trainer", "accelerate.accelerator"),
+        ("torch.utils.data",),
+        ("contextlib", "shardckpt.groups", "concurrent.futures"),
+    ],
+)
+def test_a_warning_points_to_the_innermost_line_of_the_user(between: tuple[str, ...]) -> None:
+    call = define_calls("main", "train", *between, "shardckpt.checkpoint.anything")
+    with pytest.warns(UserWarning, match="careful") as caught:
+        call()
+    assert [(each.filename, each.lineno) for each in caught] == [("train.py", 2)]
+
+
+def test_a_thread_without_a_line_of_the_user_warns() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=define_calls("shardckpt.checkpoint.anything"))
+        thread.start()
+        thread.join()
+    assert [str(each.message) for each in caught] == ["careful"]
