@@ -123,7 +123,7 @@ def _failed(error: Exception) -> int:
     from shardckpt.errors import ShardckptError, UnknownFormatError, escape
 
     if isinstance(error, UnknownFormatError) and error.nearby:
-        return _die(f"{error} {_suggest_command(str(error.where), error.nearby)}", error.exit_code)
+        return _die(f"{error}{_suggest_command(str(error.where), error.nearby)}", error.exit_code)
     if isinstance(error, ShardckptError):
         return _die(str(error), error.exit_code)
     if hasattr(error, "format_message"):  # typer's own errors; their class depends on the version of click
@@ -140,11 +140,11 @@ def _failed(error: Exception) -> int:
 
 
 def _suggest_command(given: str, meant: str) -> str:
-    """Return the command line that was typed, with another path or URL of the checkpoint."""
+    """Return a sentence with the typed command and another path; empty if the path was typed in another form."""
     from shardckpt.errors import escape
 
     words = [meant if word.rstrip("/") == given.rstrip("/") else word for word in sys.argv[1:]]
-    return f"For the newest: `{escape(shlex.join(['shardckpt', *words]))}`" if meant in words else ""
+    return f" Type `{escape(shlex.join(['shardckpt', *words]))}`" if meant in words else ""
 
 
 def _die(line: str, code: int) -> int:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from itertools import zip_longest
@@ -218,21 +219,30 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
     below = _checkpoints_below(source)
     if not below:
         return None
+    paths = [path for path, _ in below]
+    newest = _choose_newest(source.store, paths)
     return UnknownFormatError(
         "this folder is not a checkpoint itself, but holds some",
         where=source.url,
         found=_shorten([f"{path} ({form.name})" for path, form in below]),
-        fix="Point at one of them.",
-        nearby=_choose_nearby([path for path, _ in below], source.url),
+        fix=f"Point at one of them{', such as the newest' if newest else ''}.",
+        nearby=f"{source.url.rstrip('/')}/{newest or paths[0]}" if newest or len(paths) == 1 else "",
     )
 
 
-def _choose_nearby(paths: list[str], url: str) -> str:
-    """Return the path or URL of the only checkpoint below a folder, or of the newest step of a run; else empty."""
-    from shardckpt.format.native.run_directory import is_step_name  # noqa: PLC0415  (as any other format)
+def _choose_newest(store: Store, paths: list[str]) -> str:
+    """Return the newest complete step of several of one run; empty if they are none."""
+    from shardckpt.format.native.run_directory import is_step_name, read_step  # noqa: PLC0415  (as any other format)
 
-    is_run = all("/" not in path and is_step_name(path) for path in paths)
-    return f"{url.rstrip('/')}/{paths[-1]}" if is_run or len(paths) == 1 else ""
+    runs, _, names = zip(*(path.rpartition("/") for path in paths), strict=True)
+    if len(paths) == 1 or len(set(runs)) > 1 or not all(map(is_step_name, names)):
+        return ""
+    run = SubfolderStore(store, runs[0]) if runs[0] else store
+    for path, name in zip(reversed(paths), reversed(names), strict=True):
+        with suppress(StorageError, CheckpointError):
+            if read_step(run, int(name.rpartition("-")[2])).is_complete:
+                return path
+    return ""
 
 
 def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import run_here
+from command import run, run_here
 from native_writer import write_step
 from shardckpt_cli import exits
 
@@ -208,3 +208,18 @@ def test_a_call_that_cannot_be_is_2(args: tuple[str, ...], root: Path) -> None:
     found = run_here(*(places.get(arg, arg) for arg in args))
     assert found.code == 2
     assert len(found.err.splitlines()) == 1
+
+
+def test_a_folder_of_steps_names_the_command_for_the_newest_complete_one(root: Path) -> None:
+    for given in (str(root), f"{root}/", str(root.parent)):
+        done = run("verify", given, "--json")
+        assert done.code == 2
+        assert done.err.endswith(f"such as the newest. Type `shardckpt verify {root}/{step_name(15)} --json`\n")
+
+
+def test_a_folder_of_one_checkpoint_or_of_several_runs_names_no_newest_step(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_step(tmp_path / name / step_name(1), {"w": torch.ones(4)}, save=new_save_id())
+    assert run("inspect", tmp_path).err.endswith("Point at one of them.\n")
+    step = tmp_path / "a" / step_name(1)
+    assert run("inspect", tmp_path / "a").err.endswith(f"Point at one of them. Type `shardckpt inspect {step}`\n")

@@ -280,6 +280,14 @@ class TestPositions:
         other.load_state_dict(sampler.state_dict())
         assert other.position == DataPosition(int(number), int(number))
 
+    @pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+    def test_sizes_may_be_numbers_of_numpy(self, kind: Any) -> None:
+        sampler = ElasticBatchSampler(60, kind(12), accumulate=kind(2), num_replicas=kind(2), rank=kind(1))
+        plain = ElasticBatchSampler(60, 12, accumulate=2, num_replicas=2, rank=1)
+        assert list(sampler) == list(plain)
+        assert [sampler.advance() for _ in range(3)] == [False, True, False]
+        assert json.loads(json.dumps(sampler.state_dict())) == {**plain.state_dict(), "consumed": 12, "unfinished": 1}
+
     @pytest.mark.parametrize(
         "number", [float("nan"), 1.0, "1", None, 1 << 20_000], ids=lambda value: type(value).__name__
     )

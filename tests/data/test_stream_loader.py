@@ -254,6 +254,12 @@ class TestRefusals:
         with pytest.raises(UsageError, match=f"{text} must be"):
             ElasticStreamLoader(open_stream, **{"streams": 2, "batch_size": 2, **options})
 
+    def test_sizes_may_be_numbers_of_torch(self) -> None:
+        loader = ElasticStreamLoader(open_stream, torch.tensor(2), torch.tensor(2), num_workers=torch.tensor(0))
+        next(iter(loader))
+        loader.advance()
+        assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
+
     def test_more_is_not_counted_than_was_read(self) -> None:
         (loader,) = make_ranks(1, 2, 2)
         next(iter(loader))
