@@ -167,7 +167,7 @@ class Coordinator:
                 raise message
             messages = [_frame(message), *self._gather_messages()]
             _raise_failed(step, messages)
-            answers = [_DONE + answer for answer in decide([data[1:] for data in messages])]
+            answers = _frame_answers(decide([data[1:] for data in messages]))
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             failure = message if isinstance(message, Exception) else error
             self._send_all([_FAILED + _encode_failure(step, failure)] * self.size, suppressed=True)
@@ -268,6 +268,12 @@ def _frame(message: bytes | Exception) -> bytes:
     return _DONE + message if isinstance(message, bytes) else _FAILED + _encode_error(message)
 
 
+def _frame_answers(answers: Sequence[bytes]) -> list[bytes]:
+    """Return answers as they are sent; equal ones share their memory: there may be thousands of many megabytes."""
+    framed: dict[int, bytes] = {}
+    return [framed.get(id(each)) or framed.setdefault(id(each), _DONE + each) for each in answers]
+
+
 def _encode_error(error: BaseException) -> bytes:
     text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__}: {error}"
     kind = next((base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__), "")
@@ -358,7 +364,9 @@ class Channels:
         return self._background[name]
 
 
-_CHANNELS: WeakKeyDictionary[ProcessGroup, Channels] = WeakKeyDictionary()
+CHANNELS: WeakKeyDictionary[ProcessGroup, Channels] = WeakKeyDictionary()
+"""Channels of this process, by process group."""
+
 ALONE = Channels(Coordinator(None))
 """Channels of a single process."""
 
@@ -391,9 +399,9 @@ def get_channels(group: ProcessGroup | None, refusal: Exception | None = None) -
     key = resolve_process_group(group)
     if key is None:
         return ALONE
-    known = _CHANNELS.get(key)
+    known = CHANNELS.get(key)
     if known is not None and known.has_lost_rank and refusal is not None:
         raise refusal
     if known is None or known.has_lost_rank:
-        known = _CHANNELS[key] = Channels(new_coordinator(group))
+        known = CHANNELS[key] = Channels(new_coordinator(group))
     return known

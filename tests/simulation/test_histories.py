@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from shardckpt.checkpoint.save.staging import BufferPool
 from shardckpt.testing.simulation import Scenario, run_history
+from shardckpt.testing.simulation.scheduler import Scheduler
+from shardckpt.testing.simulation.seams import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 HISTORIES = 200
@@ -54,3 +58,27 @@ def test_a_history_is_printed_with_one_line_an_event() -> None:
     assert len(lines) == len(history.events) + 2
     assert lines[0].startswith("seed 1: Scenario(store='disk'")
     assert lines[-1] == "all invariants hold"
+
+
+def test_histories_that_have_ended_keep_no_memory() -> None:
+    """A worker that runs thousands of them has to fork later."""
+
+    def count_kept() -> int:
+        gc.collect()
+        return sum(type(each) in (Machine, Scheduler) for each in gc.get_objects())
+
+    run_history(0)
+    kept = count_kept()
+    histories = [run_history(seed) for seed in range(1, 11)]
+    assert any(history.fired for history in histories)
+    assert count_kept() == kept, "the last history may stay"
+
+
+def test_histories_take_few_addresses_for_staging_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    add = BufferPool._added
+    monkeypatch.setattr(BufferPool, "_added", lambda self: made.append(len((block := add(self)).view)) or block)
+    for seed in range(20):
+        run_history(seed)
+    assert made, "no history has staged a state"
+    assert sum(made) < 20 << 20, "at most 1 MiB a history"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardckpt.testing.simulation import HistoryError
-from shardckpt.testing.simulation.scheduler import Scheduler
+from shardckpt.testing.simulation import HistoryError, run_history
+from shardckpt.testing.simulation.scheduler import Scheduler, WaitingTasks
 from shardckpt.testing.simulation.stores.disk import Disk
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 
@@ -58,3 +58,34 @@ def test_what_a_killed_process_does_in_finally_has_no_effect() -> None:
     scheduler.spawn(process, "a", work)
     scheduler.run()
     assert [*disk.root.names] == ["kept"]
+
+
+def test_the_tasks_that_can_run_are_those_that_a_look_at_all_of_them_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever changes what a condition depends on says so; otherwise a thread would wait for ever."""
+    find_ready = WaitingTasks.find_ready
+    counts: list[int] = []
+
+    def find_and_compare(self, now: float) -> list[int]:
+        found = [*find_ready(self, now)]
+        assert found == [task.number for task in self.tasks if task.can_run(now)]
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(WaitingTasks, "find_ready", find_and_compare)
+    assert [seed for seed in range(12) if run_history(seed).failure is not None] == []
+    assert max(counts) > 2
+
+
+def test_a_choice_looks_only_at_tasks_that_something_has_changed_for() -> None:
+    scheduler, asked = Scheduler(1), list[int]()
+    for number in range(50):
+        waiting = scheduler.new_process(f"waiting {number}")
+        scheduler.spawn(
+            waiting, waiting.name, lambda: scheduler.wait(lambda: bool(asked.append(1)), "nothing", 9.0, ("nothing",))
+        )
+    for name in "ab":
+        scheduler.spawn(
+            scheduler.new_process(name), name, lambda: [scheduler.step("turn", str(at)) for at in range(500)]
+        )
+    scheduler.run()
+    assert len(asked) <= 4 * 50

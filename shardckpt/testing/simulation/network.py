@@ -18,7 +18,7 @@ LATE_FRACTION = 1.5
 """Delay of a late message, as a fraction of the timeout of the ranks."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Meeting:
     """Messages and notes of the ranks of one link.
 
@@ -107,12 +107,13 @@ class SimulatedLink(RankLink):
         self._scheduler.step("note", f"{self.rank}: {text}")
         if not self._ranks.processes[0].is_dead:
             self._meeting.notes[key] = text
+            self._scheduler.notify(self._meeting)
 
     def find_note(self, key: str, *, wait_s: float = 0.0) -> str:
         """Return a note, unless the process of rank 0 is dead."""
         self._scheduler.step("find", f"{self.rank}: {key}")
         notes, host = self._meeting.notes, self._ranks.processes[0]
-        self._scheduler.wait(lambda: key in notes and not host.is_dead, f"note {key}", wait_s)
+        self._scheduler.wait(lambda: key in notes and not host.is_dead, f"note {key}", wait_s, (self._meeting, host))
         return "" if host.is_dead else notes.get(key, "")
 
     def renew(self) -> RankLink:
@@ -120,9 +121,12 @@ class SimulatedLink(RankLink):
         self._next += 1
         number, size = self._next, self.size
         self._scheduler.step("meet", f"{self.rank}: link {number}")
-        arrived = self._ranks.meet(number).arrived
+        meeting = self._ranks.meet(number)
+        arrived = meeting.arrived
         arrived.add(self.rank)
-        if not self._scheduler.wait(lambda: len(arrived) == size, "all ranks", self._ranks.timeout_s):
+        if len(arrived) == size:
+            self._scheduler.notify(meeting)
+        if not self._scheduler.wait(lambda: len(arrived) == size, "all ranks", self._ranks.timeout_s, (meeting,)):
             self._next -= 1
             arrived.discard(self.rank)
             missing = min(set(range(size)) - arrived - {self.rank}, default=-1)
@@ -144,20 +148,29 @@ class SimulatedLink(RankLink):
         if fault == "late":
             ready = now + self._ranks.timeout_s * LATE_FRACTION * self._scheduler.random.random()
         self._meeting.ready[way] = ready
+
+        def arrive() -> None:
+            arrived.append(data)
+            self._scheduler.notify((self._meeting, way))
+
         for _ in range(2 if fault == "doubled" and kind == "message" else 1):
             if ready <= now:
-                arrived.append(data)
+                arrive()
             elif ready < inf:
-                self._scheduler.call_at(ready, lambda: arrived.append(data))
+                self._scheduler.call_at(ready, arrive)
 
     def _recv(self, src: int, kind: str, seconds: float) -> bytes:
         self._scheduler.step("recv", f"{self.rank} <- {src}, {kind}")
         if src in self._broken:
             raise RuntimeError(f"the connection to rank {src} is broken")
-        arrived = self._meeting.messages.setdefault((src, self.rank, kind), deque())
+        way = (src, self.rank, kind)
+        arrived = self._meeting.messages.setdefault(way, deque())
         peer = self._ranks.processes[src]
         self._scheduler.wait(
-            lambda: bool(arrived) or (peer.is_dead and not peer.is_silent), f"a {kind} of rank {src}", seconds
+            lambda: bool(arrived) or (peer.is_dead and not peer.is_silent),
+            f"a {kind} of rank {src}",
+            seconds,
+            ((self._meeting, way), peer),
         )
         if arrived:
             return arrived.popleft()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 from random import Random
 from typing import Any, NamedTuple
@@ -88,18 +89,21 @@ class Task:
     Args:
         name: Name in events.
         process: Its process.
+        number: Number of tasks before it.
 
     Attributes:
         is_over: Whether it has ended.
         waits_for: Condition that it waits for, in words; empty if it can run.
+        things: Things that the condition depends on; None if it may depend on anything.
     """
 
-    def __init__(self, name: str, process: Process) -> None:
-        self.name, self.process = name, process
+    def __init__(self, name: str, process: Process, number: int) -> None:
+        self.name, self.process, self.number = name, process, number
         self.is_over = False
         self.waits_for = ""
         self.condition: Callable[[], bool] | None = None
         self.deadline: float | None = None
+        self.things: Sequence[Hashable] | None = ()
         self.baton = threading.Lock()
         self.baton.acquire()
         self.thread: threading.Thread | None = None
@@ -119,6 +123,102 @@ class Task:
         ]
         lines = " < ".join(f"{each.name}:{each.lineno}" for each in shown[: -_SHOWN_FRAMES - 1 : -1])
         return f"{self.name} waits for {self.waits_for or 'its turn'} at {lines}"
+
+
+class WaitingTasks:
+    """Tasks of a history, and which of them can run: only those are looked at that something has changed for."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, Task] = {}
+        self._ready: list[int] = []
+        self._doubtful: dict[int, Task] = {}
+        self._polled: dict[int, Task] = {}
+        self._by_thing: dict[Hashable, dict[int, Task]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Tasks that have not ended, in the order of their start."""
+        return [*self._tasks.values()]
+
+    def get_task(self, number: int) -> Task:
+        """Return a task by its number."""
+        return self._tasks[number]
+
+    def add(self, task: Task) -> None:
+        """Add a task that can run; its number is greater than those of all others."""
+        self._tasks[task.number] = task
+        self._ready.append(task.number)
+
+    def remove(self, task: Task) -> None:
+        """Remove a task that has ended."""
+        del self._tasks[task.number]
+        self._doubtful.pop(task.number, None)
+        self._set_ready(task.number, is_ready=False)
+
+    def begin(self, task: Task) -> None:
+        """Record that a task waits."""
+        number = task.number
+        self._doubtful[number] = task
+        for thing in self._list_things(task):
+            self._by_thing.setdefault(thing, {})[number] = task
+        if task.things is None:
+            self._polled[number] = task
+        if task.deadline is not None:
+            heappush(self._deadlines, (task.deadline, number))
+
+    def end(self, task: Task) -> None:
+        """Record that a task does not wait any more."""
+        number = task.number
+        self._doubtful[number] = task
+        self._polled.pop(number, None)
+        for thing in self._list_things(task):
+            waiting = self._by_thing.get(thing)
+            if waiting is not None and waiting.pop(number, None) is not None and not waiting:
+                del self._by_thing[thing]
+
+    @staticmethod
+    def _list_things(task: Task) -> Sequence[Hashable]:
+        return (*(task.things or ()), task.process)
+
+    def notify(self, thing: Hashable) -> None:
+        """Record that a thing has changed."""
+        self._doubtful.update(self._by_thing.get(thing, {}))
+
+    def find_ready(self, now: float) -> Sequence[int]:
+        """Return the numbers of the tasks that can run, in ascending order.
+
+        Args:
+            now: Virtual time in seconds.
+        """
+        while self._deadlines and self._deadlines[0][0] <= now:
+            number = heappop(self._deadlines)[1]
+            if number in self._tasks:
+                self._doubtful[number] = self._tasks[number]
+        for number, task in (*self._doubtful.items(), *self._polled.items()):
+            self._set_ready(number, is_ready=task.can_run(now))
+        self._doubtful.clear()
+        return self._ready
+
+    def _set_ready(self, number: int, *, is_ready: bool) -> None:
+        at = bisect_left(self._ready, number)
+        was_ready = at < len(self._ready) and self._ready[at] == number
+        if is_ready and not was_ready:
+            insort(self._ready, number)
+        elif was_ready and not is_ready:
+            del self._ready[at]
+
+    def next_deadline(self) -> Sequence[float]:
+        """Return the time until which the first task waits; empty if none has a limit."""
+        while self._deadlines:
+            deadline, number = self._deadlines[0]
+            if number in self._tasks and self._tasks[number].deadline == deadline:
+                return (deadline,)
+            heappop(self._deadlines)
+        return ()
 
 
 class Scheduler:
@@ -148,19 +248,21 @@ class Scheduler:
         self.current: Task | None = None
         self.failure: BaseException | None = None
         self._stay = stay
-        self._tasks: list[Task] = []
+        self._waits = WaitingTasks()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._is_observed = False
         self._end = threading.Lock()
-        self._processes = 0
+        self._processes = self._spawned = 0
 
     # Processes and tasks
 
     def new_process(self, name: str) -> Process:
         """Return a new process without threads."""
         self._processes += 1
-        return Process(name, 1000 + self._processes)
+        process = Process(name, 1000 + self._processes)
+        process.at_death.append(lambda: self.notify(process))
+        return process
 
     def spawn(self, process: Process, name: str, target: Callable[[], object]) -> Task:
         """Start a thread of a process; it runs when it is chosen.
@@ -170,7 +272,8 @@ class Scheduler:
             name: Name in events.
             target: Function to run; its exceptions fail the history, except that of a kill.
         """
-        task = Task(name, process)
+        self._spawned += 1
+        task = Task(name, process, self._spawned)
 
         def run() -> None:
             task.baton.acquire()
@@ -184,11 +287,12 @@ class Scheduler:
                     self.fail(error)
             finally:
                 task.is_over = True
-                self._tasks.remove(task)
+                self._waits.remove(task)
+                self.notify(task)
                 self._hand_over()
 
         task.thread = threading.Thread(target=run, name=name, daemon=True)
-        self._tasks.append(task)
+        self._waits.add(task)
         task.thread.start()
         return task
 
@@ -209,7 +313,7 @@ class Scheduler:
     def fail(self, error: BaseException) -> None:
         """End the history with an error; the first one counts."""
         self.failure = self.failure or error
-        for task in self._tasks:
+        for task in self._waits.tasks:
             task.process.die()
 
     # Scheduling points
@@ -246,13 +350,21 @@ class Scheduler:
         if len(self.events) > _MOST_EVENTS:
             self._raise_here(HistoryError(f"no end after {_MOST_EVENTS} events"))
 
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+    def wait(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        seconds: float | None = None,
+        things: Sequence[Hashable] | None = None,
+    ) -> bool:
         """Wait until a condition holds.
 
         Args:
             condition: Function without side effects.
             what: The condition in words.
             seconds: Maximum virtual time; None for no limit.
+            things: Everything that the condition depends on: whoever changes one of them calls `notify`. None to
+                evaluate the condition at each scheduling point, which takes time.
 
         Returns:
             Whether the condition holds.
@@ -264,11 +376,13 @@ class Scheduler:
         if self._is_observed or task is None:
             return condition()
         self._finish_event()
-        task.condition, task.waits_for = condition, what
+        task.condition, task.waits_for, task.things = condition, what, things
         task.deadline = None if seconds is None else self.now + max(seconds, 0.0)
+        self._waits.begin(task)
         try:
             self._switch(task)
         finally:
+            self._waits.end(task)
             task.condition, task.waits_for, task.deadline = None, "", None
         if task.process.is_dead:
             raise KilledError
@@ -276,7 +390,11 @@ class Scheduler:
 
     def sleep(self, seconds: float) -> None:
         """Wait for virtual seconds."""
-        self.wait(lambda: False, f"{seconds:g} s", seconds)
+        self.wait(lambda: False, f"{seconds:g} s", seconds, ())
+
+    def notify(self, thing: Hashable) -> None:
+        """Evaluate the conditions that depend on a thing again: it has changed."""
+        self._waits.notify(thing)
 
     def call_at(self, seconds: float, act: Callable[[], None]) -> None:
         """Call a function at a virtual time."""
@@ -334,24 +452,23 @@ class Scheduler:
         chosen.baton.release()
 
     def _choose(self, task: Task | None) -> Task | None:
-        while self._tasks:
+        waits = self._waits
+        while len(waits):
             while self._timers and self._timers[0][0] <= self.now:
                 heappop(self._timers)[2]()
             if task is not None and self.random.random() < self._stay and task.can_run(self.now):
                 return task
-            ready = [each for each in self._tasks if each.can_run(self.now)]
+            ready = waits.find_ready(self.now)
             if ready:
-                return ready[int(self.random.random() * len(ready))]
-            times = [each.deadline for each in self._tasks if each.deadline is not None]
-            if self._timers:
-                times.append(self._timers[0][0])
+                return waits.get_task(ready[int(self.random.random() * len(ready))])
+            times = [*waits.next_deadline(), *(each[0] for each in self._timers[:1])]
             if times:
                 self.now = max(self.now, min(times))
                 continue
-            self.fail(HistoryError(f"deadlock: {describe_tasks(self._tasks)}"))
+            self.fail(HistoryError(f"deadlock: {describe_tasks(waits.tasks)}"))
         return None
 
 
-def describe_tasks(tasks: Sequence[Task]) -> str:
+def describe_tasks(tasks: Iterable[Task]) -> str:
     """Return where each task is, one line each."""
     return "".join(f"\n    {task.describe_place()}" for task in tasks)

@@ -22,10 +22,13 @@ from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
+from shardckpt.checkpoint.coordinator import CHANNELS
 from shardckpt.checkpoint.save.async_save import CAPTURES, LOCAL_CAPTURES, SAVES, SaveLane
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
-from shardckpt.checkpoint.save.staging import BufferPool, is_unpinned, make_buffer
+from shardckpt.checkpoint.save.save import SAVERS, SaverCache
+from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpinned, make_buffer
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.local_shards import get_tensor_shards
 from shardckpt.storage.linux_syscalls import exchange, start_writeback
@@ -49,6 +52,14 @@ _LATE = (
 
 _READS_BACK = "shardckpt.format.encodings.safetensors_check"
 """Module that uses the builtin `open`."""
+
+
+_MOST_BUFFER_BYTES = 1 << 16
+
+
+def _make_small_buffer(nbytes: int) -> StagingBuffer:
+    """Return a staging buffer, smaller than asked for: states are small, and many histories share the addresses."""
+    return make_buffer(min(nbytes, _MOST_BUFFER_BYTES))
 
 
 class _Twin:
@@ -97,7 +108,6 @@ class Machine:
     def __init__(self, scheduler: Scheduler, system: OperatingSystem, holders: SimulatedHolders) -> None:
         self.scheduler, self.system, self._holders = scheduler, system, holders
         self._observer = Process("observer", 1)
-        self._pools: list[BufferPool[Any]] = []
 
     @property
     def process(self) -> Process:
@@ -111,7 +121,7 @@ class Machine:
     def twins(self) -> list[tuple[object, object]]:
         """Return pairs of a value that modules refer to, and its simulated twin."""
         system, scheduler, chance = self.system, self.scheduler, self.scheduler.random
-        pending = _OwnedByProcess(self, PendingSave)
+        pending, saves = _OwnedByProcess(self, PendingSave), SaverCache()
         return [
             (os, system),
             (fcntl, _Twin(fcntl, flock=system.flock, fcntl=lambda *_: 0)),
@@ -128,23 +138,18 @@ class Machine:
             *self._holders.twins(_Twin),
             (get_tensor_shards, find_tensor_shards),
             (PENDING_SAVE, pending),
-            (SAVES, self._own_lane(SAVES, pending)),
-            *((lane, self._own_lane(lane, _OwnedByProcess(self, PendingSave))) for lane in (CAPTURES, LOCAL_CAPTURES)),
+            (CHANNELS, WeakKeyDictionary()),
+            (SAVERS, saves),
+            (SAVES, self._own_lane(SAVES, pending, saves)),
+            *(
+                (lane, self._own_lane(lane, _OwnedByProcess(self, PendingSave), SaverCache()))
+                for lane in (CAPTURES, LOCAL_CAPTURES)
+            ),
         ]
 
-    def _own_lane(self, lane: SaveLane, pending: Any) -> SaveLane:
-        buffers: Any = _OwnedByProcess(self, self._make_pool)
-        return lane._replace(pending=pending, buffers=buffers)
-
-    def _make_pool(self) -> BufferPool[Any]:
-        pool = BufferPool(make_buffer, is_unpinned)
-        self._pools.append(pool)
-        return pool
-
-    def release_buffers(self) -> None:
-        """Release the staging buffers of all processes: a process with 24 GiB of addresses of them cannot fork."""
-        for pool in self._pools:
-            pool.forget()
+    def _own_lane(self, lane: SaveLane, pending: Any, savers: SaverCache) -> SaveLane:
+        buffers: Any = _OwnedByProcess(self, lambda: BufferPool(_make_small_buffer, is_unpinned))
+        return lane._replace(pending=pending, buffers=buffers, savers=savers)
 
     def _clocks(self) -> dict[str, object]:
         def monotonic() -> float:
@@ -191,7 +196,6 @@ def simulated(machine: Machine) -> Iterator[None]:
         for slot in slots:
             slot.space[slot.name] = slot.value
         del reads_back["open"]
-        machine.release_buffers()
 
 
 @cache
@@ -255,7 +259,7 @@ class SimulatedThread:
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end of the thread."""
-        self._machine.scheduler.wait(lambda: not self.is_alive(), f"thread {self._name}", timeout)
+        self._machine.scheduler.wait(lambda: not self.is_alive(), f"thread {self._name}", timeout, (self._task,))
 
     def is_alive(self) -> bool:
         """Return True until the thread ends."""
@@ -280,11 +284,12 @@ class SimulatedLock:
         if self._owner is not None and self._owner is not task:
             if not blocking:
                 return False
-            self._scheduler.wait(lambda: self._owner is None, "a lock of the process")
+            self._scheduler.wait(lambda: self._owner is None, "a lock of the process", None, (self,))
         if not blocking and self._depth:
             return False
         self._owner = task
         self._depth += 1
+        self._scheduler.notify(self)
         return True
 
     def release(self) -> None:
@@ -292,6 +297,7 @@ class SimulatedLock:
         self._depth -= 1
         if not self._depth:
             self._owner = None
+            self._scheduler.notify(self)
 
     def __enter__(self) -> None:
         self.acquire()
@@ -314,6 +320,7 @@ class SimulatedFlag:
     def set(self) -> None:
         """Set the flag."""
         self._is_set = True
+        self._scheduler.notify(self)
 
     def is_set(self) -> bool:
         """Return True if the flag is set."""
@@ -321,7 +328,7 @@ class SimulatedFlag:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the flag is set."""
-        return self._is_set or self._scheduler.wait(lambda: self._is_set, "a flag", timeout)
+        return self._is_set or self._scheduler.wait(lambda: self._is_set, "a flag", timeout, (self,))
 
 
 class SimulatedCondition(SimulatedLock):
@@ -334,11 +341,12 @@ class SimulatedCondition(SimulatedLock):
     def wait_for(self, predicate: Callable[[], object]) -> None:
         """Wait until a condition holds, with the lock released meanwhile."""
         self.release()
-        self._scheduler.wait(lambda: bool(predicate()) and self._owner is None, "a condition")
+        self._scheduler.wait(lambda: bool(predicate()) and self._owner is None, "a condition", None, (self,))
         self.acquire()
 
     def notify(self) -> None:
-        """Do nothing: conditions are evaluated again at each scheduling point."""
+        """Evaluate the conditions of waiting threads again, at the next scheduling point."""
+        self._scheduler.notify(self)
 
 
 class SimulatedQueue:
@@ -355,10 +363,13 @@ class SimulatedQueue:
     def put(self, item: object) -> None:
         """Append an item."""
         self._items.append(item)
+        self._scheduler.notify(self)
 
     def get(self, timeout: float | None = None) -> object:
         """Return the next item, after waiting for it. Raises Empty."""
-        if not self._items and not self._scheduler.wait(lambda: bool(self._items), "an item of a queue", timeout):
+        if not self._items and not self._scheduler.wait(
+            lambda: bool(self._items), "an item of a queue", timeout, (self,)
+        ):
             raise queue.Empty
         return self._items.popleft()
 

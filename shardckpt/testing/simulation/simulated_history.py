@@ -344,7 +344,7 @@ class _HistoryRun:
 
     def _wait_for(self, tasks: Iterable[Task]) -> None:
         tasks = list(tasks)
-        self.scheduler.wait(lambda: all(task.is_over for task in tasks), "the end of actors")
+        self.scheduler.wait(lambda: all(task.is_over for task in tasks), "the end of actors", None, tasks)
 
     # Faults
 

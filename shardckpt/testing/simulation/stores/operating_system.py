@@ -341,6 +341,7 @@ class OperatingSystem(NameCalls):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         if file.node.lock == fd:
             file.node.lock = None
+            self._scheduler.notify(file.node)
 
     def close_all(self, process: Process) -> None:
         """Close the files of a process that has ended."""
@@ -400,8 +401,9 @@ class OperatingSystem(NameCalls):
         node = self._get(fd).node
         if node.lock not in {None, fd} and operation & fcntl.LOCK_NB:
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
-        self._scheduler.wait(lambda: node.lock in {None, fd}, "a lock")
+        self._scheduler.wait(lambda: node.lock in {None, fd}, "a lock", None, (node,))
         node.lock = fd
+        self._scheduler.notify(node)
 
     def fstat(self, fd: int) -> Status:
         """Return the status of an open file."""

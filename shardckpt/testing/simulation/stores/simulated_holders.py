@@ -64,10 +64,11 @@ class SimulatedSocket:
         if self.is_closed or self.peer is None or self.peer.is_closed:
             raise BrokenPipeError("the other process has closed the connection")
         self.peer.arrived.append((data, memory))
+        self._scheduler.notify(self.peer)
 
     def wait(self) -> tuple[bytes, OpenMemory | None]:
         """Return the next packet, after waiting for it; empty if the other end is closed. Raises TimeoutError."""
-        if not self._scheduler.wait(lambda: self.is_ready, "an answer of a holder", self._timeout_s):
+        if not self._scheduler.wait(lambda: self.is_ready, "an answer of a holder", self._timeout_s, (self,)):
             raise TimeoutError("timed out")
         return self.arrived.popleft() if self.arrived else (b"", None)
 
@@ -78,6 +79,8 @@ class SimulatedSocket:
     def close(self) -> None:
         """Close this end."""
         self.is_closed = True
+        if self.peer is not None:
+            self._scheduler.notify(self.peer)
 
     def __enter__(self) -> SimulatedSocket:
         return self
@@ -129,7 +132,8 @@ class SimulatedSelector:
 
     def select(self, timeout: float) -> list[tuple[SimpleNamespace, int]]:
         """Return the sockets that are ready, after waiting for one."""
-        self._scheduler.wait(lambda: any(each.is_ready for each in self._watched), "requests", timeout)
+        watched = (*self._watched,)
+        self._scheduler.wait(lambda: any(each.is_ready for each in watched), "requests", timeout, watched)
         return [(SimpleNamespace(data=data), 1) for each, data in self._watched.items() if each.is_ready]
 
 
@@ -216,6 +220,7 @@ class SimulatedHolders:
         own.peer = SimulatedSocket(self._scheduler, listening.process)
         own.peer.peer = own
         listening.waiting.append(own.peer)
+        self._scheduler.notify(listening)
         return own
 
     def _send(self, connection: SimulatedSocket, message: Mapping[str, Any], fd: int | None = None) -> None:
