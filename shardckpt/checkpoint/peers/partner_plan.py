@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections.abc import Callable, Collection, Sequence
+from heapq import heappop, heappush
 
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog
 
@@ -17,24 +19,93 @@ def choose_partners(nodes: Sequence[Node], copies: int) -> list[tuple[int, ...]]
         nodes: The nodes.
         copies: Number of partners of each node.
     """
-    load = [0] * len(nodes)
+    racks: dict[str, _Rack] = {}
+    for index, node in enumerate(nodes):
+        racks.setdefault(node.rack, _Rack(node.rack)).add(index)
+    least_loaded = [(0, number, rack) for number, rack in enumerate(racks.values())]
     partners = []
     for index, node in enumerate(nodes):
-        chosen: list[int] = []
+        machines, taken, chosen = {node.machine}, {node.rack}, list[int]()
         for _ in range(copies):
-            machines = {node.machine, *(nodes[other].machine for other in chosen)}
-            racks = {node.rack, *(nodes[other].rack for other in chosen)}
-            free = [other for other, each in enumerate(nodes) if each.machine not in machines]
-            if not free:
+            other = _take_partner(least_loaded, index, taken, lambda at: nodes[at].machine not in machines)  # noqa: B023
+            if other is None:
                 break
-
-            def rank_partner(other: int, index: int = index, racks: set[str] = racks) -> tuple[bool, int, int]:
-                return nodes[other].rack in racks, load[other], (other - index) % len(nodes)
-
-            chosen.append(min(free, key=rank_partner))
-            load[chosen[-1]] += 1
+            chosen.append(other)
+            machines.add(nodes[other].machine)
+            taken.add(nodes[other].rack)
         partners.append(tuple(chosen))
     return partners
+
+
+class _Rack:
+    """Nodes of one rack, by the number of copies that they keep.
+
+    Args:
+        name: Label of the rack.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._by_load: list[list[int]] = [[]]
+
+    def add(self, index: int) -> None:
+        """Add a node that keeps no copies; its index is greater than those of all others."""
+        self._by_load[0].append(index)
+
+    @property
+    def load(self) -> int:
+        """Least number of copies that a node keeps."""
+        return next(load for load, indices in enumerate(self._by_load) if indices)
+
+    def take(self, index: int, is_free: Callable[[int], bool]) -> int | None:
+        """Return the node that keeps one copy more: the least loaded, the next one after an index; None if none may.
+
+        Args:
+            index: Index of the node whose files are copied.
+            is_free: Returns True for a node that may keep them.
+        """
+        for load, indices in enumerate(self._by_load):
+            first = bisect_right(indices, index)
+            for step in range(len(indices)):
+                at = (first + step) % len(indices)
+                if is_free(indices[at]):
+                    return self._add_copy(load, at)
+        return None
+
+    def _add_copy(self, load: int, at: int) -> int:
+        index = self._by_load[load].pop(at)
+        if load + 1 == len(self._by_load):
+            self._by_load.append([])
+        insort(self._by_load[load + 1], index)
+        return index
+
+
+def _take_partner(
+    least_loaded: list[tuple[int, int, _Rack]], index: int, taken: Collection[str], is_free: Callable[[int], bool]
+) -> int | None:
+    """Return a node of the least loaded rack that is not taken, otherwise of any rack; None if no node is free.
+
+    Args:
+        least_loaded: Heap of the racks, each with its load and its number.
+        index: Index of the node whose files are copied.
+        taken: Labels of racks that have the node or copies of its files.
+        is_free: Returns True for a node that may keep the copy.
+    """
+    passed: list[tuple[int, int, _Rack]] = []
+    chosen = None
+    while least_loaded and chosen is None:
+        _, number, rack = heappop(least_loaded)
+        chosen = None if rack.name in taken else rack.take(index, is_free)
+        passed.append((rack.load, number, rack))
+    if chosen is None:
+        for at, (_, number, rack) in enumerate(passed):
+            chosen = rack.take(index, is_free)
+            passed[at] = rack.load, number, rack
+            if chosen is not None:
+                break
+    for each in passed:
+        heappush(least_loaded, each)
+    return chosen
 
 
 def plan_copies(catalog: NodeCatalog, folder: str, copies: int) -> dict[int, list[str]]:

@@ -261,5 +261,6 @@ class TieredSaver:
             position = self._finder.position = position._replace(started=(branch, number))
         captured_in, promoted_to = (ready[0], ready[1:]) if ready else (None, [])
         places = _Places(number, branch, position.encode(secrets.token_hex(8)), captured_in, promoted_to, in_root)
-        shares = [(len(set(nodes)), nodes.index(node) == rank) for rank, node in enumerate(nodes)]
+        first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
+        shares = [(len(first), first[node] == rank) for rank, node in enumerate(nodes)]
         return [json.dumps(places._replace(share=share)).encode() for share in shares]
