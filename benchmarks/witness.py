@@ -37,7 +37,7 @@ import shardckpt
 from shardckpt.checkpoint.resume.digests import digest_batch, digest_random_states
 from shardckpt.checkpoint.resume.environment import describe_environment
 from shardckpt.checkpoint.resume.rank_message import RankStep, encode_rank_step, merge_rank_steps
-from shardckpt.checkpoint.resume.state_digests import digest_state
+from shardckpt.checkpoint.resume.state_digests import StateReader
 from shardckpt.checkpoint.resume.trained_objects import find_trained_objects
 from shardckpt.core import fully_shard
 from shardckpt.format.witness.record_json import encode_record
@@ -114,7 +114,7 @@ def record_(folder: Path, rounds: int) -> Iterator[Row]:  # noqa: ARG001
     ids = torch.randint(0, Shape().words, BATCH)
     train_step(ids)
     objects = find_trained_objects(state)
-    seen = digest_state(objects, 0, 1, is_deep=True)
+    seen = StateReader(objects, 0, 1).digest(is_deep=True)
     environment = describe_environment(RANKS, objects, seen, deterministic=True)
     dice = torch.Generator().manual_seed(1)
 

@@ -21,8 +21,8 @@ class FirstUse:
         digest: Digests them.
     """
 
-    def __init__(self, objects: TrainedObjects, digest: Callable[[TrainedObjects], StateOnRank]) -> None:
-        self._objects, self._digest = objects, digest
+    def __init__(self, objects: TrainedObjects, digest: Callable[[], StateOnRank]) -> None:
+        self._digest = digest
         self._has_looked = False
         self._digests: StateDigests | None = None
         self._fault: Exception | None = None
@@ -35,7 +35,7 @@ class FirstUse:
             return
         self._has_looked = True
         try:
-            self._digests = self._digest(self._objects).digests
+            self._digests = self._digest().digests
         except Exception as error:  # noqa: BLE001  (sent to every rank with the step)
             self._fault = error
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,8 +18,8 @@ from shardckpt.checkpoint.resume.environment import describe_environment
 from shardckpt.checkpoint.resume.first_use import FirstUse
 from shardckpt.checkpoint.resume.rank_message import RankStep, encode_rank_step, merge_rank_steps, read_float
 from shardckpt.checkpoint.resume.reachable import digest_reachable
-from shardckpt.checkpoint.resume.state_digests import StateOnRank, digest_state
-from shardckpt.checkpoint.resume.trained_objects import TrainedObjects, find_trained_objects
+from shardckpt.checkpoint.resume.state_digests import StateReader
+from shardckpt.checkpoint.resume.trained_objects import find_trained_objects
 from shardckpt.checkpoint.save.save import save
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.plan.resume.step_records import Observation, WitnessRecord
@@ -149,17 +150,15 @@ class _Drill:
         self.restored = digest_reachable(self._train_step)
         return self.train(is_resumed=True)
 
-    def _digest(self, objects: TrainedObjects) -> StateOnRank:
-        return digest_state(objects, self._coordinator.rank, self._coordinator.size, is_deep=True)
-
     def train(self, *, is_resumed: bool) -> list[bytes]:
         """Train, and return this rank's message about each step."""
         objects = find_trained_objects(self._state)
-        start = self._digest(objects)
+        digest = partial(StateReader(objects, self._coordinator.rank, self._coordinator.size).digest, is_deep=True)
+        start = digest()
         environment = describe_environment(self._coordinator.size, objects, start, deterministic=True)
         messages, random = [], digest_random_states(objects.generators)
         for number in range(1, self._steps + 1):
-            use = FirstUse(objects, self._digest) if is_resumed and number == 1 else None
+            use = FirstUse(objects, digest) if is_resumed and number == 1 else None
             try:
                 results = _read_results(self._train_step())
             finally:  # a step that raises leaves no hook on the optimizer
@@ -174,7 +173,7 @@ class _Drill:
                 random_before=before,
                 random_after=random,
                 before=start.digests if number == 1 else None,
-                after=self._digest(objects).digests,
+                after=digest().digests,
                 used=used,
             )
             messages.append(encode_rank_step(part))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.resume.digests import digest_bytes, digest_tensors
@@ -16,6 +18,7 @@ from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.format.encodings.tagged_json import path_key
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
+from shardckpt.plan.optim.param_groups import NAMES
 from shardckpt.plan.resume.step_records import Part, Setting, StateDigests, TensorDigest
 from shardckpt.plan.resume.tolerance import LossFactors
 from shardckpt.state.adapters.model_index import modules
@@ -40,31 +43,113 @@ class StateOnRank:
     factors: LossFactors
 
 
-def digest_state(objects: TrainedObjects, rank: int, world: int, *, is_deep: bool) -> StateOnRank:
-    """Return digests of the objects of a state.
+class StateReader:
+    """Reader of the digests of a state on this rank.
+
+    To flatten a state costs far more than to read its plain values. So the flattened state is kept, and used again for
+    digests without tensors, while models and optimizers have the same tensors.
 
     Args:
         objects: Objects to digest.
         rank: Index of this rank.
         world: Number of ranks.
-        is_deep: Whether to digest the elements of tensors; otherwise only the layout and plain values.
-
-    Raises:
-        UnsupportedError: A value cannot be saved; the message contains its dotted path.
     """
-    flat = flatten_state(objects.state, rank, world)
-    settings = dict(_settings(flat, objects))
-    arrays = {dotted(path): (path, array) for path, array in flat.arrays.items()}
-    named = {name: array for name, (path, array) in arrays.items() if _part(flat, objects, path) == "parameter"}
-    layout = repr([(name, array.shape, [shard.box for shard in array.shards]) for name, array in named.items()])
-    tensors = {**dict(_digest_arrays(flat, objects, arrays)), **_digest_unsaved(flat, objects)} if is_deep else {}
-    steps = _join_equal_steps({name: each for name, each in settings.items() if name.endswith(".step")})
-    others = {name: each for name, each in settings.items() if not name.endswith(".step")}
-    return StateOnRank(
-        StateDigests(tensors, {**others, **steps}, dict(_find_ties(flat, objects))),
-        digest_bytes(layout.encode()),
-        _describe_params(named.values()),
-    )
+
+    def __init__(self, objects: TrainedObjects, rank: int, world: int) -> None:
+        self._objects, self._rank, self._world = objects, rank, world
+        self._kept: _Flattened | None = None
+
+    def digest(self, *, is_deep: bool) -> StateOnRank:
+        """Return digests of the objects.
+
+        Args:
+            is_deep: Whether to digest the elements of tensors; otherwise only the layout and plain values.
+
+        Raises:
+            UnsupportedError: A value cannot be saved; the message contains its dotted path.
+        """
+        objects, values = self._objects, list(_list_values(self._objects))
+        if is_deep or self._kept is None or not self._kept.has_same(values):
+            self._kept = _Flattened(flatten_state(objects.state, self._rank, self._world), objects, values)
+            tree = self._kept.flat.tree
+        else:
+            tree = flatten_state(_replace_tensors(objects.state), self._rank, self._world).tree
+        return self._kept.digest(tree, is_deep=is_deep)
+
+
+class _Flattened:
+    """A flattened state, with what does not change while its models and optimizers have the same tensors.
+
+    Args:
+        flat: The flattened state.
+        objects: Its objects.
+        values: Their parameters and slots.
+    """
+
+    def __init__(self, flat: FlattenedState, objects: TrainedObjects, values: Sequence[object]) -> None:
+        self.flat, self._objects, self._values = flat, objects, values
+        paths = [path for path, part in objects.parts.items() if part == "optimizer"]
+        self._is_readable = all((*path, "state") in flat.slots for path in paths)  # not gathered, nor of another class
+        self._arrays = {dotted(path): (path, array) for path, array in flat.arrays.items()}
+        named = {name: array for name, (path, array) in self._arrays.items() if self._part(path) == "parameter"}
+        layout = repr([(name, array.shape, [shard.box for shard in array.shards]) for name, array in named.items()])
+        self._layout = digest_bytes(layout.encode())
+        self._factors = _describe_params(named.values())
+        self._ties = dict(_find_ties(flat, objects))
+
+    def has_same(self, values: Sequence[object]) -> bool:
+        """Return True if these are the parameters and slots, so that tensors are views of the same memory."""
+        is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        return self._is_readable and is_same
+
+    def _part(self, path: Path) -> Part:
+        return _part(self.flat, self._objects, path)
+
+    def digest(self, tree: Any, *, is_deep: bool) -> StateOnRank:
+        """Return digests of the state as it is now.
+
+        Args:
+            tree: Plain values of the state now.
+            is_deep: Whether to digest the elements of tensors.
+        """
+        flat, objects = self.flat, self._objects
+        settings = dict(_settings(flat, tree, objects))
+        arrays = self._arrays
+        tensors = {**dict(_digest_arrays(flat, objects, arrays)), **_digest_unsaved(flat, objects)} if is_deep else {}
+        steps = _join_equal_steps({name: each for name, each in settings.items() if name.endswith(".step")})
+        others = {name: each for name, each in settings.items() if not name.endswith(".step")}
+        digests = StateDigests(tensors, {**others, **steps}, self._ties)
+        return StateOnRank(digests, self._layout, self._factors)
+
+
+def _list_values(objects: TrainedObjects) -> Iterator[object]:
+    """Yield parameters of models and slots of optimizers; of values that may change in place, an object of its own."""
+    for model in objects.models.values():
+        for _, parameter in model.named_parameters(remove_duplicate=False):
+            yield parameter
+    for optim in objects.optimizers:
+        for group in optim.param_groups:
+            for parameter in group["params"]:
+                yield parameter
+                for value in optim.state.get(parameter, {}).values():
+                    yield value if isinstance(value, _FIXED) else object()
+
+
+_FIXED = (torch.Tensor, bool, int, float, str, type(None))
+
+
+def _replace_tensors(value: Any) -> Any:
+    """Return the objects of a state without models, and with the settings of optimizers in their place."""
+    if isinstance(value, nn.Module):
+        return None
+    if isinstance(value, torch.optim.Optimizer):
+        groups = value.param_groups
+        return {"param_groups": [{k: v for k, v in group.items() if k not in NAMES} for group in groups]}
+    if isinstance(value, Mapping):
+        return {key: _replace_tensors(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replace_tensors(item) for item in value]
+    return value
 
 
 def _part(flat: FlattenedState, objects: TrainedObjects, path: Path) -> Part:
@@ -110,15 +195,15 @@ def _find_ties(flat: FlattenedState, objects: TrainedObjects) -> Iterator[tuple[
             yield dotted(path), dotted(first)
 
 
-def _settings(flat: FlattenedState, objects: TrainedObjects) -> Iterator[tuple[str, Setting]]:
-    """Yield the plain values of optimizers, schedules and scalers."""
+def _settings(flat: FlattenedState, tree: Any, objects: TrainedObjects) -> Iterator[tuple[str, Setting]]:
+    """Yield the plain values of optimizers, schedules and scalers: those of the tree, and those in slots."""
     for path, array in flat.arrays.items():
         if _is_step_count(array, path):
             for shard in array.shards:
                 yield dotted(path), Setting("optimizer", repr(shard.tensor.item()))
     for path, value in flat.optional_values.items():
         yield dotted(path), Setting("optimizer", repr(value))
-    for path, value in _leaves(flat.tree, ()):
+    for path, value in _leaves(tree, ()):
         part = objects.find_part(path)
         if part in ("optimizer", "schedule", "state") and "params" not in path:  # a model's extra state is its own
             is_rate = part == "optimizer" and path[-1] in _RATES

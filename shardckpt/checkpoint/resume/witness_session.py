@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardckpt.checkpoint.resume.rank_message import (
     read_float,
 )
 from shardckpt.checkpoint.resume.resume_log import ResumeLog
-from shardckpt.checkpoint.resume.state_digests import StateOnRank, digest_state
+from shardckpt.checkpoint.resume.state_digests import StateOnRank, StateReader
 from shardckpt.checkpoint.resume.trained_objects import TrainedObjects, find_trained_objects
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
@@ -49,10 +50,19 @@ _LOG = logging.getLogger("shardckpt")
 
 @dataclass(frozen=True)
 class _Start:
-    """State of this rank at a save or a restore: what the next step begins with."""
+    """State of this rank at a save or a restore: what the next step begins with.
+
+    Attributes:
+        number: Number of the step.
+        objects: Objects of the state that training changes.
+        reader: Reader of their digests.
+        before: Digests at the save or after the restore.
+        last_batch: Digests of the batch of the step; None if unknown.
+    """
 
     number: int
     objects: TrainedObjects
+    reader: StateReader
     before: StateOnRank
     last_batch: SampleDigests | None = None
 
@@ -147,7 +157,7 @@ class WitnessSession(NoWitness):
             self._begin(restored.number, state, None)
             self._due.update({step: {restored.number} for step in steps})
             if self._start is not None and self._options.deep:
-                self._first_use = FirstUse(self._start.objects, self._digest)
+                self._first_use = FirstUse(self._start.objects, partial(self._start.reader.digest, is_deep=True))
 
     def write_finished(self) -> None:
         """Write the records that waited for the end of their saves."""
@@ -158,16 +168,13 @@ class WitnessSession(NoWitness):
     def _coordinator(self) -> Coordinator:
         return get_channels(self._finder.group).main
 
-    def _digest(self, objects: TrainedObjects) -> StateOnRank:
-        ranks = self._coordinator
-        return digest_state(objects, ranks.rank, ranks.size, is_deep=self._options.deep > 0)
-
     def _begin(self, number: int, state: Any, last_batch: SampleDigests | None) -> None:
         try:
             self._end_first_use()
             objects = find_trained_objects(state)
-            before = self._digest(objects)
-            self._start, self._fault = _Start(number, objects, before, last_batch), None
+            reader = StateReader(objects, self._coordinator.rank, self._coordinator.size)
+            before = reader.digest(is_deep=self._options.deep > 0)
+            self._start, self._fault = _Start(number, objects, reader, before, last_batch), None
         except Exception as error:  # noqa: BLE001  (sent to every rank with the next step)
             self._fault = error
         self._random = digest_random_states(self._generators)
@@ -215,7 +222,7 @@ class WitnessSession(NoWitness):
         start = self._start
         assert start is not None, "a step is due behind a save or a restore"
         ranks, is_first = self._coordinator, number == start.number + 1
-        after = digest_state(start.objects, ranks.rank, ranks.size, is_deep=is_deep)
+        after = start.reader.digest(is_deep=is_deep)
         random, self._random = self._random, digest_random_states(start.objects.generators)
         return RankStep(
             number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from faults import SAVED_AT, STEPS, Job
 from harness import run
 
 import shardckpt
-from shardckpt.checkpoint.resume import witness_session
+from shardckpt.checkpoint.resume import state_digests, witness_session
 from shardckpt.errors import UsageError
 from shardckpt.format.native.run_directory import step_name, witness_name
 
@@ -66,9 +67,90 @@ def test_a_divergence_may_be_a_warning(tmp_path: Path) -> None:
 def test_steps_that_are_not_due_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = job(tmp_path)
     made.train(2)
-    for name in ("digest_batch", "digest_state", "digest_random_states"):
+    for name in ("digest_batch", "StateReader", "digest_random_states"):
         monkeypatch.setattr(witness_session, name, None)
     made.train(STEPS)
+
+
+def test_only_steps_that_are_not_deep_use_the_flattened_state_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flattened: list[Any] = []
+    flatten_state = state_digests.flatten_state
+
+    def count(state: Any, *args: Any) -> Any:
+        flattened.append(find_models(state))
+        return flatten_state(state, *args)
+
+    made = job(tmp_path, deep=2)
+    made.train(SAVED_AT, SAVED_AT)
+    monkeypatch.setattr(state_digests, "flatten_state", count)
+    made.train(SAVED_AT + 1)
+    assert flattened == [[]], "the settings alone"
+    made.train(SAVED_AT + 2)
+    assert flattened == [[], [made.model]]
+
+
+def find_models(state: dict[str, Any]) -> list[Any]:
+    return [each for each in state.values() if isinstance(each, torch.nn.Module)]
+
+
+def replace_optimizer(made: Job) -> None:
+    fresh = torch.optim.AdamW(made.model.parameters(), lr=made.schedule.get_last_lr()[0])
+    made.optim.state = fresh.state
+
+
+def rename_settings(made: Job) -> None:
+    made.optim.param_groups[0]["weight_decay"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"), [(replace_optimizer, "optimizer"), (rename_settings, "optimizer")], ids=["slots", "settings"]
+)
+def test_steps_that_are_not_deep_see_replaced_slots_and_changed_settings(
+    change: Callable[[Job], None], cause: str, tmp_path: Path
+) -> None:
+    job(tmp_path, deep=0).train(saved_at=SAVED_AT)
+    other = resumed(tmp_path, deep=0)
+    train_step = other.train_step
+
+    def step(batch: Any) -> torch.Tensor:
+        if other.step == STEPS:
+            change(other)
+        return train_step(batch)
+
+    other.train_step = step
+    with pytest.raises(shardckpt.ResumeDivergence) as caught:
+        other.train()
+    assert (caught.value.divergence.cause, caught.value.divergence.step) == (cause, STEPS)
+
+
+def test_slots_that_move_to_other_memory_are_read_there(tmp_path: Path) -> None:
+    job(tmp_path, deep=0).train(saved_at=SAVED_AT)
+    other = resumed(tmp_path, deep=0)
+    other.train(SAVED_AT + 1)
+    for parameter, slots in other.optim.state.items():
+        other.optim.state[parameter] = {name: slot.clone() for name, slot in slots.items()}
+    other.train()
+
+
+def test_a_parameter_that_was_replaced_between_a_restore_and_its_steps_is_seen_by_deep_ones(tmp_path: Path) -> None:
+    job(tmp_path, deep=2).train(saved_at=SAVED_AT)
+    other = resumed(tmp_path, deep=2)
+    other.train(SAVED_AT + 1)
+    train_step = other.train_step
+
+    def step(batch: Any) -> torch.Tensor:
+        loss, head, optim = train_step(batch), other.net.head, other.optim
+        before, head.weight = head.weight, torch.nn.Parameter(head.weight.detach() * 0.5)
+        optim.state[head.weight] = optim.state.pop(before)
+        for group in optim.param_groups:
+            group["params"] = [head.weight if each is before else each for each in group["params"]]
+        return loss
+
+    other.train_step = step
+    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight differs after step 5"):
+        other.train()
 
 
 def test_a_checkpointer_without_a_witness_records_nothing(tmp_path: Path) -> None:
