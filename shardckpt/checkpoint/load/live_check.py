@@ -2,6 +2,14 @@
 
 The state is flattened again, so that memory is found where training will find it: a tensor that was replaced,
 initialized or cast meanwhile, or that shares memory with another, differs.
+
+Three ways prove that memory has the saved elements, and each part of it takes the first that applies:
+
+1. Memory with the bytes of the files is hashed by the blocks of the files. The manifest has the hashes, so equal ones
+   prove file and memory at once: a load from local files leaves their check to this one.
+2. Memory in another form, such as that of a device, is hashed if the step has a digest of its box.
+3. All else is read again, with a check of the files, and compared. So are parts of blocks that differ: this names the
+   tensor, or finds that the file is damaged.
 """
 
 from __future__ import annotations
@@ -15,15 +23,17 @@ import xxhash
 from shardckpt.boxes import Box, contiguous_blocks, narrow_to_box, shift
 from shardckpt.checkpoint.load.load_plan import LoadItem
 from shardckpt.checkpoint.load.source import CheckpointSource
-from shardckpt.checkpoint.load.tensor_loader import ReadRequest
+from shardckpt.checkpoint.load.tensor_loader import ReadRequest, plan_straight
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cpu, tensor_bytes
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import DIGEST_BYTES
+from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
+from shardckpt.storage.store import Read, Store
 
 BATCH_BYTES = 32 << 20
 """Bytes that are read again at a time."""
@@ -48,32 +58,49 @@ class _LivePart(NamedTuple):
 def check_live(state: Any, saved: CheckpointSource, items: Iterable[LoadItem], rank: int, world: int) -> None:
     """Compare the memory of a state with the checkpoint that was loaded into it.
 
-    Boxes whose digest the checkpoint has (`store_digests=True`) are hashed. Others are read again, in batches.
-
     Args:
         state: The loaded state.
         saved: Open checkpoint.
-        items: Arrays of the load.
+        items: Arrays of the load, with located pieces.
         rank: Index of this rank.
         world: Number of ranks.
 
     Raises:
         ResumeDivergence: Memory differs; the message names the first tensor.
-        CheckpointError: Bytes that are read again are damaged.
+        CheckpointError: The checkpoint is damaged.
     """
     flat = flatten_state(state, rank, world)
-    digests = _read_digests(saved)
-    again = []
-    for item in items:
-        live = flat.arrays.get(flat.ties.get(item.path, item.path), item.array)
-        for shard in live.shards:
-            part = _LivePart(item.path, item.entry, shard)
-            digest = digests.get((item.entry.path, shard.box))
-            if digest is None or item.entry.dtype != dtype_name(shard.tensor.dtype):
-                again.append(part)
-            elif _hash(shard.tensor) != digest:
-                raise _build_error(part, flat, saved)
+    parts = [
+        _LivePart(item.path, item.entry, shard)
+        for item in items
+        for shard in flat.arrays.get(flat.ties.get(item.path, item.path), item.array).shards
+        if shard.box.volume
+    ]
+    again, others = _check_blocks(parts, saved.reader.store)
+    digests = _read_digests(saved) if others else {}
+    for part in others:
+        digest = digests.get((part.entry.path, part.shard.box))
+        if digest is None or part.entry.dtype != dtype_name(part.shard.tensor.dtype):
+            again.append(part)
+        elif _hash(part.shard.tensor) != digest:
+            raise _build_error(part, flat, saved)
     _Rereader(flat, saved).compare(again)
+
+
+def _check_blocks(parts: Iterable[_LivePart], store: Store) -> tuple[list[_LivePart], list[_LivePart]]:
+    """Return the parts that are in a block that differs from its hash, and those that are not bytes of the files."""
+    reads: list[Read] = []
+    owners: list[_LivePart] = []
+    others = []
+    for part in parts:
+        planned = plan_straight(part.shard, part.entry) if isinstance(store, VerifiedStore) else None
+        if planned is None:
+            others.append(part)
+        else:
+            reads += planned
+            owners += [part] * len(planned)
+    unequal = store.find_unequal(reads) if isinstance(store, VerifiedStore) else []
+    return list({id(owners[number]): owners[number] for number in unequal}.values()), others
 
 
 def _read_digests(saved: CheckpointSource) -> dict[tuple[Path, Box], bytes]:
@@ -114,11 +141,10 @@ class _Rereader:
 
     def compare(self, parts: Sequence[_LivePart]) -> None:
         """Compare the memory of parts with the checkpoint."""
-        located = self._saved.locate([part.entry for part in parts])
         most = sum(part.shard.tensor.nbytes + _ALIGNMENT for part in parts)
         self._buffer = torch.empty(min(most, BATCH_BYTES + _ALIGNMENT), dtype=torch.uint8)
         self._saved.elements.meter = None
-        for part in _split([part._replace(entry=entry) for part, entry in zip(parts, located, strict=True)]):
+        for part in _split(parts):
             nbytes = part.shard.tensor.nbytes
             if self._used + nbytes > self._buffer.numel():
                 self._compare_batch()
@@ -143,7 +169,7 @@ def _split(parts: Iterable[_LivePart]) -> Iterator[_LivePart]:
     """Yield parts of at most the size of a batch."""
     for part in parts:
         box, tensor = part.shard
-        for inner in contiguous_blocks(box, max(BATCH_BYTES // tensor.element_size(), 1)) if box.volume else ():
+        for inner in contiguous_blocks(box, max(BATCH_BYTES // tensor.element_size(), 1)):
             yield part._replace(shard=LocalShard(inner, narrow_to_box(tensor, shift(inner, box.offset))))
 
 

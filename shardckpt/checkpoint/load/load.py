@@ -272,12 +272,14 @@ class LoadSession:
     Attributes:
         saved: Open checkpoint.
         plan: Plan of the load.
-        wanted: Requests for arrays that this rank reads itself.
+        requests: Requests for all arrays of the plan, in its order.
+        wanted: Requests of these that this rank reads itself.
         pending_reads: Reads of all other arrays, which may be broadcast.
     """
 
     saved: CheckpointSource
     plan: LoadPlan
+    requests: Sequence[ReadRequest]
     wanted: Sequence[ReadRequest]
     pending_reads: Sequence[PendingRead] = ()
 
@@ -310,7 +312,7 @@ class LoadSession:
         if not self.pending_reads:
             if failure is not None:
                 raise failure
-            self.saved.elements.read(self.wanted)
+            self.saved.elements.read(self.wanted, self.saved.unchecked_store)
             return
         elements = self.saved.elements
         sharing = BroadcastReader(
@@ -364,7 +366,9 @@ def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordi
     """Compare the memory of the state with the checkpoint; all ranks raise the error of one. Collective."""
     message: bytes | Exception = b""
     try:
-        check_live(state, session.saved, session.plan.arrays, coordinator.rank, coordinator.size)
+        entries = (entry for entry, _ in session.requests)
+        items = [item._replace(entry=entry) for item, entry in zip(session.plan.arrays, entries, strict=True)]
+        check_live(state, session.saved, items, coordinator.rank, coordinator.size)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         message = error
     coordinator.coordinate(f"verifying what was loaded from {path}", message, _silent)
@@ -381,14 +385,14 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
         saved.check_blocks(coordinator.rank, coordinator.size, own_only=options.is_own_only)
     plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
     _require_fit(plan)
-    wanted = saved.locate_requests([(target.entry, target.array) for target in plan.arrays])
+    requests = saved.locate_requests([(target.entry, target.array) for target in plan.arrays])
     has = saved.store.capabilities
     if coordinator.size == 1 or not (
         broadcast_reads or (broadcast_reads is None and has.is_shared and not has.is_local)
     ):
-        return LoadSession(saved, plan, wanted)
-    pending_reads, rest = as_pending_reads(wanted)
-    return LoadSession(saved, plan, rest, pending_reads)
+        return LoadSession(saved, plan, requests, requests)
+    pending_reads, rest = as_pending_reads(requests)
+    return LoadSession(saved, plan, requests, rest, pending_reads)
 
 
 def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[BroadcastGroup]) -> bytes | Exception:

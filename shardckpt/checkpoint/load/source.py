@@ -74,6 +74,7 @@ class CheckpointSource:
         self.url = url
         self.manifest = split_flat_names(self._reader.manifest)
         self._store = self._reader.store if verify else self._reader.unverified_store
+        self._is_live = verify == "live"
 
     @property
     def reader(self) -> Reader:
@@ -230,6 +231,15 @@ class CheckpointSource:
     def store(self) -> Store:
         """Store to read from; it checks hashes if `verify` is set."""
         return self._store
+
+    @property
+    def unchecked_store(self) -> Store | None:
+        """Store for bytes whose hashes `verify="live"` checks in the memory of the state, after the load.
+
+        None if all bytes are checked when they are read: other copies of a damaged block may be elsewhere.
+        """
+        is_checked_later = self._is_live and self.is_native and self._store.capabilities.is_local
+        return self._reader.unverified_store if is_checked_later else None
 
     @property
     def grain(self) -> int:

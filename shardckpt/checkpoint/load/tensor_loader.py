@@ -59,11 +59,13 @@ class ElementReader:
         self._buffers: UploadBuffers | None = None
         self.meter: Meter | None = None
 
-    def read(self, wanted: Sequence[ReadRequest]) -> None:
+    def read(self, wanted: Sequence[ReadRequest], straight: Store | None = None) -> None:
         """Read the elements of requests; they are in their targets when this returns.
 
         Args:
             wanted: Some or all requests from `CheckpointSource.locate_requests`, with targets on any device.
+            straight: Store to read bytes from that need no change, and whose hashes the caller checks afterwards; None
+                for the store of the reader. Single numbers are always read from that, since a load looks at them.
 
         Raises:
             CheckpointError: Elements are damaged, or of an unreadable kind.
@@ -75,7 +77,11 @@ class ElementReader:
                 self._carry_out(batch, self._pieces)
             self._pieces.forget()
             return
-        self._in_threads(self._planned(sorted(wanted, key=_place)))
+        wanted = sorted(wanted, key=_place)
+        if straight is not None:
+            self._in_threads(self._planned([request for request in wanted if not request[0].shape]))
+            wanted = [request for request in wanted if request[0].shape]
+        self._in_threads(self._planned(wanted), straight)
 
     def read_straight(self, reads: Sequence[Read]) -> None:
         """Read bytes directly into their targets.
@@ -96,16 +102,19 @@ class ElementReader:
             yield from _batches_of_reads(reads)
             yield from _batches(rest)
 
-    def _in_threads(self, batches: Iterator[_Batch]) -> None:
+    def _in_threads(self, batches: Iterator[_Batch], straight: Store | None = None) -> None:
+        def open_pieces(batch: _Batch) -> PieceReader:
+            return PieceReader(self._store if straight is None or not batch.is_straight else straight)
+
         begun = list(islice(batches, 2))
         if len(begun) < 2:
             for batch in begun:
-                self._carry_out(batch, self._pieces)
+                self._carry_out(batch, open_pieces(batch))
             return
         with ThreadPoolExecutor(_READERS, thread_name_prefix="shardckpt-read") as pool:
             running: deque[Future[None]] = deque()
             for batch in chain(begun, batches):
-                running.append(pool.submit(self._carry_out, batch, PieceReader(self._store)))
+                running.append(pool.submit(self._carry_out, batch, open_pieces(batch)))
                 if len(running) > _READERS:
                     running.popleft().result()
             for future in running:
@@ -179,7 +188,7 @@ def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadReques
     for entry, array in wanted:
         others = []
         for shard in array.shards:
-            straight = _straight(shard, entry) if shard.box.volume else []
+            straight = plan_straight(shard, entry) if shard.box.volume else []
             if straight is None:
                 others.append(shard)
             else:
@@ -229,6 +238,11 @@ class _Batch:
             finish()
 
     @property
+    def is_straight(self) -> bool:
+        """Whether the bytes are read into their targets as they are."""
+        return not (self.wants or self.uploads)
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of the elements, as they are stored."""
         uploaded = sum(upload.tensor.numel() * upload.stored.itemsize for upload in self.uploads)
@@ -251,8 +265,13 @@ def _place(request: ReadRequest) -> tuple[str, int]:
     return (pieces[0].file, getattr(pieces[0].layout, "offset", 0)) if pieces else ("", 0)
 
 
-def _straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
-    """Return the reads that fill a shard; None if its elements have another form."""
+def plan_straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
+    """Return the reads that fill a shard; None if its elements have another form.
+
+    Args:
+        shard: Shard with elements.
+        entry: Entry with located pieces.
+    """
     if not is_flat_on_cpu(shard.tensor) or shard.tensor.dtype != getattr(torch, entry.stored):
         return None
     return straight_reads(ReadItem(entry.pieces, shard.box, entry.stored, flat_bytes(shard.tensor)))

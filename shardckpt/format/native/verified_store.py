@@ -49,6 +49,21 @@ class Hashed(NamedTuple):
         start = number * self.block_bytes
         return start, min(self.block_bytes, self.nbytes - start)
 
+    def find_complete(self, start: int, end: int) -> range:
+        """Return the numbers of the blocks that a range of bytes has in full."""
+        size = self.block_bytes
+        return range(-(-start // size), -(-end // size) if end == self.nbytes else end // size)
+
+    def find_partial(self, start: int, end: int) -> list[int]:
+        """Return the numbers of the blocks of which a range of bytes has a part."""
+        touched, complete = (
+            range(start // self.block_bytes, -(-end // self.block_bytes)),
+            self.find_complete(start, end),
+        )
+        if not complete:
+            return [*touched]
+        return [*range(touched.start, complete.start), *range(complete.stop, touched.stop)]
+
 
 class _BlockPart(NamedTuple):
     """The part of a wanted range inside one block.
@@ -60,6 +75,20 @@ class _BlockPart(NamedTuple):
 
     start: int
     target: memoryview
+
+
+class _HeldPart(NamedTuple):
+    """The part of a block that a buffer has.
+
+    Attributes:
+        start: First byte, relative to the block.
+        view: The bytes, in a buffer of the caller.
+        of: Number of the caller's range.
+    """
+
+    start: int
+    view: memoryview
+    of: int
 
 
 class _Task(NamedTuple):
@@ -161,6 +190,80 @@ class VerifiedStore(WrappedStore):
         for tasks in groups:
             self._carry_out(tasks)
 
+    def find_unequal(self, reads: Sequence[Read]) -> list[int]:
+        """Return the numbers of the ranges whose buffers may differ from the files, in ascending order.
+
+        Buffers are hashed where they are, by blocks; of a block, only bytes that no buffer has are read. A range is
+        returned if a block of it does not match its hash, if it overlaps another in a block, or if its file has no
+        hashes.
+
+        Args:
+            reads: Ranges, with buffers that have been filled.
+
+        Raises:
+            ShardckptError: The underlying store failed.
+        """
+        unequal: set[int] = set()
+        held: dict[_Block, list[_HeldPart]] = {}
+        for number, read in enumerate(reads):
+            if len(read.buffer) and not self._has_equal_blocks(read, number, held):
+                unequal.add(number)
+        for blocks in self._divide_held(held):
+            unequal.update(self._find_unequal_parts({block: held[block] for block in blocks}))
+        return sorted(unequal)
+
+    def _has_equal_blocks(self, read: Read, number: int, held: dict[_Block, list[_HeldPart]]) -> bool:
+        """Compare the complete blocks of a range with their hashes, and add its parts of other blocks to `held`."""
+        name, offset, buffer = read
+        file, end = self._files.get(name), offset + len(buffer)
+        if file is None or end > file.nbytes:
+            return False
+        complete = file.find_complete(offset, end)
+        if complete:
+            low, high = complete.start * file.block_bytes, min(complete.stop * file.block_bytes, end)
+            expected = file.hashes[complete.start * HASH_BYTES : complete.stop * HASH_BYTES]
+            if _hash([buffer[low - offset : high - offset]], file.block_bytes) != expected:
+                return False
+        for block in file.find_partial(offset, end):
+            start, nbytes = file.extent(block)
+            low, high = max(offset, start), min(end, start + nbytes)
+            part = _HeldPart(low - start, buffer[low - offset : high - offset], number)
+            held.setdefault((name, block), []).append(part)
+        return True
+
+    def _divide_held(self, held: Mapping[_Block, Sequence[_HeldPart]]) -> Iterator[list[_Block]]:
+        """Divide blocks into groups, of which only a limited number of bytes has to be read."""
+        group: list[_Block] = []
+        nbytes = 0
+        for block, parts in held.items():
+            missing = self._files[block[0]].extent(block[1])[1] - sum(len(part.view) for part in parts)
+            if group and nbytes + missing > _REMOTE_STEP_BYTES:
+                yield group
+                group, nbytes = [], 0
+            group.append(block)
+            nbytes += max(missing, 0)
+        yield group
+
+    def _find_unequal_parts(self, held: Mapping[_Block, list[_HeldPart]]) -> Iterator[int]:
+        """Yield the numbers of the ranges in blocks that do not match their hashes."""
+        views: dict[_Block, list[memoryview]] = {}
+        gaps: list[Read] = []
+        for (name, number), parts in held.items():
+            start, nbytes = self._files[name].extent(number)
+            joined = _fill_gaps(sorted(parts, key=lambda part: part.start), nbytes)
+            if joined is None:
+                yield from (part.of for part in parts)
+                continue
+            views[name, number] = [view for _, view, _ in joined]
+            gaps += [Read(name, start + part.start, part.view) for part in joined if part.of < 0]
+        if gaps:
+            self._store.read(gaps)
+        for (name, number), of_block in views.items():
+            at = number * HASH_BYTES
+            file = self._files[name]
+            if _hash(of_block, file.block_bytes) != file.hashes[at : at + HASH_BYTES]:
+                yield from (part.of for part in held[name, number])
+
     def _add(self, read: Read, plan: _ReadPlan) -> None:
         name, offset, buffer = read
         file = self._files.get(name)
@@ -168,19 +271,12 @@ class VerifiedStore(WrappedStore):
         if file is None or not len(buffer) or end > file.nbytes:
             plan.direct.append(read)  # beyond the end: the underlying store raises the error
             return
-        size = file.block_bytes
-        first = -(-offset // size)
-        last = -(-end // size) if end == file.nbytes else end // size
-        if first >= last:  # no complete block
-            for number in range(offset // size, -(-end // size)):
-                self._add_part(read, file, number, plan)
-            return
-        low, high = first * size, min(last * size, end)
-        plan.complete.append(_Task(name, first, high - low, [buffer[low - offset : high - offset]]))
-        if offset < low:
-            self._add_part(read, file, first - 1, plan)
-        if high < end:
-            self._add_part(read, file, last, plan)
+        complete = file.find_complete(offset, end)
+        if complete:
+            low, high = complete.start * file.block_bytes, min(complete.stop * file.block_bytes, end)
+            plan.complete.append(_Task(name, complete.start, high - low, [buffer[low - offset : high - offset]]))
+        for number in file.find_partial(offset, end):
+            self._add_part(read, file, number, plan)
 
     def _add_part(self, read: Read, file: Hashed, number: int, plan: _ReadPlan) -> None:
         """Plan the read of the wanted part of a block."""
@@ -358,6 +454,25 @@ def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: i
     if at < len(data):
         views.append(data[at:])
     return _BlockTarget(views, data, [part for part in ordered if len(part.target) < direct_bytes])
+
+
+def _fill_gaps(ordered: Sequence[_HeldPart], nbytes: int) -> list[_HeldPart] | None:
+    """Return the parts of a block, with buffers of range -1 between them; None if some overlap.
+
+    Args:
+        ordered: Parts by their first bytes.
+        nbytes: Size of the block.
+    """
+    joined: list[_HeldPart] = []
+    at = 0
+    for part in (*ordered, _HeldPart(nbytes, memoryview(b""), -1)):
+        if part.start < at:
+            return None
+        if part.start > at:
+            joined.append(_HeldPart(at, memoryview(bytearray(part.start - at)), -1))
+        joined.append(part)
+        at = part.start + len(part.view)
+    return joined[:-1]
 
 
 def _copy_parts(parts: Iterable[_BlockPart], data: memoryview) -> None:

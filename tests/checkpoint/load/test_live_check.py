@@ -13,7 +13,9 @@ from states import FRONT_ENDS, Net, step
 import shardckpt
 from shardckpt.checkpoint.load import live_check
 from shardckpt.checkpoint.load.tensor_loader import ElementReader
-from shardckpt.errors import UsageError
+from shardckpt.errors import ChecksumError, UsageError
+from shardckpt.format.native.verified_store import VerifiedStore
+from shardckpt.storage.local import LocalStore
 
 DIGESTS = pytest.mark.parametrize("store_digests", [False, True])
 
@@ -79,7 +81,11 @@ def test_tensors_in_one_memory_are_found(store_digests: bool, tmp_path: Path) ->
 def test_a_slot_that_a_reader_leaves_as_it_was_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shardckpt.save(model_and_optimizer(1), tmp_path / "a", store_digests=True)
     read = ElementReader.read
-    monkeypatch.setattr(ElementReader, "read", lambda self, wanted: read(self, without_slot(wanted)))
+    monkeypatch.setattr(
+        ElementReader,
+        "read",
+        lambda self, wanted, *store: read(self, without_slot(wanted) if store else wanted, *store),
+    )
     with pytest.raises(shardckpt.ResumeDivergence) as caught:
         shardckpt.load(model_and_optimizer(2), tmp_path / "a", verify="live")
     assert caught.value.divergence.cause == "optimizer"
@@ -97,10 +103,81 @@ def test_clean_loads_of_other_dtypes_and_large_tensors_are_not_reported(
         shardckpt.load(state, tmp_path / "a", verify="live", cast=True)
 
 
-def test_boxes_with_digests_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shardckpt.save(model_and_optimizer(1), tmp_path / "a", store_digests=True)
-    monkeypatch.setattr(live_check, "_request", lambda part, stored: pytest.fail("read again"))
-    shardckpt.load(model_and_optimizer(2), tmp_path / "a", verify="live")
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each read of a file adds the number of its bytes."""
+    sizes: list[int] = []
+    read = LocalStore.read
+
+    def count(self: LocalStore, reads: Any) -> None:
+        sizes.extend(len(each.buffer) for each in reads if each.name.endswith(".safetensors"))
+        read(self, reads)
+
+    monkeypatch.setattr(LocalStore, "read", count)
+    return sizes
+
+
+@DIGESTS
+def test_of_the_files_no_more_is_read_than_without_the_check(
+    store_digests: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> dict[str, torch.Tensor]:
+        return {str(number): torch.rand(1 << number) for number in range(20)}
+
+    shardckpt.save(build(), tmp_path / "a", store_digests=store_digests)
+    sizes = count_reads(monkeypatch)
+    shardckpt.load(build(), tmp_path / "a")
+    without = sum(sizes)
+    sizes.clear()
+    shardckpt.load(build(), tmp_path / "a", verify="live")
+    assert sum(sizes) == without
+
+
+@DIGESTS
+def test_strided_memory_is_hashed_if_the_step_has_its_digest(
+    store_digests: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shardckpt.save({"a": torch.rand(30, 7)}, tmp_path / "a", store_digests=store_digests)
+    again: list[Any] = []
+    request = live_check._request
+    monkeypatch.setattr(live_check, "_request", lambda part, stored: again.append(part) or request(part, stored))
+    shardckpt.load({"a": torch.zeros(7, 30).t()}, tmp_path / "a", verify="live")
+    assert bool(again) == (not store_digests)
+
+
+@pytest.mark.parametrize("shape", [(300, 100), ()], ids=["elements", "a number"])
+@DIGESTS
+def test_a_damaged_file_is_damage_and_no_divergence(
+    store_digests: bool, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    state = {"a": torch.full(shape, 3.0), "step": torch.full((), 2.0)}
+    shardckpt.save(state, tmp_path / "a", store_digests=store_digests)
+    (path,) = (tmp_path / "a").glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[data.rindex(torch.full((), 3.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    for verify in ("read", "live"):
+        with pytest.raises(ChecksumError, match="does not match its checksum"):
+            shardckpt.load({"a": torch.zeros(shape), "step": torch.zeros(())}, tmp_path / "a", verify=verify)
+
+
+def test_a_number_is_checked_before_the_load_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shardckpt.save({"a": torch.rand(30, 7), "step": torch.ones(())}, tmp_path / "a")
+    checked: list[Any] = []
+    read = VerifiedStore.read
+    monkeypatch.setattr(VerifiedStore, "read", lambda self, reads: checked.extend(reads) or read(self, reads))
+    shardckpt.load({"a": torch.zeros(30, 7), "step": torch.zeros(())}, tmp_path / "a", verify="live")
+    assert [len(each.buffer) for each in checked] == [4]
+
+
+def test_files_on_another_machine_are_checked_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shardckpt.save({"a": torch.rand(30, 7)}, "memory://live/a")
+    checked: list[Any] = []
+    read = VerifiedStore.read
+    monkeypatch.setattr(VerifiedStore, "read", lambda self, reads: checked.extend(reads) or read(self, reads))
+    shardckpt.load({"a": torch.zeros(30, 7)}, "memory://live/a", verify="live")
+    assert [len(each.buffer) for each in checked] == [30 * 7 * 4]
 
 
 def test_ranks_of_any_style_check_what_they_hold_and_all_raise(tmp_path: Path) -> None:
@@ -118,7 +195,7 @@ def test_ranks_of_any_style_check_what_they_hold_and_all_raise(tmp_path: Path) -
                 shardckpt.load(state, tmp_path / source, verify="live")
         if rank:
             read = ElementReader.read
-            ElementReader.read = lambda self, wanted: read(self, wanted[1:])
+            ElementReader.read = lambda self, wanted, *store: read(self, [] if store else wanted, *store)
         try:
             shardckpt.load(
                 {"model": FRONT_ENDS["in place"](Net((1,)))}, tmp_path / "flat", include=["model"], verify="live"

@@ -103,6 +103,64 @@ def test_a_flipped_bit_is_found_where_its_hash_is_needed_and_only_there(
         undo()
 
 
+def find_unequal(folder: Path, ranges: Sequence[tuple[int, int]], change: int | None = None) -> list[int]:
+    """Return the ranges that differ, of buffers that have the file's bytes; of one of them a byte is changed."""
+    data = payload(folder).read_bytes()
+    buffers = [bytearray(data[at : at + n]) for at, n in ranges]
+    if change is not None:
+        buffers[change][-1] ^= 1
+    store = open_checkpoint(str(folder)).store
+    return store.find_unequal(
+        [Read(payload(folder).name, at, memoryview(b)) for (at, _), b in zip(ranges, buffers, strict=True)]
+    )
+
+
+def touch_one_block(grain: int, one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return True if a range touches a block that the last byte of another is in."""
+    last = sum(other) - 1
+    return bool(one[1]) and one[0] // grain <= last // grain <= (sum(one) - 1) // grain
+
+
+@pytest.mark.parametrize("name", [name for name in RANGES if "overlap" not in name and name != "parts of every block"])
+def test_filled_buffers_that_differ_from_the_file_are_found_with_their_blocks_alone(
+    step: Path, grain: int, name: str
+) -> None:
+    ranges = RANGES[name]
+    assert find_unequal(step, ranges) == []
+    for changed in (number for number, (_, nbytes) in enumerate(ranges) if nbytes):
+        found = find_unequal(step, ranges, changed)
+        assert changed in found
+        assert all(touch_one_block(grain, ranges[each], ranges[changed]) for each in found)
+
+
+def test_filled_buffers_that_overlap_or_have_no_hashes_are_not_known_to_be_equal(step: Path) -> None:
+    assert find_unequal(step, [(0, 100), (50, 100), (BLOCK_BYTES, 9)]) == [0, 1]
+    store = open_checkpoint(str(step)).store
+    assert store.find_unequal([Read("COMMIT", 0, memoryview(bytearray(4)))]) == [0]
+    assert store.find_unequal([Read(payload(step).name, SIZE - 1, memoryview(bytearray(2)))]) == [0]
+
+
+def test_of_a_file_only_bytes_that_no_buffer_has_are_read(step: Path, grain: int) -> None:
+    data = payload(step).read_bytes()
+    source, counted = open_counted(str(step))
+    counted.ranges.clear()
+    parts = [(7, grain - 7), (grain, grain + 5)]
+    source.store.find_unequal(
+        [Read(payload(step).name, at, memoryview(bytearray(data[at : at + n]))) for at, n in parts]
+    )
+    assert [(at, n) for _, at, n in counted.ranges] == [(0, 7), (2 * grain + 5, grain - 5)]
+
+
+def test_a_file_that_was_damaged_after_its_buffers_were_filled_differs(step: Path) -> None:
+    data = payload(step).read_bytes()
+    buffer = memoryview(bytearray(data[9:99]))
+    undo = flip(payload(step), 3)
+    try:
+        assert open_checkpoint(str(step)).store.find_unequal([Read(payload(step).name, 9, buffer)]) == [0]
+    finally:
+        undo()
+
+
 def test_small_reads_that_follow_one_another_read_each_block_once(step: Path) -> None:
     source, counted = open_counted(str(step))
     counted.ranges.clear()
