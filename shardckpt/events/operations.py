@@ -87,10 +87,13 @@ class RestoreEvent(OperationEvent):
 
     Attributes:
         tier: Place of the copy that was restored: `memory`, `local` or `root`; empty without one.
+        tier_bytes: Bytes of the last load on this rank, by place; if several nodes or places have files of the step,
+            with the rest of blocks that were verified.
     """
 
     operation: ClassVar[str] = "restore"
     tier: str = ""
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder
 from shardckpt.storage.replaceable import FileKind, Kind
-from shardckpt.storage.resolve_url import local_path, open_store
+from shardckpt.storage.resolve_url import local_path, open_place
 from shardckpt.storage.store import Writer, convert_os_errors
 
 _SHOWN = 3
@@ -114,7 +114,7 @@ class JoinedPublication(Publication):
         if path is not None:
             _require_folder(path)
         self.staging_url = staging_url
-        self._store = open_store(staging_url)
+        self._store = open_place(staging_url)
         self._writers: list[Writer] = []
 
     def create(self, name: str) -> Writer:
@@ -227,7 +227,7 @@ def missing_files(url: str, sizes: Mapping[str, int]) -> dict[str, int | None]:
     Raises:
         StorageError: The store failed.
     """
-    there = {entry.name: entry.size for entry in open_store(url).list()}
+    there = {entry.name: entry.size for entry in open_place(url).list()}
     unseen = [name for name, nbytes in sizes.items() if there.get(name) != nbytes]
     nbytes_now = {name: _size(url, name) for name in unseen}  # listings may be out of date
     return {name: size for name, size in nbytes_now.items() if size != sizes[name]}
@@ -278,5 +278,5 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def _size(url: str, name: str) -> int | None:
     """Return the size of a file in the store in bytes; None for a missing file."""
     with suppress(MissingFileError):
-        return open_store(url).size(name)
+        return open_place(url).size(name)
     return None

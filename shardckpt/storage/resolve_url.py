@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import MissingFileError, UsageError
 from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.local import LocalStore
+from shardckpt.storage.node_folder import NodeFolder, find_folder
 from shardckpt.storage.store import ObjectStore, Store, SubfolderStore, convert_os_errors, storage_error
 
 if TYPE_CHECKING:
@@ -64,10 +65,13 @@ def open_store(url: str) -> Store:
     Raises:
         UsageError: The protocol is unknown, or its package is not installed.
     """
+    return _find_mounted(url) or open_place(url)
+
+
+def open_place(url: str) -> Store:
+    """Return the store of a folder to write into, whatever is mounted there for reads. Raises as `open_store`."""
     path = local_path(url)
-    if path is not None:
-        return LocalStore(path)
-    return _find_mounted(url) or open_remote(url)
+    return open_remote(url) if path is None else LocalStore(path)
 
 
 _MOUNTED: dict[str, Store] = {}
@@ -79,7 +83,7 @@ def mount_store(url: str, store: Store) -> Iterator[None]:
     """Open a URL, and the folders below it, as a given store in this process within the context.
 
     Args:
-        url: URL with a protocol, without a slash at the end.
+        url: Path or URL, without a slash at the end.
         store: Store to open; it is only read, except that folders may be deleted.
     """
     _MOUNTED[url] = store
@@ -115,6 +119,9 @@ def open_remote(url: str) -> ObjectStore:
     """Return the store of a folder that is not on a disk. Raises UsageError like `open_store`."""
     if _is_held(url):
         return _open_held(url)
+    folder = find_folder(url)
+    if folder is not None:
+        return NodeFolder(url, folder)
     from shardckpt.storage.fsspec_store import FsspecStore  # noqa: PLC0415  (fsspec costs a tenth of a second)
 
     return FsspecStore(url)
@@ -156,10 +163,12 @@ def kind(url: str) -> str:
         StorageError: The store does not answer.
     """
     path = local_path(url)
-    if path is None and (mounted := _find_mounted_kind(url)):
+    if mounted := _find_mounted_kind(url):
         return mounted
     if _is_held(url):
         return _open_held(url).find_kind()
+    if path is None:
+        path = find_folder(url)
     if path is None:
         from shardckpt.storage.fsspec_store import find_kind  # noqa: PLC0415  (as above)
 

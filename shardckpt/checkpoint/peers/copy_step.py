@@ -1,4 +1,4 @@
-"""Copy the files of a step to other nodes; every block is compared with its hash before a copy exists."""
+"""Copy the files of a step to other nodes or tiers; every block is compared with its hash before a copy exists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, report_files
+from shardckpt.checkpoint.peers.node_steps import read_marks, write_marks
 from shardckpt.checkpoint.peers.open_peers import share_catalog
 from shardckpt.checkpoint.peers.partner_plan import plan_copies
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
@@ -70,12 +71,41 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
     return CopiedStep(exchange.received_bytes, time.monotonic() - start, _count_machines(catalog), faults)
 
 
+def copy_part(own: Store, target: Store, folder: str) -> int:
+    """Copy the files of a step that a node has to a farther tier of the node; return their bytes.
+
+    Every block is compared with its hash. `COMMIT` is the last file; then files of an older save are removed.
+
+    Args:
+        own: Store of the node's files in the nearer tier, whose root is the run.
+        target: Store of its files in the farther one.
+        folder: Name of the step's folder.
+
+    Raises:
+        CheckpointError: A file is damaged.
+        StorageError: Reading or writing failed.
+    """
+    source, inside = SubfolderStore(own, folder), SubfolderStore(target, folder)
+    sizes = {entry.name: entry.size for entry in source.list()}
+    commit = read_commit(source, sizes)
+    held = [name for name, nbytes in commit.files.items() if sizes.get(name) == nbytes]
+    _copy_files(source, inside, held)
+    write_marks(inside, read_marks(source))
+    return sum(commit.files[name] for name in held)
+
+
 def _copy_files(source: Store, target: Store, names: Sequence[str]) -> None:
-    """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest."""
+    """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest.
+
+    Args:
+        source: Store whose root is the step, with its marks.
+        target: Store whose root is the copy.
+        names: Names of the files.
+    """
     if not names:
         return
-    sizes = {entry.name: entry.size for entry in target.list()}
-    contents = read_contents(target, sizes, read_commit(target, sizes))
+    sizes = {entry.name: entry.size for entry in source.list()}
+    contents = read_contents(source, sizes, read_commit(source, sizes))
     hashed = {file.name: hashes for file in contents.files if (hashes := find_hashes(file)) is not None}
     verified = VerifiedStore(source, hashed)
     unknown = [name for name in names if name not in hashed]

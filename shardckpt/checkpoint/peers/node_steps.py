@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.errors import CheckpointError, MissingFileError
 from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_commit
-from shardckpt.format.native.run_directory import is_step_name
+from shardckpt.format.native.run_directory import StepFolder, is_step_name
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
+from shardckpt.plan.retention import Retention, SavedStep, steps_to_delete, with_trusted_times
 from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
 
@@ -33,28 +35,44 @@ def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: b
     is_wanted = is_first and coordinator.rank > 0
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        marks = _read_marks(inside)
+        marks = read_marks(inside)
         return [marks if message else b"" for message in messages]
 
     marks = coordinator.coordinate(f"committing {inside.url}", b"1" if is_wanted else b"", decide)
     result: bytes | Exception = b""
     try:
         if is_wanted:
-            _write_marks(inside, marks)
+            write_marks(inside, marks)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         result = error
     coordinator.coordinate(f"committing {inside.url} on all nodes", result, lambda messages: messages)
 
 
-def _read_marks(store: Store) -> bytes:
+def read_marks(store: Store) -> bytes:
+    """Return the manifest and the `COMMIT` of a step, for `write_marks`.
+
+    Args:
+        store: Store whose root is the step.
+
+    Raises:
+        ShardckptError: They cannot be read.
+    """
     nbytes = store.size(COMMIT)
     data = read_bytes(store, COMMIT, 0, nbytes)
     commit = decode_commit(data, where=store.url)
     return pack_message([nbytes], data + read_bytes(store, commit.manifest, 0, commit.manifest_bytes))
 
 
-def _write_marks(store: Store, marks: bytes) -> None:
-    """Write the manifest, then `COMMIT`; remove files that it does not name."""
+def write_marks(store: Store, marks: bytes) -> None:
+    """Write the manifest, then `COMMIT`; remove files that it does not name.
+
+    Args:
+        store: Store whose root is the step.
+        marks: Result of `read_marks`.
+
+    Raises:
+        StorageError: The store failed.
+    """
     (nbytes,), data = unpack_message(marks)
     commit = decode_commit(bytes(data[:nbytes]), where=store.url)
     for name, content in ((commit.manifest, data[nbytes:]), (COMMIT, data[:nbytes])):
@@ -76,33 +94,46 @@ def read_commits(own: Store) -> dict[str, Commit]:
     return found
 
 
-def remove_old_steps(own: Store, keep_last: int, protected: Collection[str], damaged: Collection[str]) -> list[str]:
-    """Remove the steps of a node but the newest ones, and folders without a valid `COMMIT`; return their names.
+def remove_old_steps(
+    own: Store, rules: Retention, protected: Collection[str], damaged: Collection[str], *, is_idle: bool
+) -> list[str]:
+    """Remove the steps of a node that no rule keeps; return their names.
 
     Args:
         own: Store of the node, whose root is the run.
-        keep_last: Number of newest steps to keep.
+        rules: Rules that select the steps to keep.
         protected: Names of further folders to keep.
         damaged: Ids of saves whose steps a load found damaged: they do not count.
+        is_idle: Whether nothing is written into folders that are not protected: then those without a valid `COMMIT`
+            are removed too.
 
     Raises:
         StorageError: The store failed.
     """
     commits = read_commits(own)
-    kept = {*protected, *choose_newest(commits, keep_last, damaged)}
-    removed = [entry.name for entry in own.list() if is_step_name(entry.name) and entry.name not in kept]
+    kept = {*protected, *choose_kept(commits, rules, damaged, time.time())}
+    names = [entry.name for entry in own.list() if is_step_name(entry.name)]
+    removed = [name for name in names if name not in kept and (is_idle or name in commits)]
     for name in removed:
+        own.delete(f"{name}/{COMMIT}")
         own.delete_folder(name)
     return removed
 
 
-def choose_newest(commits: Mapping[str, Commit], keep_last: int, damaged: Collection[str] = ()) -> list[str]:
-    """Return the folders of the newest steps: by branch, then by number.
+def choose_kept(commits: Mapping[str, Commit], rules: Retention, damaged: Collection[str], now: float) -> list[str]:
+    """Return the folders of the steps that rules keep.
 
     Args:
-        commits: `COMMIT` of each step.
-        keep_last: Number of steps.
+        commits: `COMMIT` of each step, by the name of its folder.
+        rules: Rules that select the steps to keep.
         damaged: Ids of saves that do not count.
+        now: Current time, in seconds since the epoch.
     """
-    good = [name for name, commit in commits.items() if commit.save not in damaged]
-    return sorted(good, key=lambda name: (commits[name].branch, int(name.partition("-")[2])))[-keep_last:]
+    good = {name: commit for name, commit in commits.items() if commit.save not in damaged}
+    numbers = {name: int(name.partition("-")[2]) for name in good}
+    steps = [
+        SavedStep(numbers[name], saved_at=StepFolder(numbers[name], name, commit.save).saved_at, branch=commit.branch)
+        for name, commit in good.items()
+    ]
+    deleted = steps_to_delete(with_trusted_times(steps, now), rules, now=now)
+    return [name for name in good if numbers[name] not in deleted]

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.exchange_round import ROUND_BYTES, FilePiece, RoundAnswer, RoundRequest, plan_round
 from shardckpt.errors import RankError, ShardckptError, StorageError
-from shardckpt.storage.store import Read, Store
+from shardckpt.storage.store import Read
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,6 +40,46 @@ class _PendingPiece:
     is_filled: bool | None = None
 
 
+class FileReader(Protocol):
+    """The files of a node, as far as they are read for a rank."""
+
+    @property
+    def url(self) -> str:
+        """Path or URL of the files, for messages."""
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer. Raises ShardckptError."""
+
+
+class PieceExchange(Protocol):
+    """The exchange of files that a `PeerStore` needs."""
+
+    def pull(self, wanted: Sequence[tuple[FilePiece, memoryview]]) -> list[bool]:
+        """Fill buffers with pieces that other ranks have; return for each whether its bytes came."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file, or a folder whose name ends with a slash, on all nodes."""
+
+
+class LoneExchange:
+    """The exchange of a single node.
+
+    Args:
+        on_delete: Called with the name of a file or folder to delete.
+    """
+
+    def __init__(self, on_delete: Callable[[str], None]) -> None:
+        self._on_delete = on_delete
+
+    def pull(self, wanted: Sequence[tuple[FilePiece, memoryview]]) -> list[bool]:
+        """Return that no piece came, since this node has all files."""
+        return [False] * len(wanted)
+
+    def delete(self, name: str) -> None:
+        """Delete a file, or a folder whose name ends with a slash."""
+        self._on_delete(name)
+
+
 class PeerExchange:
     """Exchange of pieces of files, from the start of a restore to its end on all ranks.
 
@@ -49,14 +89,14 @@ class PeerExchange:
 
     Args:
         coordinator: Coordinator for this exchange alone.
-        own: Store of this node, from which pieces are read for others.
-        on_delete: Called with the name of a file that every node deletes, on the thread of the exchange.
+        own: Files of this node, from which pieces are read for others.
+        on_delete: Called with the name of a file or folder that every node deletes, on the thread of the exchange.
 
     Attributes:
         received_bytes: Bytes that came from other ranks.
     """
 
-    def __init__(self, coordinator: Coordinator, own: Store, on_delete: Callable[[str], None]) -> None:
+    def __init__(self, coordinator: Coordinator, own: FileReader, on_delete: Callable[[str], None]) -> None:
         self._coordinator, self._own, self._on_delete = coordinator, own, on_delete
         self._changed = threading.Condition()
         self._waiting: deque[_PendingPiece] = deque()
@@ -105,7 +145,7 @@ class PeerExchange:
         return [bool(each.is_filled) for each in waiting]
 
     def delete(self, name: str) -> None:
-        """Delete a file on all nodes, in the next round."""
+        """Delete a file, or a folder whose name ends with a slash, on all nodes, in the next round."""
         with self._changed:
             self._deleted.append(name)
 

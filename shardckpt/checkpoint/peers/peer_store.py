@@ -4,70 +4,118 @@ from __future__ import annotations
 
 import builtins
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from shardckpt.checkpoint.peers.exchange_round import PIECE_BYTES, FilePiece
 from shardckpt.checkpoint.peers.node_files import NodeCatalog
-from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
+from shardckpt.checkpoint.peers.peer_exchange import FileReader, PieceExchange
 from shardckpt.errors import CheckpointError, MissingFileError, StorageError, TruncatedError
-from shardckpt.storage.store import Capabilities, Listed, Read, Store, Writer, check_name
+from shardckpt.storage.store import Capabilities, Listed, Read, Writer, check_name
 
 _LOG = logging.getLogger("shardckpt")
 
 
-class _Rejected(NamedTuple):
-    """A range of a file that one node cannot give.
+class NodeFile(NamedTuple):
+    """A copy of a file on one node.
+
+    Attributes:
+        node: Index of the node.
+        name: Name of the file among those of the node.
+    """
+
+    node: int
+    name: str
+
+    @property
+    def tier(self) -> str:
+        """First part of the name: the tier that has the copy, if nodes have several."""
+        return self.name.partition("/")[0]
+
+
+class PeerFile(NamedTuple):
+    """A file and its copies.
+
+    Attributes:
+        nbytes: Size in bytes.
+        places: Its copies, those in the nearest tier first.
+    """
+
+    nbytes: int
+    places: tuple[NodeFile, ...]
+
+
+class RejectedRange(NamedTuple):
+    """A range of a file that one copy cannot give.
 
     Attributes:
         start: First byte.
         stop: End.
-        node: Index of the node.
+        place: The copy.
+        reason: Why it cannot.
     """
 
     start: int
     stop: int
-    node: int
+    place: NodeFile
+    reason: str
 
 
 class PeerStore:
     """Files of all nodes, during a restore. Reads are thread-safe.
 
-    A range is read from the own node if that has the file, and otherwise from another node. A range that a node cannot
+    A range is read from the own node if that has the file, and otherwise from another node. A range that a copy cannot
     give is read from the next one.
 
     Args:
-        own: Store of this node.
+        own: Files of this node, by the names of the catalog.
         catalog: Files of all nodes.
         rank: This rank.
+        folders: For each folder of this store the folders of the catalog that have copies of its files, those in the
+            nearest tier first; None for the folders of the catalog as they are.
+        url: Path or URL of this store; None for that of `own`.
 
     Attributes:
-        exchange: Exchange with the other ranks; set before the first read.
+        exchange: PieceExchange with the other ranks; set before the first read.
         own_bytes: Bytes that were read from the own node.
         pulled_bytes: Bytes that came from other nodes.
+        tier_bytes: Bytes that were read, by tier.
+        rejected: Ranges that copies could not give, by the name of the file.
+        faults: Reasons why copies were not read, one for each.
     """
 
-    exchange: PeerExchange
+    exchange: PieceExchange
 
-    def __init__(self, own: Store, catalog: NodeCatalog, rank: int) -> None:
+    def __init__(
+        self,
+        own: FileReader,
+        catalog: NodeCatalog,
+        rank: int,
+        folders: Mapping[str, Sequence[str]] | None = None,
+        url: str | None = None,
+    ) -> None:
         self._own, self._catalog, self._rank = own, catalog, rank
         self._node = catalog.find_node(rank)
-        self._files = {
-            f"{folder}/{name}": each for folder, named in catalog.files.items() for name, each in named.items()
-        }
-        self._rejected: dict[str, builtins.list[_Rejected]] = {}
+        self._url = own.url if url is None else url
+        self._folders = {folder: (folder,) for folder in catalog.files} if folders is None else dict(folders)
+        self._files = collect_files(catalog, self._folders)
+        self.rejected: dict[str, builtins.list[RejectedRange]] = {}
+        self.faults: builtins.list[str] = []
         self.own_bytes = self.pulled_bytes = 0
+        self.tier_bytes: Counter[str] = Counter()
 
     @property
     def url(self) -> str:
-        """URL of the run's files on this node."""
-        return self._own.url
+        """Path or URL of the run's files."""
+        return self._url
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities: reads may cross the network, and each rank reads for itself."""
-        return Capabilities(renames=False, is_local=False, is_shared=False)
+        """Capabilities: with other nodes, reads may cross the network and each rank reads for itself."""
+        is_alone = len(self._catalog.nodes) == 1
+        return Capabilities(renames=False, is_local=is_alone, is_shared=is_alone)
 
     def list(self, folder: str = "") -> list[Listed]:
         """Return the content of `folder` on all nodes, sorted by name. Raises UnsafeError."""
@@ -75,18 +123,18 @@ class PeerStore:
             check_name(folder, self.url)
         prefix = f"{folder}/" if folder else ""
         found: dict[str, Listed] = {}
-        for name, copies in [*self._files.items()]:
+        for name, file in [*self._files.items()]:
             if name.startswith(prefix):
                 base, slash, _ = name[len(prefix) :].partition("/")
-                found[base] = Listed(prefix + base, 0 if slash else copies.nbytes, bool(slash))
+                found[base] = Listed(prefix + base, 0 if slash else file.nbytes, bool(slash))
         return sorted(found.values())
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes. Raises MissingFileError."""
-        copies = self._files.get(name)
-        if copies is None:
+        file = self._files.get(name)
+        if file is None:
             raise MissingFileError("no node has this file", where=f"{self.url}/{name}")
-        return copies.nbytes
+        return file.nbytes
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fill every buffer.
@@ -104,95 +152,120 @@ class PeerStore:
             left = self._read_once(left)
 
     def _read_once(self, reads: Sequence[Read]) -> builtins.list[Read]:
-        """Read each range from the nearest node that may give it; return those that it did not give."""
-        own: builtins.list[Read] = []
-        pulled: builtins.list[tuple[FilePiece, Read, int]] = []
+        """Read each range from the nearest copy that may give it; return those that it did not give."""
+        own: builtins.list[tuple[Read, NodeFile]] = []
+        pulled: builtins.list[tuple[FilePiece, Read, NodeFile]] = []
         for read in reads:
-            for part, node in self._assign(read):
-                if node == self._node:
-                    own.append(part)
+            for part, place in self._assign(read):
+                if place.node == self._node:
+                    own.append((part, place))
                 else:
-                    members = self._catalog.ranks[node]
+                    members = self._catalog.ranks[place.node]
                     peer = members[self._rank % len(members)]
-                    pulled += [(FilePiece(peer, *each[:2], len(each.buffer)), each, node) for each in _split(part)]
+                    pulled += [
+                        (FilePiece(peer, place.name, each.offset, len(each.buffer)), each, place)
+                        for each in _split(part)
+                    ]
         left = self._read_own(own)
         came = self.exchange.pull([(piece, each.buffer) for piece, each, _ in pulled]) if pulled else []
-        for (_, each, node), is_filled in zip(pulled, came, strict=True):
+        for (_, each, place), is_filled in zip(pulled, came, strict=True):
             if is_filled:
                 self.pulled_bytes += len(each.buffer)
+                self.tier_bytes[place.tier] += len(each.buffer)
             else:
-                self._reject(each, node, "does not give it")
+                self._reject(each, place, "does not give it")
                 left.append(each)
         return left
 
-    def _assign(self, read: Read) -> Iterator[tuple[Read, int]]:
-        """Yield parts of a range, each with the node to read it from."""
-        rejected = self._rejected.get(read.name, ())
+    def _assign(self, read: Read) -> Iterator[tuple[Read, NodeFile]]:
+        """Yield parts of a range, each with the copy to read it from."""
+        rejected = self.rejected.get(read.name, ())
         end = read.offset + len(read.buffer)
         bounds = {read.offset, end, *(at for each in rejected for at in each[:2] if read.offset < at < end)}
         edges = sorted(bounds)
         for start, stop in pairwise(edges):
-            bad = {each.node for each in rejected if each.start < stop and start < each.stop}
-            node = next((node for node in self._list_nodes(read.name) if node not in bad), None)
-            if node is None:
+            bad = {each.place for each in rejected if each.start < stop and start < each.stop}
+            place = next((place for place in self._list_places(read.name) if place not in bad), None)
+            if place is None:
                 raise MissingFileError("no node gives this range of a file", where=f"{self.url}/{read.name}")
-            yield Read(read.name, start, read.buffer[start - read.offset : stop - read.offset]), node
+            yield Read(read.name, start, read.buffer[start - read.offset : stop - read.offset]), place
 
-    def _list_nodes(self, name: str) -> Iterator[int]:
-        """Yield the nodes that have a file: the own one first, the others in an order that differs between ranks."""
-        nodes = self._files[name].nodes
-        if self._node in nodes:
-            yield self._node
-        others = [node for node in nodes if node != self._node]
-        turn = self._rank % len(others) if others else 0
-        yield from (*others[turn:], *others[:turn])
+    def _list_places(self, name: str) -> Iterator[NodeFile]:
+        """Yield the copies of a file: on the own node first; those of others in an order that differs between ranks."""
+        places = self._files.get(name, PeerFile(0, ())).places
+        yield from (place for place in places if place.node == self._node)
+        for tier in dict.fromkeys(place.tier for place in places):
+            others = [place for place in places if place.tier == tier and place.node != self._node]
+            turn = self._rank % len(others) if others else 0
+            yield from (*others[turn:], *others[:turn])
 
-    def _read_own(self, reads: Sequence[Read]) -> builtins.list[Read]:
+    def _read_own(self, reads: Sequence[tuple[Read, NodeFile]]) -> builtins.list[Read]:
         """Read ranges from the own node; return those that it did not give."""
         try:
             if reads:
-                self._own.read(reads)
+                self._own.read([read._replace(name=place.name) for read, place in reads])
         except (StorageError, CheckpointError) as error:
             if len(reads) > 1:
-                return [left for read in reads for left in self._read_own([read])]
-            self._reject(reads[0], self._node, str(error))
-            return [*reads]
-        self.own_bytes += sum(len(read.buffer) for read in reads)
+                return [left for each in reads for left in self._read_own([each])]
+            read, place = reads[0]
+            self._reject(read, place, str(error))
+            return [read]
+        for read, place in reads:
+            self.own_bytes += len(read.buffer)
+            self.tier_bytes[place.tier] += len(read.buffer)
         return []
 
     def reject(self, name: str, offset: int, nbytes: int) -> bool:
-        """Read a damaged range from another node from now on; return False if no other node is left."""
+        """Read a damaged range from another copy from now on; return False if no other copy is left."""
         damaged = Read(name, offset, memoryview(bytearray(nbytes)))
         try:
-            for part, node in [*self._assign(damaged)]:
-                self._reject(part, node, "a block is damaged")
+            for part, place in [*self._assign(damaged)]:
+                self._reject(part, place, "a block is damaged")
             return bool([*self._assign(damaged)])
         except MissingFileError:
             return False
 
-    def _reject(self, read: Read, node: int, reason: str) -> None:
-        rejected = _Rejected(read.offset, read.offset + len(read.buffer), node)
-        self._rejected.setdefault(read.name, []).append(rejected)
-        name = self._catalog.nodes[node].name
-        _LOG.warning("%s/%s is read from another copy: node %s: %s", self.url, read.name, name, reason)
+    def _reject(self, read: Read, place: NodeFile, reason: str) -> None:
+        """Read a range from another copy from now on; the first range of a copy is a warning in the log."""
+        rejected = self.rejected.setdefault(read.name, [])
+        is_first = all(each.place != place for each in rejected)
+        rejected.append(RejectedRange(read.offset, read.offset + len(read.buffer), place, reason))
+        if is_first:
+            node = f"node {self._catalog.nodes[place.node].name}"
+            self.faults.append(
+                f"{self.url}/{read.name} is read from another copy than {place.name} of {node}: {reason}"
+            )
+            _LOG.warning("%s", self.faults[-1])
 
     def create(self, name: str) -> Writer:
         """Raise an error: this store is only read."""
         raise StorageError("files of several nodes can be read only", where=f"{self.url}/{name}")
 
     def delete(self, name: str) -> None:
-        """Remove a file on all nodes, which delete it in the next round of the exchange."""
-        self.forget(name)
-        self.exchange.delete(name)
+        """Remove a file on all nodes, which delete its copies in the next round of the exchange."""
+        places = self._files[name].places if name in self._files else ()
+        self._files = {each: file for each, file in self._files.items() if each != name}
+        for copy in dict.fromkeys(place.name for place in places):
+            self.exchange.delete(copy)
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder on all nodes, as `delete`."""
-        for entry in self.list(folder):
-            self.delete(entry.name)
+        for copy in self._folders.get(folder, ()):
+            self.forget(f"{copy}/")
+            self.exchange.delete(f"{copy}/")
 
     def forget(self, name: str) -> None:
-        """Remove a file from this view."""
-        self._files = {each: copies for each, copies in self._files.items() if each != name}
+        """Remove copies from this view.
+
+        Args:
+            name: Name of a file among those of the nodes, or of a folder with a slash at the end.
+        """
+        is_folder = name.endswith("/")
+        found = {}
+        for each, file in self._files.items():
+            left = tuple(p for p in file.places if not (p.name.startswith(name) if is_folder else p.name == name))
+            found.update({each: file._replace(places=left)} if left else {})
+        self._files = found
 
     def changed_at(self, folder: str) -> float | None:  # noqa: ARG002
         """Return None: unknown."""
@@ -201,6 +274,24 @@ class PeerStore:
     def rename(self, source: str, target: str) -> None:  # noqa: ARG002
         """Raise an error: this store is only read."""
         self.create(target)
+
+
+def collect_files(catalog: NodeCatalog, folders: Mapping[str, Sequence[str]]) -> dict[str, PeerFile]:
+    """Return the files of folders, each with its copies in several folders of a catalog.
+
+    Args:
+        catalog: Files of all nodes.
+        folders: For each folder those of the catalog that have copies of its files, which are of one save.
+    """
+    found: dict[str, PeerFile] = {}
+    for folder, sources in folders.items():
+        for source in sources:
+            for name, copies in catalog.files[source].items():
+                known = found.get(f"{folder}/{name}", PeerFile(copies.nbytes, ()))
+                if known.nbytes == copies.nbytes:
+                    places = tuple(NodeFile(node, f"{source}/{name}") for node in copies.nodes)
+                    found[f"{folder}/{name}"] = PeerFile(known.nbytes, (*known.places, *places))
+    return found
 
 
 def _split(read: Read) -> Iterator[Read]:

@@ -79,6 +79,26 @@ class FoundStep(NamedTuple):
         return self.path, self.save or ""
 
 
+class PlaceReads:
+    """Reads of this rank from the places that a restore has opened together.
+
+    This is one of a restore from one place, which counts nothing.
+    """
+
+    @property
+    def tier_bytes(self) -> Mapping[str, int]:
+        """Bytes that this rank has read since `reset`, by tier; empty if all are of the place of the step."""
+        return {}
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Reasons why this rank read a copy in place of a nearer one."""
+        return ()
+
+    def reset(self) -> None:
+        """Count from here on."""
+
+
 class StepFinder:
     """Finder of the steps of a run.
 
@@ -229,9 +249,9 @@ class StepFinder:
         """Return the keys of the complete steps. On rank 0."""
         return [(self.path(step.name), step.save) for step in self.read().complete]
 
-    def open_places(self) -> AbstractContextManager[None]:
+    def open_places(self) -> AbstractContextManager[PlaceReads]:
         """Return the context of a restore, in which steps that are on other nodes can be read. Collective."""
-        return nullcontext()
+        return nullcontext(PlaceReads())
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
         """Return the complete copies of a step, the nearest first. Collective."""

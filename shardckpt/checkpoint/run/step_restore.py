@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import MIXED, load
-from shardckpt.checkpoint.run.step_finder import StepFinder, StepKey
+from shardckpt.checkpoint.run.step_finder import PlaceReads, StepFinder, StepKey
 from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
@@ -83,11 +83,13 @@ def restore_step(
                 on_event(event)
 
         given = {**options, "on_event": take_measurement}
-        with finder.open_places():
-            restored = _load_newest(finder, state, wanted, given, on_event=on_event, fault=fault)
-        if restored is not None:
-            tier = finder.find_finder(restored.path).tier
-            recorder.values.update(step=restored.number, warnings=restored.faults, tier=tier)
+        with finder.open_places() as reads:
+            restored = _load_newest(finder, state, wanted, given, reads, on_event=on_event, fault=fault)
+            if restored is not None:
+                tier = finder.find_finder(restored.path).tier
+                tier_bytes = reads.tier_bytes or {tier: recorder.values.get("nbytes", 0)}
+                faults = (*restored.faults, *reads.faults)
+                recorder.values.update(step=restored.number, warnings=faults, tier=tier, tier_bytes=tier_bytes)
     return restored
 
 
@@ -96,6 +98,7 @@ def _load_newest(
     state: Any,
     wanted: int | None,
     options: Mapping[str, Any],
+    reads: PlaceReads,
     *,
     on_event: OnEvent | None,
     fault: Exception | None,
@@ -110,6 +113,7 @@ def _load_newest(
             break
         path = latest.path
         is_last = wanted is not None and not finder.has_other_places
+        reads.reset()
         damage = _load_step(finder, path, state, options, is_last=is_last)
         if not damage:
             faults = (*latest.faults, *damages.values())

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.peers.node_files import Node
-from shardckpt.checkpoint.peers.node_steps import give_marks
-from shardckpt.checkpoint.run.step_finder import StepFinder
+from shardckpt.checkpoint.peers.node_steps import give_marks, read_commits, remove_old_steps
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
-from shardckpt.errors import RankError, ShardckptError, StorageError
+from shardckpt.checkpoint.tiers.part_finder import PartFinder
+from shardckpt.errors import RankError, ShardckptError, StorageError, UsageError
 from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, OperationEvent, deliver, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.run_directory import step_name
@@ -48,13 +48,16 @@ class TierPlace(NamedTuple):
         name: Name of the tier: `memory`, `local`.
         finder: Finder of its steps.
         is_found_again: Returns True if a new process would find its steps, on the node of the calling rank.
-        find_node: Returns the node of this rank, if each node has files of its own; None if all ranks are on one node.
+        find_node: Returns the node of this rank: copies on equal ones are one copy.
+        open_own: Returns the store of this node's steps, during a restore too, which sees those of all nodes. Raises
+            ShardckptError.
     """
 
     name: str
-    finder: StepFinder
+    finder: PartFinder
     is_found_again: Callable[[], bool]
-    find_node: Callable[[], Node] | None = None
+    find_node: Callable[[], Node]
+    open_own: Callable[[], Store]
 
 
 class CaptureTier(ABC):
@@ -75,7 +78,8 @@ class CaptureTier(ABC):
     Attributes:
         place: The tier as restores and claims see it.
         every: Steps whose number is a multiple of this are captured.
-        list_needed: Returns the numbers of the steps that stay regardless of the rules. On rank 0.
+        list_needed: Returns the numbers of the steps that stay regardless of the rules. On the ranks that act for
+            nodes.
     """
 
     def __init__(
@@ -92,7 +96,9 @@ class CaptureTier(ABC):
         self._shown, self._lane, self._group, self._on_event = shown, lane, group, on_event
         self.list_needed: Callable[[], Collection[int]] = tuple
         self._retention = StepRetention(rules, place.finder, on_event, self._list_needed)
+        self._rules = rules
         self._failures = self._skipped = 0
+        self._is_spread = False
         self._pending: tuple[int, SaveHandle] | None = None
 
     def _list_needed(self) -> Collection[int]:
@@ -118,12 +124,13 @@ class CaptureTier(ABC):
         self.open_node()
 
     def open_nodes(self, number: int, share: NodeShare) -> bool:
-        """Make the tier ready on all nodes; return whether a step can be captured. Collective.
+        """Make the tier ready on all nodes; return whether it can take a step. Collective.
 
         Args:
             number: Number of the step.
             share: Part of this rank.
         """
+        self._is_spread = share.nodes > 1
         return share.nodes == 1 or self._agree_on_start(number, share)
 
     def _agree_on_start(self, number: int, share: NodeShare) -> bool:
@@ -138,15 +145,13 @@ class CaptureTier(ABC):
         def decide(messages: list[bytes]) -> list[bytes]:
             faults = [(rank, text) for rank, text in enumerate(messages) if text]
             for rank, text in faults[:1]:
-                error = StorageError(f"rank {rank}: {text.decode()}")
-                self._emit_fallback(number, error)
-                self.note_failure(error)
+                self.refuse(number, StorageError(f"rank {rank}: {text.decode()}"))
             return [b"" if faults else b"1"] * len(messages)
 
         return bool(coordinator.coordinate(f"opening {self.place.finder.root} on all nodes", fault, decide))
 
     def finish(self, coordinator: Coordinator, number: int, share: NodeShare) -> None:
-        """Complete a capture that rank 0 has committed, on several nodes. Collective.
+        """Complete a capture that rank 0 has committed, on several nodes; remove older ones. Collective.
 
         Args:
             coordinator: Coordinator of the thread of the capture.
@@ -156,34 +161,47 @@ class CaptureTier(ABC):
         Raises:
             StorageError: The capture is not complete; RankError on other ranks.
         """
-        give_marks(coordinator, self.open_own(), step_name(number), is_first=share.is_first)
+        give_marks(coordinator, self.place.open_own(), step_name(number), is_first=share.is_first)
+        self.replicate(coordinator, number)
+        if share.is_first:
+            self._remove_parts(number, is_idle=True)
 
-    def open_own(self) -> Store:
-        """Return the store of this node's captures."""
-        return self.place.finder.open_store()
+    def replicate(self, coordinator: Coordinator, number: int) -> None:  # noqa: B027  (most tiers have no copies)
+        """Copy a capture to other nodes, if the tier does. Collective."""
+
+    def list_copied(self) -> Collection[str]:
+        """Return the folders of captures that stay since newer ones have fewer copies."""
+        return ()
 
     def takes(self, number: int) -> bool:
         """Return True if a step belongs into this tier."""
         return not number % self.every
 
-    def prepare(self, number: int, nodes: set[str]) -> bool:
+    def prepare(self, number: int, nodes: set[str], other: str = "") -> bool:
         """Make the tier ready; return whether a step can be captured. On rank 0.
 
         Args:
             number: Number of the step.
             nodes: Ids of the nodes of all ranks.
+            other: Ranks of one node that have different places, as text; empty without such ranks.
         """
         if self._skipped < min((1 << self._failures) - 1, _MOST_SKIPPED):
             self._skipped += 1
             return False
         self._skipped = 0
         try:
+            if other:
+                raise UsageError("the ranks of a node must have one folder for steps", found=other)
             self.open(nodes)
         except ShardckptError as error:
-            self._emit_fallback(number, error)
-            self.note_failure(error)
+            self.refuse(number, error)
             return False
         return True
+
+    def refuse(self, number: int, error: Exception) -> None:
+        """Emit that a step is not captured, and warn. On rank 0."""
+        self._emit_fallback(number, error)
+        self.note_failure(error)
 
     def capture(
         self,
@@ -202,16 +220,21 @@ class CaptureTier(ABC):
             notes: Custom metadata.
             options: Options of `shardckpt.async_save` for the copy.
             share: Part of this rank.
-            on_committed: Called with the number on rank 0, once the capture is complete on a single node.
+            on_committed: Called with the number on each rank that acts for its node, once the capture is complete.
 
         Raises:
             Exception: The state cannot be saved; an error of the tier is a warning.
         """
         has_retention = get_channels(self._group).main.rank == 0 and share.nodes == 1
         notes = RunNotes(notes)
+
+        def finish(coordinator: Coordinator) -> None:
+            self.finish(coordinator, number, share)
+            if share.is_first:
+                on_committed(number)
+
         if share.nodes > 1:
-            notes.is_shared = False
-            notes.after_commit = lambda coordinator: self.finish(coordinator, number, share)
+            notes.is_shared, notes.after_commit = False, finish
 
         def on_event(event: OperationEvent) -> None:
             deliver(event, self._on_event)
@@ -229,7 +252,7 @@ class CaptureTier(ABC):
         if budget is not None:  # pinned memory, of which a save in the root may use all of its own budget
             options = {"max_staging_bytes": max(budget // 4, LEAST_BUDGET_BYTES), **options}
         try:
-            handle = start_async_save(self._lane, state, self.path(number), given, **options)
+            handle = start_async_save(self._lane, state, self.target(number), given, **options)
         except Exception as error:
             coordinator = get_channels(self._group).main
             if coordinator.has_lost_rank or not _is_fault_of_tier(coordinator, error):
@@ -277,13 +300,37 @@ class CaptureTier(ABC):
         """Return the path or URL of a step in this tier."""
         return self.place.finder.path(step_name(number))
 
+    def target(self, number: int) -> str:
+        """Return the path or URL into which all ranks capture a step."""
+        return self.path(number)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the ranks were on several nodes at the last capture: each node has a part of it."""
+        return self._is_spread
+
     def apply_rules(self, saved: int | None = None) -> None:
-        """Delete the steps that no rule keeps. On rank 0.
+        """Delete the steps that no rule keeps. On the ranks that act for nodes.
 
         Args:
             saved: Number of a step that is new here; None if a step is not needed any more.
         """
-        self._retention.apply(saved)
+        if self._is_spread:
+            self._remove_parts(saved, is_idle=False)
+        else:
+            self._retention.apply(saved)
+
+    def _remove_parts(self, saved: int | None, *, is_idle: bool) -> None:
+        """Remove the steps of this node that no rule keeps; an error is a warning."""
+        finder, numbers = self.place.finder, [*self.list_needed(), *([] if saved is None else [saved])]
+        protected = {*map(step_name, numbers), *self.list_copied()}
+        try:
+            own = self.place.open_own()
+            before = read_commits(own)
+            removed = remove_old_steps(own, self._rules, protected, finder.damaged, is_idle=is_idle)
+            finder.removed.update(before[name].save for name in removed if name in before)
+        except ShardckptError as error:
+            warn_user(f"old steps in {self._shown} could not be removed: {error}")
 
     def _withdraw(self, number: int, error: Exception) -> None:
         """Emit that a step is not in this tier; on rank 0 warn too."""

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.run.step_finder import StepFinder
+from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.save.async_save import LOCAL_CAPTURES
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, TierPlace
 from shardckpt.checkpoint.tiers.local_folder import Local
-from shardckpt.errors import ShardckptError, StorageError, escape
+from shardckpt.checkpoint.tiers.part_finder import PartFinder
+from shardckpt.checkpoint.tiers.peer_memory import find_node
+from shardckpt.errors import ShardckptError, escape
 from shardckpt.events import OnEvent
-from shardckpt.format.durability.run_record import read_run_record, write_run_record
+from shardckpt.format.durability.run_record import find_run_id, read_run_record, write_run_record
 from shardckpt.format.durability.step_copies import LOCAL
-from shardckpt.format.durability.tier_folder import claim_folder, require_own_folder
+from shardckpt.format.durability.tier_folder import claim_folder, read_folder_id, require_own_folder
+from shardckpt.format.native.run_directory import step_name
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.node_folder import name_folder
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
 
 
-class LocalFinder(StepFinder):
+class LocalFinder(PartFinder):
     """Finder of the steps in a tier's folder, which refuses the folder of another run.
 
     Args:
@@ -33,7 +40,18 @@ class LocalFinder(StepFinder):
 
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None) -> None:
         super().__init__(config.folder, group)
-        self._root_of_run = root
+        self._folder, self._root_of_run = config.folder, root
+        self._is_opened = False
+
+    @contextmanager
+    def at(self, root: str) -> Iterator[None]:
+        """Find steps as the base class; the folder of each node is checked when it is opened."""
+        self._is_opened = True
+        try:
+            with super().at(root):
+                yield
+        finally:
+            self._is_opened = False
 
     def open_store(self) -> Store:
         """Return the store of the tier's folder.
@@ -43,6 +61,13 @@ class LocalFinder(StepFinder):
             StorageError: It cannot be read.
         """
         store = super().open_store()
+        if not self._is_opened:
+            require_own_folder(store, self._root_of_run)
+        return store
+
+    def open_own(self) -> Store:
+        """Return the store of this node's folder. Raises as `open_store`."""
+        store = LocalStore(self._folder)
         require_own_folder(store, self._root_of_run)
         return store
 
@@ -63,30 +88,36 @@ class LocalTier(CaptureTier):
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None) -> None:
         config.require_apart(root)
         self._folder, self._root, self._is_recorded = config.folder, root, False
-        place = TierPlace(LOCAL, LocalFinder(config, root, group), lambda: True)
+        finder = LocalFinder(config, root, group)
+        place = TierPlace(LOCAL, finder, lambda: True, self._find_place, finder.open_own)
         shown = escape(config.folder)
         super().__init__(place, shown, LOCAL_CAPTURES, config.every, config.rules, group, on_event)
 
-    def open(self, nodes: set[str]) -> None:
-        """Claim the folder for this run. On rank 0.
-
-        Args:
-            nodes: Ids of the nodes of all ranks.
+    def open_node(self) -> None:
+        """Claim the folder for this run.
 
         Raises:
-            StorageError: The ranks are on several nodes, or the folder cannot be written.
+            StorageError: The folder cannot be written.
             UsageError: It has steps of another run.
         """
-        if len(nodes) > 1:
-            raise StorageError("Local captures the ranks of one node", found=f"ranks on {len(nodes)} nodes")
-        self.open_node()
+        claim_folder(LocalStore(self._folder), self._root)
 
-    def open_node(self) -> None:
-        """Claim the folder for this run. Raises as `open`."""
-        claim_folder(open_store(self._folder), self._root)
+    def open(self, nodes: set[str]) -> None:
+        """Claim the folder of rank 0's node, and record it in the root. On rank 0; as `CaptureTier.open`."""
+        super().open(nodes)
         if not self._is_recorded:
             self._is_recorded = True
             self._record_folder()
+
+    def target(self, number: int) -> str:
+        """Return the path into which all ranks capture a step; on several nodes a URL that each has for its folder."""
+        url = name_folder(find_run_id(self._root), self._folder)
+        return f"{url}/{step_name(number)}" if self.is_spread else self.path(number)
+
+    def _find_place(self) -> Node:
+        """Return the node of this rank; nodes that share the folder are one."""
+        node = find_node()
+        return node._replace(name=read_folder_id(LocalStore(self._folder)) or node.name)
 
     def _record_folder(self) -> None:
         """Write the folder to the record of the run, where `ls` finds it; without it training goes on."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.copy_step import CopiedStep, copy_step
-from shardckpt.checkpoint.peers.node_steps import read_commits, remove_old_steps
-from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.save.async_save import CAPTURES
 from shardckpt.checkpoint.save.staging import memory_size
-from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, NodeShare, TierPlace
+from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, TierPlace
+from shardckpt.checkpoint.tiers.part_finder import PartFinder
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory, find_node
-from shardckpt.errors import StorageError
 from shardckpt.events import OnEvent, ReplicateEvent, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.run_record import find_run_id
@@ -25,15 +24,6 @@ from shardckpt.plan.retention import Retention
 from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.holder.holders import is_reachable, start_holder
 from shardckpt.storage.resolve_url import open_remote
-from shardckpt.storage.store import Store
-
-
-class MemoryFinder(StepFinder):
-    """Finder of captures, of which each node has a part."""
-
-    def newest_branch(self) -> int:
-        """Return the branch of the newest step on this node, which may have only a part of it. On rank 0."""
-        return max((commit.branch for commit in read_commits(self.open_store()).values()), default=0)
 
 
 class MemoryTier(CaptureTier):
@@ -52,8 +42,14 @@ class MemoryTier(CaptureTier):
         self._config, self._run = config, find_run_id(root)
         self._copied = ""
         self._is_warned = self._has_failed = False
-        finder = MemoryFinder(f"{SCHEME}://{self._run}", group)
-        place = TierPlace(MEMORY, finder, lambda: is_reachable(self._run), partial(find_node, config.rack))
+        finder = PartFinder(f"{SCHEME}://{self._run}", group)
+        place = TierPlace(
+            MEMORY,
+            finder,
+            lambda: is_reachable(self._run),
+            partial(find_node, config.rack),
+            partial(open_remote, finder.root),
+        )
         rules = Retention.from_params("PeerMemory", keep_last=config.keep_last)
         super().__init__(place, "memory", CAPTURES, config.every, rules, group, on_event)
 
@@ -78,30 +74,22 @@ class MemoryTier(CaptureTier):
         """
         start_holder(self._run, self._config.limit(memory_size()), last=COMMIT, idle_s=self._config.idle_s)
 
-    def finish(self, coordinator: Coordinator, number: int, share: NodeShare) -> None:
-        """Give the capture's marks to all nodes, copy it to others, then remove older captures. Collective.
+    def replicate(self, coordinator: Coordinator, number: int) -> None:
+        """Copy a capture to other nodes. Collective.
 
         A copy that fails is one warning and an event: then the newest capture that has all its copies is kept too.
 
-        Args:
-            coordinator: Coordinator of the thread of the capture.
-            number: Number of the step.
-            share: Part of this rank.
-
         Raises:
-            StorageError: This node did not get the marks; RankError on other ranks.
+            RankError: A rank is lost.
         """
-        super().finish(coordinator, number, share)
-        own, folder = self.open_own(), step_name(number)
         if self._config.copies:
-            copied = copy_step(coordinator, own, find_node(self._config.rack), folder, self._config.copies)
+            node, folder = find_node(self._config.rack), step_name(number)
+            copied = copy_step(coordinator, self.place.open_own(), node, folder, self._config.copies)
             self._note_copies(coordinator.rank, number, copied)
-        if share.is_first:
-            self._remove_old(own, {folder, self._copied} - {""})
 
-    def open_own(self) -> Store:
-        """Return the store of this node's captures, during a restore too, which sees those of all nodes."""
-        return open_remote(self.place.finder.root)
+    def list_copied(self) -> Collection[str]:
+        """Return the folder of the newest capture that has all its copies."""
+        return (self._copied,) if self._copied else ()
 
     def _note_copies(self, rank: int, number: int, copied: CopiedStep) -> None:
         """Record whether all copies of a capture exist; emit it, and warn of the first failure in a row."""
@@ -116,13 +104,3 @@ class MemoryTier(CaptureTier):
             return
         if rank == 0 and not had_failed:
             warn_user(f"a capture has fewer copies than asked for: {copied.faults[0]}")
-
-    def _remove_old(self, own: Store, kept: set[str]) -> None:
-        """Remove the captures of this node that are not kept; an error is a warning."""
-        finder = self.place.finder
-        try:
-            before = read_commits(own)
-            removed = remove_old_steps(own, self._config.keep_last, kept, finder.damaged)
-            finder.removed.update(before[name].save for name in removed if name in before)
-        except StorageError as error:
-            warn_user(f"a step is captured, but old captures could not be removed: {error}")

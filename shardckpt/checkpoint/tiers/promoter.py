@@ -6,10 +6,12 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
+from shardckpt.checkpoint.peers.copy_step import copy_part
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
 from shardckpt.errors import ShardckptError
 from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, record_operation
 from shardckpt.format.native.copy_files import copy_stored_step
+from shardckpt.format.native.run_directory import step_name
 
 _MOST_WAITING = 2
 """Maximum number of promotions that wait for the running one."""
@@ -22,15 +24,19 @@ class Promotion(NamedTuple):
         number: Number of the step.
         source: Tier that has its capture.
         target: Tier that takes the copy.
+        rank: This rank.
     """
 
     number: int
     source: CaptureTier
     target: CaptureTier
+    rank: int = 0
 
 
 class Promoter:
-    """Copies of committed captures to farther tiers, one at a time, on a thread of its own. On rank 0.
+    """Copies of committed captures to farther tiers, one at a time, on a thread of its own. On one rank of each node.
+
+    If the ranks are on several nodes, each node copies the files that it has.
 
     Nobody waits for a slow tier: if too many promotions wait, the oldest is given up, with an event. A capture that
     is being promoted, or will be, stays in its tier whatever the rules there; then the rules count again.
@@ -60,13 +66,13 @@ class Promoter:
         if given_up is not None:
             reason = f"not copied from {given_up.source.path(given_up.number)}: newer steps wait"
             path = given_up.target.path(given_up.number)
-            emit(FallbackEvent(path, step=given_up.number, warnings=(reason,)), self._on_event)
+            emit(FallbackEvent(path, step=given_up.number, rank=given_up.rank, warnings=(reason,)), self._on_event)
 
-    def list_promoted(self, source: CaptureTier) -> frozenset[int]:
-        """Return the steps of a tier that are being promoted, or will be."""
+    def list_promoted(self, tier: CaptureTier) -> frozenset[int]:
+        """Return the steps of a tier that are being promoted from there or to there, or will be."""
         with self._lock:
             promotions = [*self._waiting, *([] if self._running is None else [self._running])]
-        return frozenset(each.number for each in promotions if each.source is source)
+        return frozenset(each.number for each in promotions if tier in (each.source, each.target))
 
     def wait(self) -> None:
         """Wait until no promotion is left."""
@@ -90,14 +96,22 @@ class Promoter:
             promotion.source.apply_rules()
 
     def _promote(self, promotion: Promotion) -> None:
-        number, source, target = promotion
+        number, source, target, rank = promotion
         place = target.place.name
         try:
             with record_operation(PromotionEvent, target.path(number), self._on_event, tier=place) as recorder:
-                recorder.values["source"] = source.path(number)
-                recorder.values["nbytes"] = copy_stored_step(source.path(number), target.path(number))
+                recorder.values.update(source=source.path(number), rank=rank)
+                recorder.values["nbytes"] = _copy(promotion)
         except ShardckptError as error:
             target.note_failure(error)
         else:
             target.note_success()
             target.apply_rules(number)
+
+
+def _copy(promotion: Promotion) -> int:
+    """Copy a step, or the part of this node, and return its bytes. Raises ShardckptError."""
+    number, source, target, _ = promotion
+    if source.is_spread:
+        return copy_part(source.place.open_own(), target.place.open_own(), step_name(number))
+    return copy_stored_step(source.path(number), target.path(number))

@@ -15,14 +15,21 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
-from shardckpt.checkpoint.peers.open_peers import open_peers
-from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep, StepFinder, StepKey, find_next_branch
+from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
+from shardckpt.checkpoint.peers.open_peers import NodeTier, OpenedTiers, open_peers
+from shardckpt.checkpoint.run.step_finder import (
+    NO_STEP,
+    FoundStep,
+    PlaceReads,
+    StepFinder,
+    StepKey,
+    find_next_branch,
+)
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
+from shardckpt.checkpoint.tiers.peer_memory import find_node
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
 from shardckpt.format.durability.step_copies import (
     FAILURES,
-    PROCESS,
     StepCopy,
     decode_durability,
     describe_copy,
@@ -96,6 +103,33 @@ class RootPosition(NamedTuple):
         return newest in self or newest < self.committed
 
 
+class TierReads(PlaceReads):
+    """Reads of this rank from the tiers of all nodes.
+
+    Args:
+        opened: The tiers.
+    """
+
+    def __init__(self, opened: OpenedTiers) -> None:
+        self._opened = opened
+        self._before: Mapping[str, int] = {}
+
+    @property
+    def tier_bytes(self) -> Mapping[str, int]:
+        """Bytes that this rank has read since `reset`, by tier."""
+        read = {tier: nbytes - self._before.get(tier, 0) for tier, nbytes in self._opened.tier_bytes.items()}
+        return {tier: nbytes for tier, nbytes in read.items() if nbytes}
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Reasons why this rank read a copy in place of a nearer one."""
+        return self._opened.faults
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self._before = self._opened.tier_bytes
+
+
 class TieredFinder(StepFinder):
     """Finder of the steps of a run with tiers.
 
@@ -118,6 +152,7 @@ class TieredFinder(StepFinder):
         self.has_other_places = True
         self.position: RootPosition | None = None
         self._started: dict[int, float] = {}
+        self._damaged_files: frozenset[str] = frozenset()
 
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
@@ -197,13 +232,18 @@ class TieredFinder(StepFinder):
             del self._started[next(iter(self._started))]
 
     @contextmanager
-    def open_places(self) -> Iterator[None]:
-        """Read the steps that nodes have together, within the context. Collective."""
+    def open_places(self) -> Iterator[PlaceReads]:
+        """Read the steps that nodes and tiers have together, within the context. Collective."""
+        tiers = [NodeTier(place.name, place.finder.root, place.open_own) for place in self._places]
         with ExitStack() as stack:
+            opened = stack.enter_context(open_peers(tiers, find_node(), self.group))
+            if opened is None:
+                yield PlaceReads()
+                return
             for place in self._places:
-                if place.find_node is not None:
-                    stack.enter_context(open_peers(place.finder.root, place.find_node(), self.group))
-            yield
+                stack.enter_context(place.finder.at(opened.stores[place.name].url))
+            yield TierReads(opened)
+            self._damaged_files |= opened.share_rejected(get_channels(self.group).main)
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
         """Return the complete copies of a step, the nearest first. Collective.
@@ -212,7 +252,7 @@ class TieredFinder(StepFinder):
         process would not find is none.
         """
         folder = step_name(number)
-        reports = [_report_step(place, folder).encode().decode() for place in self._places]
+        reports = [_report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
 
         def decide(messages: list[bytes]) -> list[bytes]:
             parts = [[NodeReport.decode(text.encode()) for text in json.loads(message)] for message in messages]
@@ -227,10 +267,7 @@ class TieredFinder(StepFinder):
         """Return the complete copies of a step, from what the nodes have of it in each tier. On rank 0."""
         held: list[StepCopy] = []
         for place, catalog in zip(self._places, catalogs, strict=True):
-            if place.find_node is None:
-                held += _read_tier(place, partial(_list_held_copies, place, number), [])
-            else:
-                held += _read_tier(place, partial(_list_node_copies, place, catalog, number), [])
+            held += _read_tier(place, partial(_list_node_copies, place, catalog, number), [])
         copies = [*held, *self.list_copies(number)]
         started = self._started.get(number, 0.0)
         return [copy for copy in copies if not started or (copy.saved_at or 0.0) >= started]
@@ -248,20 +285,23 @@ def _read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
         return otherwise
 
 
-def _list_held_copies(place: TierPlace, number: int) -> list[StepCopy]:
-    held = place.finder.list_copies_here(number, (PROCESS,))
-    return held if held and place.is_found_again() else []
+def _report_step(place: TierPlace, folder: str, damaged: Collection[str]) -> NodeReport:
+    """Return what this rank's node has of a step, if a new process would find it.
 
-
-def _report_step(place: TierPlace, folder: str) -> NodeReport:
-    """Return what this rank's node has of a step, if a new process would find it."""
-    if place.find_node is None:
-        return NodeReport(Node("", ""))
-    node, store = place.find_node(), place.finder.open_store()
+    Args:
+        place: The tier.
+        folder: Name of the step's folder.
+        damaged: Files of this node that were found damaged, such as `memory/step-00000010/x`.
+    """
+    node = place.find_node()
 
     def report() -> NodeReport:
-        found = report_files(store, node, [folder])
-        return found if found.steps and place.is_found_again() else NodeReport(node)
+        found = report_files(place.open_own(), node, [folder])
+        if not found.steps or not place.is_found_again():
+            return NodeReport(node)
+        step = found.steps[folder]
+        files = {name: size for name, size in step.files.items() if f"{place.name}/{folder}/{name}" not in damaged}
+        return NodeReport(node, {folder: step._replace(files=files)})
 
     return _read_tier(place, report, NodeReport(node))
 
@@ -272,7 +312,7 @@ def _list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> li
     machines, step = catalog.count_machines(folder), StepFolder(number, folder, save=catalog.saves.get(folder, ""))
     if not machines or not place.finder.is_good(step):
         return []
-    return [describe_copy(place.finder.open_store(), step, place.name, FAILURES[:machines])]
+    return [describe_copy(place.open_own(), step, place.name, FAILURES[:machines])]
 
 
 def _read_about(store: Store, step: StepFolder) -> Mapping[str, str]:

@@ -53,8 +53,7 @@ class _Places(NamedTuple):
         number: Number of the step.
         branch: Branch of the run that the step belongs to.
         after: Position in the root, and the id of this attempt to save, as text.
-        captured_in: Index of the tier that captures it; None without one.
-        promoted_to: Indexes of the tiers to which the capture is copied.
+        tiers: Indexes of the tiers that take it: the first captures it, its files are copied to the others.
         in_root: Whether it is saved in the root.
         share: `NodeShare` of the rank.
     """
@@ -62,8 +61,7 @@ class _Places(NamedTuple):
     number: int
     branch: int
     after: str
-    captured_in: int | None
-    promoted_to: list[int]
+    tiers: list[int]
     in_root: bool
     share: tuple[int, bool] = (1, False)
 
@@ -190,7 +188,8 @@ class TieredSaver:
         try:
             given = check_options(async_save, options, self._finder.group)
             notes = build_notes(metrics, given.get("custom_metadata"))
-            message = json.dumps([require_step_number(step), find_node_id()]).encode()
+            folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
+            message = json.dumps([require_step_number(step), find_node_id(), folders]).encode()
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
         coordinator = get_channels(self._finder.group).main
@@ -200,12 +199,13 @@ class TieredSaver:
         notes[AFTER] = places.after
         copy_options = {name: given[name] for name in _FOR_COPY if name in given}
         share = NodeShare(*places.share)
-        if places.captured_in is not None and self._tiers[places.captured_in].open_nodes(places.number, share):
-            source, targets = self._tiers[places.captured_in], [self._tiers[index] for index in places.promoted_to]
+        opened = [tier for tier in map(self._tiers.__getitem__, places.tiers) if tier.open_nodes(places.number, share)]
+        if opened:
+            source, *targets = opened
 
             def promote(number: int) -> None:
                 for target in targets:
-                    self._promoter.add(Promotion(number, source, target))
+                    self._promoter.add(Promotion(number, source, target, coordinator.rank))
 
             source.capture(places.number, state, notes, copy_options, share, promote)
         if places.in_root:
@@ -249,18 +249,33 @@ class TieredSaver:
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose the places of a step. On rank 0."""
-        numbers, nodes = zip(*map(json.loads, messages), strict=True)
+        numbers, nodes, folders = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
-        taking = [index for index, tier in enumerate(self._tiers) if tier.takes(number)]
-        ready = [index for index in taking if self._tiers[index].prepare(number, set(nodes))]
+        first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
+        ready = []
+        for index, tier in enumerate(self._tiers):
+            other = _find_other_folder([first[node] for node in nodes], [each.get(tier.place.name) for each in folders])
+            if tier.takes(number) and tier.prepare(number, set(nodes), other):
+                ready.append(index)
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
         self._finder.record_start(number)
         position = self._finder.find_position()
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
-        captured_in, promoted_to = (ready[0], ready[1:]) if ready else (None, [])
-        places = _Places(number, branch, position.encode(secrets.token_hex(8)), captured_in, promoted_to, in_root)
-        first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
+        places = _Places(number, branch, position.encode(secrets.token_hex(8)), ready, in_root)
         shares = [(len(first), first[node] == rank) for rank, node in enumerate(nodes)]
         return [json.dumps(places._replace(share=share)).encode() for share in shares]
+
+
+def _find_other_folder(first: Sequence[int], folders: Sequence[str | None]) -> str:
+    """Return as text a rank that has another folder than the lowest rank of its node; empty without one.
+
+    Args:
+        first: Lowest rank of the node of each rank.
+        folders: Folder of each rank.
+    """
+    for rank, (other, folder) in enumerate(zip(first, folders, strict=True)):
+        if folder != folders[other]:
+            return f"rank {rank} has {folder}, and rank {other} of the same node {folders[other]}"
+    return ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 
-from shardckpt.errors import CheckpointError, MissingFileError, UsageError
+from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError, UsageError
 from shardckpt.format.durability.run_record import find_run_id
 from shardckpt.format.native.run_directory import is_step_name
 from shardckpt.storage.store import Store, read_bytes
@@ -53,8 +54,21 @@ def claim_folder(store: Store, root: str) -> None:
     require_own_folder(store, root)
     if _read_owner(store) is None:
         with store.create(_OWNER) as writer:
-            writer.write(json.dumps({"run": find_run_id(root), "root": root}).encode("ascii") + b"\n")
+            record = {"run": find_run_id(root), "root": root, "id": secrets.token_hex(8)}
+            writer.write(json.dumps(record).encode("ascii") + b"\n")
         require_own_folder(store, root)  # another run may have claimed it meanwhile
+
+
+def read_folder_id(store: Store) -> str:
+    """Return the id of a tier's folder, by which nodes notice that they share it; empty without one.
+
+    Args:
+        store: Store of the folder.
+    """
+    try:
+        return str((_read_owner(store) or {}).get("id", ""))[:64]
+    except ShardckptError:
+        return ""
 
 
 def _read_owner(store: Store) -> dict[str, object] | None:

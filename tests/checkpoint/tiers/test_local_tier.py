@@ -6,51 +6,21 @@ import errno
 import os
 import shutil
 import signal
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from forks import is_killed
 from harness import run
+from tier_runs import restore, save
 
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, WithdrawalEvent
 from shardckpt.errors import StorageError, UsageError
-from shardckpt.storage.holder import holder_connection
-
-
-@pytest.fixture(autouse=True)
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of sockets for one test, whose holders are ended after it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield
-    shardckpt.stop_tiers()
 
 
 def make(folder: Path, *, every: int = 1, save_every: int = 100, on_event=None, **rules: object) -> Checkpointer:
     tiers = [Local(folder / "local", every=every, **rules)]
     return Checkpointer(folder / "run", save_every=save_every, tiers=tiers, on_event=on_event)
-
-
-def state(value: float = 0.0) -> dict:
-    return {"w": torch.full((300,), float(value)), "step": int(value)}
-
-
-def save(ck: Checkpointer, *steps: int) -> None:
-    for step in steps:
-        ck.save(step, state(step))
-    ck.wait()
-
-
-def restore(ck: Checkpointer, **options: object) -> int | None:
-    """Restore as a new process does, and return the step, whose values all have to be its own."""
-    holder_connection._forget_connections()
-    into = state(-1.0)
-    step = ck.restore(into, **options)
-    assert step is None or (into["step"] == step and torch.equal(into["w"], torch.full((300,), float(step))))
-    return step
 
 
 def flip(step: Path) -> None:
@@ -225,18 +195,12 @@ def test_steps_of_a_course_that_was_given_up_are_dropped(tmp_path):
     assert shardckpt.ls(tmp_path / "local").complete == ()
 
 
-def test_ranks_of_one_node_capture_together_and_ranks_of_two_are_one_warning_and_an_event(tmp_path):
-    def train(rank: int, world: int, folder: str) -> list:
-        texts, events = [], []
-        for node in ("", "other"):
-            os.environ["SHARDCKPT_NODE"] = node if rank else ""
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                ck = make(Path(folder), save_every=5, on_event=events.append)
-                save(ck, *((1, 2) if not node else (3, 5)))
-            texts.append(sum("ranks on 2 nodes" in str(each.message) for each in warned))
-        return [texts, [each.step for each in events if isinstance(each, FallbackEvent)], ck.steps()]
+def test_ranks_of_one_node_capture_one_step_together(tmp_path):
+    def train(rank: int, world: int) -> tuple:
+        ck = make(tmp_path)
+        save(ck, 1, 2)
+        return ck.durability(2).survives
 
-    assert run(2, train, str(tmp_path)) == [[[0, 1], [3], (5,)], [[0, 0], [], (5,)]]
+    assert run(2, train) == [{"process"}] * 2
     assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [2]
-    assert restore(make(tmp_path)) == 5
+    assert restore(make(tmp_path)) == 2

@@ -6,16 +6,18 @@ import os
 import shutil
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import tier_runs
 import torch
 from forks import is_killed
 from harness import run
+from tier_runs import is_alive, save, wait_for
+from tier_runs import make_state as state
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
@@ -31,52 +33,12 @@ from shardckpt.storage.resolve_url import open_store
 DEADLINE_S = 30.0
 
 
-@pytest.fixture(autouse=True)
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of sockets for one test, whose holders are ended after it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield
-    pids = [holder.pid for holder in shardckpt.tiers().holders]
-    shardckpt.stop_tiers()
-    wait_for(lambda: not any(Path(f"/proc/{pid}/maps").exists() and is_alive(pid) for pid in pids))
-    assert list((tmp_path / "shardckpt").glob("*.sock")) == []
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def make(root: Path, *, every: int = 1, save_every: int = 100, on_event=None, **options: object) -> Checkpointer:
     return Checkpointer(root, save_every=save_every, tiers=[PeerMemory(every=every, **options)], on_event=on_event)
 
 
-def state(value: float = 0.0) -> dict:
-    return {"w": torch.full((300,), float(value)), "step": int(value)}
-
-
-def save(ck: Checkpointer, *steps: int) -> None:
-    for step in steps:
-        ck.save(step, state(step))
-    ck.wait()
-
-
 def restore(root: Path, **options: object) -> int | None:
-    """Restore as a new process does, and return the step, whose values all have to be its own."""
-    holder_connection._forget_connections()
-    into = state(-1.0)
-    step = make(root).restore(into, **options)
-    assert step is None or (into["step"] == step and torch.equal(into["w"], torch.full((300,), float(step))))
-    return step
+    return tier_runs.restore(make(root), **options)
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tier_runs import make_state
 
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionEvent
@@ -20,14 +20,6 @@ from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
 
 DEADLINE_S = 30.0
-
-
-@pytest.fixture(autouse=True)
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of sockets for one test, whose holders are ended after it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield
-    shardckpt.stop_tiers()
 
 
 class Run:
@@ -41,7 +33,7 @@ class Run:
 
     def save(self, *steps: int) -> None:
         for step in steps:
-            self.ck.save(step, {"w": torch.full((300,), float(step)), "step": step})
+            self.ck.save(step, make_state(step))
 
     def list(self, kind: type) -> list:
         return [event for event in self.events if isinstance(event, kind)]

@@ -10,64 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 from harness import outcomes, run
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from tier_runs import BLOCKS, NODES, VALUES, enter, holders, is_step, kill_holder
+from tier_runs import sharded_state as state
 
-import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, PeerMemory
 from shardckpt.checkpoint.peers import open_peers, peer_exchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.tiers import memory_tier
-from shardckpt.storage.holder import holder_connection
-
-NODES = "abcd"
-VALUES = torch.arange(1_000_000.0).reshape(40, 25_000)
-BLOCKS = 4 << 17
-"""A few of the blocks that are read to verify small values, in bytes; the part of a rank has more."""
-
-
-@pytest.fixture(autouse=True)
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of sockets for one test; the holders of all nodes are ended after it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield
-    for node in NODES:
-        monkeypatch.setenv("SHARDCKPT_NODE", node)
-        shardckpt.stop_tiers()
-
-
-def enter(node: str) -> None:
-    """Be a process of a node."""
-    os.environ["SHARDCKPT_NODE"] = node
-    holder_connection._forget_connections()
-
-
-def holders(node: str) -> tuple:
-    before = os.environ.get("SHARDCKPT_NODE", "")
-    enter(node)
-    found = shardckpt.tiers().holders
-    enter(before)
-    return found
-
-
-def kill_holder(node: str) -> None:
-    for holder in holders(node):
-        os.kill(holder.pid, signal.SIGKILL)
 
 
 def make(root: Path, *, save_every: int = 100, on_event=None, **options: object) -> Checkpointer:
     return Checkpointer(root, save_every=save_every, tiers=[PeerMemory(**options)], on_event=on_event)
-
-
-def state(world: int, step: int = 0) -> dict:
-    mesh = init_device_mesh("cpu", (world,))
-    return {
-        "w": distribute_tensor(VALUES * step, mesh, [Shard(0)]),
-        "bias": torch.full((5,), float(step)),
-        "step": step,
-    }
 
 
 def train(rank: int, world: int, root: Path, nodes: str, steps: tuple[int, ...], options: dict) -> list:
@@ -86,8 +41,7 @@ def resume(rank: int, world: int, root: Path, nodes: str, options: dict) -> tupl
     open_peers.PeerStore = lambda *args: stores.append(PeerStore(*args)) or stores[-1]
     into = state(world)
     step = make(root, **options).restore(into)
-    is_equal = torch.equal(into["w"].full_tensor(), VALUES * (step or 0)) and into["step"] == (step or 0)
-    return step, is_equal, *((store.own_bytes, store.pulled_bytes) for store in stores)
+    return step, is_step(into, step or 0), *((store.own_bytes, store.pulled_bytes) for store in stores)
 
 
 def test_ranks_on_two_nodes_capture_into_their_own_holders_and_other_numbers_of_ranks_restore_it(tmp_path):

@@ -1,0 +1,52 @@
+"""`TierFiles`: the files that a node has in its tiers, each below the name of its tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from shardckpt.errors import MissingFileError
+from shardckpt.storage.store import Read, Store
+
+
+class TierFiles:
+    """Files of a node by names such as `memory/step-00000010/COMMIT`. Reads are thread-safe.
+
+    Args:
+        stores: Store of each tier, by its name.
+
+    Attributes:
+        stores: Store of each tier, by its name.
+    """
+
+    url = "tiers"
+
+    def __init__(self, stores: Mapping[str, Store]) -> None:
+        self.stores = stores
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer.
+
+        Raises:
+            MissingFileError: The file does not exist, or the node does not have the tier.
+            ShardckptError: A store failed.
+        """
+        for tier, group in groupby(reads, lambda read: read.name.partition("/")[0]):
+            store, _ = self._find(tier)
+            store.read([read._replace(name=read.name.partition("/")[2]) for read in group])
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder whose name ends with a slash. Raises ShardckptError."""
+        store, inside = self._find(name)
+        if name.endswith("/"):
+            store.delete_folder(inside.rstrip("/"))
+        else:
+            store.delete(inside)
+
+    def _find(self, name: str) -> tuple[Store, str]:
+        """Return the store of a name, and the name there."""
+        tier, _, inside = name.partition("/")
+        store = self.stores.get(tier)
+        if store is None:
+            raise MissingFileError("this node does not have the tier", where=name)
+        return store, inside

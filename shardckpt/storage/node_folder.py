@@ -1,0 +1,96 @@
+"""Folders that every node has for itself, under a URL that is the same on all nodes."""
+
+from __future__ import annotations
+
+import os
+
+from shardckpt.errors import TargetExistsError, UsageError
+from shardckpt.storage.local import LocalStore, LocalWriter
+from shardckpt.storage.store import Capabilities
+
+SCHEME = "shardckpt-local"
+"""Protocol of the URLs of such folders: `shardckpt-local://RUN`."""
+
+_FOLDERS: dict[str, str] = {}
+"""Folder of this node by the URL of its root."""
+
+
+def name_folder(run: str, folder: str) -> str:
+    """Give a folder of this node a URL that is the same on all nodes, and return it.
+
+    Args:
+        run: Id of the run that the folder belongs to.
+        folder: Absolute path.
+    """
+    url = f"{SCHEME}://{run}"
+    _FOLDERS[url] = folder
+    return url
+
+
+def find_folder(url: str) -> str | None:
+    """Return the path of this node that a URL of `name_folder`, or of a name below it, has; None for another URL.
+
+    Raises:
+        UsageError: No folder of this process has the URL.
+    """
+    protocol, mark, rest = url.partition("://")
+    if protocol != SCHEME or not mark:
+        return None
+    run, _, name = rest.strip("/").partition("/")
+    folder = _FOLDERS.get(f"{SCHEME}://{run}")
+    if folder is None:
+        raise UsageError("no folder of this process has this URL", where=url, fix="Name the folder by its path.")
+    return os.path.join(folder, name) if name else folder
+
+
+class NodeFolder(LocalStore):
+    """A folder of this node in which files appear one by one, as in a bucket.
+
+    No rename shows a step on all nodes at once: on each node its `COMMIT` is the last file.
+
+    Args:
+        url: URL of `name_folder`, or of a folder below it.
+        path: Its path on this node.
+    """
+
+    def __init__(self, url: str, path: str) -> None:
+        super().__init__(path)
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        """URL of the folder."""
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities: no atomic rename of folders, and cheap reads."""
+        return Capabilities(renames=False, is_local=True)
+
+    def create(self, name: str, *, is_new: bool = False) -> LocalWriter:
+        """Start a new file and create its parent folders.
+
+        Args:
+            name: Name of the file.
+            is_new: Refuse it if another file has the name.
+
+        Raises:
+            TargetExistsError: The file has to be new, and another one has its name.
+            UnsafeError: The name leaves the root.
+            StorageError: The file cannot be created.
+        """
+        writer = super().create(name)
+        if is_new and os.path.lexists(self._shown(name)):
+            writer.abort()
+            raise TargetExistsError("another file has this name", where=self._shown(name))
+        return writer
+
+    def written_at(self, name: str) -> float | None:
+        """Return None: unknown."""
+        del name
+        return None
+
+    def version(self, name: str) -> str:
+        """Return an empty text: unavailable."""
+        del name
+        return ""

@@ -1,0 +1,229 @@
+"""`Local` on several nodes, simulated on one machine: parts in folders that are not shared, alone and under memory."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run
+from tier_runs import BLOCKS, VALUES, enter, is_step, kill_holder
+from tier_runs import sharded_state as state
+
+import shardckpt
+from shardckpt import Checkpointer, Local, PeerMemory, PromotionEvent, RestoreEvent, WithdrawalEvent
+from shardckpt.checkpoint.peers import open_peers
+from shardckpt.checkpoint.peers.peer_store import PeerStore
+from shardckpt.storage.holder.holder_store import HolderStore
+
+PART = VALUES.nbytes // 2
+
+
+def make(
+    root: Path, folder: Path, *, memory: dict | None = None, save_every: int = 100, on_event=None, **options: object
+) -> Checkpointer:
+    """A run whose local tier is in `folder`; with a memory tier in front of it, if that has options."""
+    tiers = [*([] if memory is None else [PeerMemory(**memory)]), Local(folder, **options)]
+    return Checkpointer(root, save_every=save_every, tiers=tiers, on_event=on_event)
+
+
+def folder_of(root: Path, node: str) -> Path:
+    return root.parent / f"disk-{node}" / "run"
+
+
+def train(rank: int, world: int, root: Path, nodes: str, steps: tuple[int, ...], options: dict) -> tuple:
+    enter(nodes[rank])
+    events: list = []
+    ck = make(root, folder_of(root, nodes[rank]), on_event=events.append, **options)
+    for step in steps:
+        ck.save(step, state(world, step))
+        ck.wait()
+    copies = {copy.tier: sorted(copy.survives) for copy in ck.durability(steps[-1]).copies}
+    return copies, [(each.step, each.nbytes > 0) for each in events if isinstance(each, PromotionEvent)]
+
+
+def resume(rank: int, world: int, root: Path, nodes: str, options: dict) -> tuple:
+    """Restore; return the step if the values are its own, the bytes by tier and those from others."""
+    enter(nodes[rank])
+    stores: list[PeerStore] = []
+    open_peers.PeerStore = lambda *args: stores.append(PeerStore(*args)) or stores[-1]
+    events: list = []
+    into = state(world)
+    ck = make(root, folder_of(root, nodes[rank]), on_event=events.append, **options)
+    step = ck.restore(into)
+    assert is_step(into, step or 0)
+    (event,) = [each for each in events if isinstance(each, RestoreEvent)]
+    return step, dict(event.tier_bytes), sum(store.pulled_bytes for store in stores)
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
+
+
+def test_each_node_has_its_part_and_any_number_of_ranks_restores_it_each_pulling_what_its_node_lacks(tmp_path):
+    root = tmp_path / "run"
+    assert run(4, train, root, "aabb", (1, 2), {}) == [({"local": ["process"]}, [])] * 4
+    for node in "ab":
+        folder = folder_of(root, node)
+        assert PART < size(folder) < PART + 20_000, "rules apply on each node"
+        assert shardckpt.ls(folder).complete == () and (folder / "step-00000002" / "COMMIT").exists()
+    for world, nodes in ((3, "abb"), (2, "ba"), (5, "aaabc")):
+        assert [each[0] for each in run(world, resume, root, nodes, {})] == [2] * world
+    in_place = run(4, resume, root, "aabb", {})
+    assert all(pulled < BLOCKS for *_, pulled in in_place), "only the replicated values cross the network"
+    assert all({*read} == {"local"} and read["local"] >= PART // 2 for _, read, _ in in_place)
+
+
+def test_a_step_of_which_a_disk_is_lost_is_neither_claimed_nor_restored(tmp_path):
+    root = tmp_path / "run"
+
+    def lose(rank: int, world: int) -> tuple:
+        node = "ab"[rank]
+        enter(node)
+        ck = make(root, folder_of(root, node), save_every=2)
+        for step in (2, 3):
+            ck.save(step, state(world, step))
+        ck.wait()
+        before = ck.durability(3).survives
+        torch.distributed.barrier()
+        if rank == 1:
+            shutil.rmtree(folder_of(root, node))
+        torch.distributed.barrier()
+        return before, ck.durability(3).survives, ck.durability(2).survives
+
+    assert run(2, lose) == [({"process"}, set(), {"process"})] * 2
+    assert run(2, resume, root, "ab", {}) == [(2, {"root": PART + 20}, 0)] * 2
+
+
+def test_each_node_promotes_its_part_and_copies_of_memory_are_copies_on_disks_too(tmp_path):
+    root, options = tmp_path / "run", {"memory": {"copies": 1}, "every": 2}
+    found = run(4, train, root, "aabb", (2, 3), options)
+    assert [copies for copies, _ in found] == [{"memory": ["node", "process"]}] * 4
+    assert [promoted for _, promoted in found] == [[(2, True)], [], [(2, True)], []], "one rank acts for its node"
+    for node in "ab":
+        assert size(folder_of(root, node)) > 2 * PART
+        kill_holder(node)
+    shutil.rmtree(folder_of(root, "b"))
+    for nodes in ("aab", "bb"):
+        expected = 2 if "a" in nodes else None
+        assert [each[0] for each in run(len(nodes), resume, root, nodes, options)] == [expected] * len(nodes)
+
+
+def test_a_step_that_no_tier_has_as_a_whole_is_restored_from_parts_in_memory_and_on_disks(tmp_path):
+    root, options = tmp_path / "run", {"memory": {}, "every": 2}
+    claims = {"memory": ["process"], "local": ["process"]}
+    assert [copies for copies, _ in run(2, train, root, "ab", (2,), options)] == [claims] * 2
+    shutil.rmtree(folder_of(root, "a"))
+    kill_holder("b")
+    found = run(3, resume, root, "abb", options)
+    assert [step for step, *_ in found] == [2] * 3
+    read = [bytes_by_tier for _, bytes_by_tier, _ in found]
+    assert read[0]["memory"] > PART // 2 and read[2]["local"] > PART // 2, "each from what its node has"
+
+
+def damage_memory(name: str) -> None:
+    """Flip a bit of whatever this process reads of a file in a holder, as a fault of the memory would."""
+    read = HolderStore.read
+
+    def read_flipped(self, reads):
+        read(self, reads)
+        for each in reads:
+            if each.name.endswith(name) and len(each.buffer) > 1000:
+                each.buffer[len(each.buffer) // 2] ^= 1
+
+    HolderStore.read = read_flipped
+
+
+def test_a_damaged_block_is_read_from_the_next_tier_and_its_copy_is_not_claimed_any_more(tmp_path):
+    root, options = tmp_path / "run", {"memory": {}}
+    run(2, train, root, "aa", (1,), options)
+    damaged = max(file.name for file in (folder_of(root, "a") / "step-00000001").glob("*.safetensors"))
+
+    def body(rank: int, world: int) -> tuple:
+        enter("a")
+        events: list = []
+        into, ck = state(world), make(root, folder_of(root, "a"), on_event=events.append, **options)
+        before = [copy.tier for copy in ck.durability(1).copies]
+        damage_memory(damaged)
+        assert ck.restore(into) == 1 and is_step(into, 1)
+        (restored,) = [each for each in events if isinstance(each, RestoreEvent)]
+        after = [copy.tier for copy in ck.durability(1).copies]
+        withdrawn = [each.tier for each in events if isinstance(each, WithdrawalEvent)]
+        return (
+            {tier for tier, nbytes in restored.tier_bytes.items() if nbytes > 1000},
+            restored.warnings,
+            before,
+            after,
+            withdrawn,
+        )
+
+    found = run(3, body)
+    assert {tier for read, *_ in found for tier in read} == {"memory", "local"}
+    faults = [fault for _, faults, *_ in found for fault in faults]
+    assert faults and all(f"another copy than memory/step-00000001/{damaged}" in fault for fault in faults)
+    claims = ["memory", "local"], ["local"]
+    assert [each[2:] for each in found] == [(*claims, ["memory"]), (*claims, []), (*claims, [])]
+
+
+def test_ranks_of_one_node_with_different_folders_are_one_warning_and_no_claim(tmp_path):
+    def body(rank: int, world: int) -> tuple:
+        ck = make(tmp_path / "run", tmp_path / f"rank-{rank}", save_every=2)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in (1, 2):
+                ck.save(step, state(world, step))
+            ck.wait()
+        texts = ["one folder for steps; found rank 1 has" in str(each.message) for each in warned]
+        return texts, ck.durability(1).survives, ck.steps()
+
+    assert run(2, body) == [([True], set(), (2,)), ([], set(), (2,))]
+
+
+def test_a_folder_that_nodes_share_is_one_place(tmp_path):
+    def body(rank: int, world: int) -> tuple:
+        enter("ab"[rank])
+        ck = make(tmp_path / "run", tmp_path / "shared", memory={"copies": 1})
+        ck.save(1, state(world, 1))
+        ck.wait()
+        return {copy.tier: sorted(copy.survives) for copy in ck.durability(1).copies}
+
+    assert run(2, body) == [{"memory": ["node", "process"], "local": ["process"]}] * 2
+    assert [step.number for step in shardckpt.ls(tmp_path / "shared").complete] == [1]
+
+
+def test_a_node_whose_folder_cannot_be_written_is_one_warning_and_steps_are_captured_again_later(tmp_path):
+    root = tmp_path / "run"
+
+    def body(rank: int, world: int) -> list:
+        enter("ab"[rank])
+        folder = folder_of(root, "ab"[rank])
+        if rank:
+            folder.parent.write_text("a file in the way")
+        ck = make(root, folder)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            ck.save(1, state(world, 1))
+            ck.wait()
+            claims = [ck.durability(1).survives]
+            if rank:
+                folder.parent.unlink()
+            for step in (2, 3):
+                ck.save(step, state(world, step))
+            ck.wait()
+        texts = ["rank 1" in str(each.message) for each in warned if "not captured" in str(each.message)]
+        return [*claims, ck.durability(3).survives, texts]
+
+    assert run(2, body) == [[set(), {"process"}, [True]], [set(), {"process"}, []]]
+
+
+@pytest.mark.parametrize("names", ["ab", "a"])
+def test_captures_of_a_root_that_was_emptied_are_dropped_on_all_nodes(tmp_path, names):
+    root = tmp_path / "run"
+    run(2, train, root, "ab", (2, 3), {"save_every": 2, "memory": {}, "every": 3})
+    root.rename(tmp_path / "moved")
+    nodes = names * 2 if len(names) == 1 else names
+    assert [each[0] for each in run(2, resume, root, nodes, {"memory": {}})] == [None, None]
+    if names == "ab":
+        assert [size(folder_of(root, node)) for node in names] == [0, 0]
