@@ -109,17 +109,13 @@ _ORDERS: dict[str, Callable[[TensorDifference | LayerDifference], float]] = {
 
 
 def _layer_row(found: LayerDifference) -> tuple[str, ...]:
-    from shardckpt.errors import escape
-
     numbers = ""
     if found.l2 is not None:
         numbers = f"max abs {found.max_abs:.3g}, L2 {found.l2:.3g}, rel L2 {found.relative_l2:.3g}"
-    return escape(found.name), output.count(found.tensor_count, "tensor"), numbers
+    return output.show_name(found.name), output.count(found.tensor_count, "tensor"), numbers
 
 
 def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
-    from shardckpt.errors import escape
-
     numbers = ""
     if found.max_abs is not None:
         numbers = (
@@ -128,13 +124,13 @@ def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
         )
         if found.kind == "values" and found.max_abs == 0:
             numbers += ": other bits of equal numbers (-0.0, or a NaN)"
-    return escape(found.name), _say(found.kind), _both(f"{found.a or ''}", f"{found.b or ''}"), numbers
+    return output.show_name(found.name), _say(found.kind), _both(f"{found.a or ''}", f"{found.b or ''}"), numbers
 
 
 def _value_row(found: ValueDifference) -> tuple[str, ...]:
     from shardckpt.errors import escape
 
-    return escape(found.name), _say(found.kind), escape(_both(found.a, found.b)), ""
+    return output.show_name(found.name), _say(found.kind), escape(_both(found.a, found.b)), ""
 
 
 def _say(kind: str) -> str:

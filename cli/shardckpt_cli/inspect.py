@@ -64,14 +64,15 @@ def _summary(found: Inspection) -> str:
         nans, infs = (sum(getattr(each, name) for each in found.stats) for name in ("nans", "infs"))
         bad = f"{output.count(nans, 'NaN')}, {output.count(infs, 'Inf')}"
         lines.append(f"statistics stored at save: {output.count(len(found.stats), 'tensor')}, {bad}")
-    lines += [f"tied: {name} is {kept}" for name, kept in found.ties.items()]
-    return "\n".join(map(escape, lines))
+    ties = [f"tied: {output.show_name(name)} is {output.show_name(kept)}" for name, kept in found.ties.items()]
+    return "\n".join([*map(escape, lines), *ties])
 
 
 def _show_tensors(found: Inspection) -> None:
-    from shardckpt.errors import escape
-
-    rows = [(escape(t.name), t.dtype, _shape(t.shape), output.size(t.nbytes), f"{t.pieces}") for t in found.tensors]
+    rows = [
+        (output.show_name(t.name), t.dtype, _shape(t.shape), output.size(t.nbytes), f"{t.pieces}")
+        for t in found.tensors
+    ]
     output.show_table(rows, header=("tensor", "dtype", "shape", "size", "pieces"), right=frozenset({3, 4}))
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,21 @@ def size(nbytes: float) -> str:
 def count(number: int, noun: str) -> str:
     """Return a number with a noun in singular or plural: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def show_name(name: str) -> str:
+    """Return a name for a table: escaped, and with the first item of long keys that contain several items in braces.
+
+    Lightning's keys of callbacks have all their arguments. `--json` has full names.
+    """
+    from shardckpt.errors import escape
+
+    return escape(_ITEMS.sub(r"{\1, ...}", name) if len(name) > _LONG_NAME else name)
+
+
+_LONG_NAME = 80
+_ITEMS = re.compile(r"\{([^{},]+),[^{}]+\}")
+"""Items in braces, such as those of a dict; the first one is a group."""
 
 
 def show_table(

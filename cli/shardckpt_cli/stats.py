@@ -60,10 +60,8 @@ def stats(
 
 
 def _row(item: TensorStats | LayerStats) -> tuple[str, ...]:
-    from shardckpt.errors import escape
-
     numbers = ("" if number is None else f"{number:.4g}" for number in (item.min, item.max, item.l2))
-    return escape(item.name), f"{item.nans}", f"{item.infs}", f"{item.zeros}", *numbers
+    return output.show_name(item.name), f"{item.nans}", f"{item.infs}", f"{item.zeros}", *numbers
 
 
 def history(

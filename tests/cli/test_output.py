@@ -76,6 +76,23 @@ class TestTerminal:
         assert LONG in "".join(line.split(" ")[0] for line in lines)
         assert all(len(line) <= 80 for line in lines if "xxx" in line)
 
+    @pytest.mark.parametrize("command", ["inspect", "stats", "diff"])
+    def test_long_keys_with_all_arguments_of_a_callback_are_short_and_full_in_json(
+        self, command: str, tmp_path: Path
+    ) -> None:
+        rest = "'mode': 'min', 'every_n_train_steps': 3, 'every_n_epochs': 0, 'train_time_interval': None"
+        key = f"trainer.callbacks.Checkpoint{{'monitor': 'val_loss', {rest}}}.best_model_score"
+        expert = f"model.{'encoder.' * 12}layers.0.weight"
+        for name in ("a", "b"):
+            tensors = {key: torch.tensor(float(name == "a")), expert: torch.ones(2) + (name == "a")}
+            save_file(tensors, tmp_path / f"{name}.safetensors")
+        sources = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"][: 2 if command == "diff" else 1]
+        shown = run(command, *sources).out
+        assert "trainer.callbacks.Checkpoint{'monitor': 'val_loss', ...}.best_model_score " in shown
+        assert expert in shown
+        assert rest not in shown
+        assert rest in run(command, *sources, "--json").out
+
     def test_a_table_without_rows_is_nothing(self, src: Path) -> None:
         code, shown = run_on_terminal("diff", src, src)
         after_progress = shown.rpartition("\x1b[2K")[2]
