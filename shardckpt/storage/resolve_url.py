@@ -74,7 +74,7 @@ def open_place(url: str) -> Store:
     return open_remote(url) if path is None else LocalStore(path)
 
 
-_MOUNTED: dict[str, Store] = {}
+MOUNTED: dict[str, Store] = {}
 """Stores by the URL of their root, which replace what the URL names otherwise."""
 
 
@@ -86,16 +86,16 @@ def mount_store(url: str, store: Store) -> Iterator[None]:
         url: Path or URL, without a slash at the end.
         store: Store to open; it is only read, except that folders may be deleted.
     """
-    _MOUNTED[url] = store
+    MOUNTED[url] = store
     try:
         yield
     finally:
-        del _MOUNTED[url]
+        del MOUNTED[url]
 
 
 def _find_mounted(url: str) -> Store | None:
     """Return the mounted store of a folder; None without one."""
-    for root, store in [*_MOUNTED.items()]:
+    for root, store in [*MOUNTED.items()]:
         folder = url.rstrip("/").removeprefix(root)
         if url.startswith(root) and (not folder or folder.startswith("/")):
             return SubfolderStore(store, folder.lstrip("/")) if folder else store
@@ -104,7 +104,7 @@ def _find_mounted(url: str) -> Store | None:
 
 def _find_mounted_kind(url: str) -> str:
     """Return the kind of a URL in a mounted store, as `kind`; empty if it is in none."""
-    for root, store in [*_MOUNTED.items()]:
+    for root, store in [*MOUNTED.items()]:
         name = url.rstrip("/").removeprefix(root).lstrip("/")
         if url.startswith(f"{root}/") and name:
             entries = store.list(name.rpartition("/")[0])

@@ -19,7 +19,7 @@ from shardckpt.storage.store import Read
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_BUSY_S, _IDLE_S = 0.001, 0.02
+BUSY_S, IDLE_S = 0.001, 0.02
 """Seconds to wait for a request before the next round, after a round with pieces and after one without."""
 
 _FINE, _FAILED = 1, 0
@@ -181,7 +181,7 @@ class PeerExchange:
         """Wait shortly for requests of this rank, and return them."""
         with self._changed:
             if not self._waiting and not self._is_done:
-                self._changed.wait(_BUSY_S if self._was_busy else _IDLE_S)
+                self._changed.wait(BUSY_S if self._was_busy else IDLE_S)
             wanted: list[_PendingPiece] = []
             nbytes = 0
             while self._waiting and (not wanted or nbytes + self._waiting[0].piece.nbytes <= ROUND_BYTES):

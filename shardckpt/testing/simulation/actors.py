@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardckpt.checkpoint.manager import Checkpointer
+from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.errors import NoCompleteCheckpoint, RankError, ShardckptError
 from shardckpt.offline.prune import prune
@@ -35,6 +36,7 @@ class Job:
         saves: Number of saves.
         is_last: Whether it begins anew if no step can be loaded, and takes numbers that no other start has.
         memory: Settings of the tier in memory; None without one.
+        nodes: Node of each rank.
         errors: Errors of the ranks, in order.
         saved: Steps whose save succeeded on a rank.
     """
@@ -49,6 +51,7 @@ class Job:
     saves: int
     is_last: bool = False
     memory: PeerMemory | None = None
+    nodes: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
         self.errors: list[ShardckptError] = []
@@ -60,9 +63,13 @@ class Job:
         return 1 if self.memory is None or self.is_last else _ROOT_EVERY
 
     @property
-    def tiers(self) -> tuple[PeerMemory, ...]:
-        """Tiers in front of the root."""
-        return () if self.memory is None else (self.memory,)
+    def node_names(self) -> frozenset[str]:
+        """Names of the nodes of its ranks."""
+        return frozenset(node.name for node in self.nodes)
+
+    def build_tiers(self, rank: int) -> tuple[PeerMemory, ...]:
+        """Return the tiers in front of the root, with the settings of a rank's node."""
+        return () if self.memory is None else (replace(self.memory, rack=self.nodes[rank].rack),)
 
 
 class Trainer:
@@ -88,7 +95,7 @@ class Trainer:
         checkpointer = Checkpointer(
             job.root,
             save_every=job.save_every,
-            tiers=job.tiers,
+            tiers=job.build_tiers(self._rank),
             keep_last=job.keep_last,
             dedup=job.dedup,
             process_group=link,
@@ -107,14 +114,15 @@ class Trainer:
     def _restore(self, checkpointer: Checkpointer) -> int:
         self._calls += 1
         least, state = self._auditor.newest(), self._build_state(0)
-        claim = None if self._job.memory is None else self._auditor.claims.newest()
+        nodes = self._job.node_names
+        claim = None if self._job.memory is None else self._auditor.claims.newest(nodes)
         try:
             number = checkpointer.restore(state)
         except NoCompleteCheckpoint:
             if least is not None or claim is not None or not self._job.is_last:
                 raise
             return 0
-        self._auditor.accept((self._job.name, self._calls), number, state, least, claim)
+        self._auditor.accept((self._job.name, self._calls), number, state, least, claim, nodes)
         self._scheduler.record("restored", f"step {number}")
         return number or 0
 
@@ -122,8 +130,7 @@ class Trainer:
         self._calls += 1
         content = self._job.start * 1000 + number
         self._auditor.begin(content, number)
-        if self._job.memory is None:
-            self._auditor.claims.give_up()
+        self._auditor.claims.give_up(() if self._job.memory is None else self._job.node_names)
         self._scheduler.record("save", f"step {number} as attempt {content}")
         try:
             if self._job.background:
@@ -147,11 +154,11 @@ class Trainer:
 
     def _claim(self, checkpointer: Checkpointer, number: int, content: int) -> None:
         """Ask what the saved step survives; all ranks get the same answer."""
-        holders = self._auditor.claims.list_holders()
+        holders = self._auditor.claims.find_holders()
         durability = checkpointer.durability(number)
         self._auditor.agree((f"{self._job.name} claims", self._calls), durability)
-        self._auditor.claim(content, durability, holders)
-        places = " ".join(copy.tier for copy in durability.copies)
+        self._auditor.claim(content, durability, self._job.node_names, holders)
+        places = ", ".join(f"{copy.tier} ({copy.survives[-1]})" for copy in durability.copies)
         self._scheduler.record("claims", f"step {number} in {places or 'no place'}")
 
     def _build_state(self, content: int) -> dict[str, Any]:

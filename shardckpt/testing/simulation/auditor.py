@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,13 +105,16 @@ class Auditor:
         damaged = {step.number for step in self.steps.values() if step.is_damaged}
         return content in self.ever or self.attempts[content] in damaged
 
-    def claim(self, content: int, durability: Durability, holders: Sequence[Process]) -> None:
+    def claim(
+        self, content: int, durability: Durability, nodes: Collection[str], holders: Mapping[str, Process]
+    ) -> None:
         """Record what a step survives by the answer of a Checkpointer.
 
         Args:
             content: The attempt that was saved.
             durability: Answer of the Checkpointer.
-            holders: Holders that were alive when it was asked for.
+            nodes: Names of the nodes of the job.
+            holders: Holders by node that were alive when it was asked for.
 
         Raises:
             HistoryError: A claimed copy cannot be there.
@@ -120,8 +123,8 @@ class Auditor:
         for copy in durability.copies:
             if copy.tier == "root" and not self._was_committed(content):
                 raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
-            if copy.tier == "memory" and not self.claims.add(content, holders):
-                raise HistoryError(f"a capture of attempt {content} is claimed, but no holder lives")
+            if copy.tier == "memory":
+                self.claims.add(content, copy, nodes, holders)
 
     def newest(self) -> CommittedStep | None:
         """Return the newest step that a restore has to find."""
@@ -135,6 +138,7 @@ class Auditor:
         state: Mapping[str, Any],
         least: CommittedStep | None,
         claim: MemoryClaim | None = None,
+        nodes: Collection[str] = (),
     ) -> None:
         """Check what a restore returned.
 
@@ -144,6 +148,7 @@ class Auditor:
             state: State that it filled.
             least: Result of `newest` when it began.
             claim: Newest claim that had to hold when it began.
+            nodes: Names of the nodes of the job.
 
         Raises:
             HistoryError: It violates an invariant.
@@ -154,20 +159,20 @@ class Auditor:
         if number is None:
             if least is not None and still:
                 raise HistoryError(f"a restore found nothing, but step {least.number} is complete")
-            self._require_claimed(claim, 0)
+            self._require_claimed(claim, nodes, 0)
             return
         is_known = content in self.ever or self.has_captures
         if not is_known or self.attempts.get(content) != number:
             raise HistoryError(f"a restore of step {number} got attempt {content}, which was never that step")
-        self._require_claimed(claim, content)
+        self._require_claimed(claim, nodes, content)
         if still and least is not None and content not in self.ever:
             self._require_later(content, least.content, f"step {least.number} of the root")
         got = [step.order for step in self.steps.values() if step.content == content]
         if least is not None and still and got and got[0] < least.order:
             raise HistoryError(f"a restore got step {number}, but step {least.number} is newer and complete")
 
-    def _require_claimed(self, claim: MemoryClaim | None, content: int) -> None:
-        if claim is not None and self.claims.holds(claim):
+    def _require_claimed(self, claim: MemoryClaim | None, nodes: Collection[str], content: int) -> None:
+        if claim is not None and self.claims.holds(claim, nodes):
             self._require_later(content, claim.content, "a capture that was claimed to survive")
 
     def _require_later(self, content: int, than: int, what: str) -> None:

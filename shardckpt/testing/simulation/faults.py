@@ -90,6 +90,15 @@ MEMORY = (
     FaultKind("kill while asking the holder", frozenset({"ask", "write memory"})),
     FaultKind("kill after the last request", frozenset({"ask"}), within="COMMIT"),
     FaultKind("node loss", EVERYTHING),
+    FaultKind("flip in memory", EVERYTHING),
+)
+SEVERAL_NODES = (
+    FaultKind("node loss while copying", frozenset({"ask", "send"})),
+    FaultKind("node loss after the last request", frozenset({"ask"}), within="COMMIT"),
+    FaultKind("loss of two nodes", EVERYTHING),
+    FaultKind("holder killed", frozenset({"ask", "recv"})),
+    FaultKind("kill while copying", MESSAGES, within="data"),
+    FaultKind("data lost", MESSAGES, "lost", within="data"),
 )
 
 

@@ -61,6 +61,7 @@ class Process:
         number: Process id.
 
     Attributes:
+        node: Name of the node that it runs on.
         is_dead: Whether it was killed or has ended.
         is_silent: Whether peers cannot see that it is dead: its node has lost power.
         clock_shift: Seconds that its clock of the day differs from the virtual time.
@@ -70,6 +71,7 @@ class Process:
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
+        self.node = ""
         self.is_dead = self.is_silent = False
         self.clock_shift = 0.0
         self.own: dict[object, Any] = {}

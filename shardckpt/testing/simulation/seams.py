@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, lru_cache
@@ -25,13 +25,16 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from shardckpt.checkpoint.coordinator import CHANNELS
+from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.save.async_save import CAPTURES, LOCAL_CAPTURES, SAVES, SaveLane
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
 from shardckpt.checkpoint.save.save import SAVERS, SaverCache
 from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpinned, make_buffer
+from shardckpt.checkpoint.tiers.peer_memory import find_node, find_node_id
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.local_shards import get_tensor_shards
 from shardckpt.storage.linux_syscalls import exchange, start_writeback
+from shardckpt.storage.resolve_url import MOUNTED
 from shardckpt.storage.retry import PAUSES
 from shardckpt.testing.simulation.scheduler import Process, Scheduler, Task
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
@@ -95,6 +98,12 @@ class _OwnedByProcess:
             own[self] = self._make()
         return getattr(own[self], name)
 
+    def __setitem__(self, key: object, value: object) -> None:
+        self.__getattr__("__setitem__")(key, value)
+
+    def __delitem__(self, key: object) -> None:
+        self.__getattr__("__delitem__")(key)
+
 
 class Machine:
     """The machine on which all processes of a history run, in place of the real one.
@@ -102,17 +111,24 @@ class Machine:
     Args:
         scheduler: Scheduler of the history.
         system: Operating system of the history.
-        holders: Holders of the node.
+        holders: Holders of all nodes.
+        nodes: Nodes by name.
     """
 
-    def __init__(self, scheduler: Scheduler, system: OperatingSystem, holders: SimulatedHolders) -> None:
-        self.scheduler, self.system, self._holders = scheduler, system, holders
+    def __init__(
+        self, scheduler: Scheduler, system: OperatingSystem, holders: SimulatedHolders, nodes: Mapping[str, Node]
+    ) -> None:
+        self.scheduler, self.system, self._holders, self._nodes = scheduler, system, holders, nodes
         self._observer = Process("observer", 1)
 
     @property
     def process(self) -> Process:
         """Process of the running thread."""
         return self.scheduler.current.process if self.scheduler.current is not None else self._observer
+
+    def find_node(self, rack: str = "") -> Node:
+        """Return the node of the running process, in place of `peer_memory.find_node`."""
+        return self._nodes[self.process.node]._replace(rack=rack)
 
     def clock(self) -> float:
         """Return the time of the day as the process sees it, in seconds since the epoch."""
@@ -137,6 +153,9 @@ class Machine:
             (ThreadPoolExecutor, InlineExecutor),
             *self._holders.twins(_Twin),
             (get_tensor_shards, find_tensor_shards),
+            (find_node, self.find_node),
+            (find_node_id, lambda: self.process.node),
+            (MOUNTED, _OwnedByProcess(self, dict)),
             (PENDING_SAVE, pending),
             (CHANNELS, WeakKeyDictionary()),
             (SAVERS, saves),
@@ -338,15 +357,30 @@ class SimulatedCondition(SimulatedLock):
         scheduler: Scheduler of the history.
     """
 
+    _notices = 0
+
     def wait_for(self, predicate: Callable[[], object]) -> None:
         """Wait until a condition holds, with the lock released meanwhile."""
         self.release()
         self._scheduler.wait(lambda: bool(predicate()) and self._owner is None, "a condition", None, (self,))
         self.acquire()
 
-    def notify(self) -> None:
-        """Evaluate the conditions of waiting threads again, at the next scheduling point."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a notice, with the lock released meanwhile."""
+        before = self._notices
+        self.release()
+        has_come = self._scheduler.wait(
+            lambda: self._notices > before and self._owner is None, "a notice", timeout, (self,)
+        )
+        self.acquire()
+        return has_come
+
+    def notify_all(self) -> None:
+        """Wake the threads that wait, at the next scheduling point."""
+        self._notices += 1
         self._scheduler.notify(self)
+
+    notify = notify_all
 
 
 class SimulatedQueue:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from random import Random
 from typing import Literal
 
+from shardckpt.checkpoint.peers import peer_exchange
+from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.storage import fsspec_writer
 from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
@@ -21,6 +24,7 @@ from shardckpt.testing.simulation.faults import (
     DISK,
     LONGEST_STALL_S,
     MEMORY,
+    SEVERAL_NODES,
     FaultKind,
     Faults,
     PlannedFault,
@@ -42,6 +46,11 @@ _TIMEOUT_S = 20.0
 _DAYS_S = 3 * 86_400.0
 """Time between later saves: files of killed saves are old then."""
 
+_FIRST_NODE = "node0"
+
+_IDLE_S = 1.0
+"""Time between rounds in which ranks ask for nothing: shorter ones are many events, in which nothing happens."""
+
 _FINAL_EVENTS = 8_000
 """Number of events within which saving has to work again after the last fault."""
 
@@ -61,6 +70,9 @@ class Scenario:
         has_zombies: Whether a start of the job begins before the previous one has ended.
         memory_bytes: Maximum bytes of the tier in memory; None for jobs without one.
         without_memory: Jobs without the tier, by their number among those of the history.
+        nodes: Machine of each node, by their numbers.
+        places: Node of each rank at each start of the job; without one all ranks are on node 0.
+        copies: Number of other machines that keep a copy of each capture.
         later_saves: Number of saves in the days after the last fault, which have to remove what no step needs.
         readers: Number of restores beside the job.
         prunes: Number of prunes beside the job.
@@ -79,6 +91,9 @@ class Scenario:
     has_zombies: bool = False
     memory_bytes: int | None = None
     without_memory: frozenset[int] = frozenset()
+    nodes: tuple[int, ...] = (0,)
+    places: tuple[tuple[int, ...], ...] = ()
+    copies: int = 0
     later_saves: int = 0
     readers: int = 0
     prunes: int = 0
@@ -112,10 +127,12 @@ class Scenario:
                 background=False,
                 has_zombies=False,
             )
+            scenario = _choose_nodes(seed, scenario)
         if random.random() < 0.1:
             scenario = replace(scenario, later_saves=3)
         kinds = COMMON + (DISK if scenario.store == "disk" else BUCKET)
         kinds += MEMORY if scenario.memory_bytes is not None else ()
+        kinds += SEVERAL_NODES if len(scenario.nodes) > 1 else ()
         count = random.choice((0, 1, 1, 2, 2, 3, 5))
         return replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
 
@@ -123,7 +140,27 @@ class Scenario:
     def expected_events(self) -> int:
         """Approximate number of events before the last fault."""
         each_save = 60 if self.store == "disk" else 30
+        if len(self.nodes) > 1:
+            each_save *= 3
         return sum(20 + 25 * world + self.saves * (each_save + 15 * world) for world in self.worlds)
+
+
+def _choose_nodes(seed: int, scenario: Scenario) -> Scenario:
+    """Place the ranks of a scenario with captures in memory on several nodes, or leave them on one."""
+    random = Random(f"nodes {seed}")  # noqa: S311
+    count = random.choice((1, 2, 2, 3))
+    if count == 1:
+        return scenario
+    machines = (0, 0, 1)[:count] if random.random() < 0.15 else tuple(range(count))
+    worlds, places = [], []
+    for _ in scenario.worlds:
+        used = sorted(random.sample(range(count), random.choice((count, count, random.randint(1, count)))))
+        world = random.choice((len(used), len(used) + 1))
+        worlds.append(world)
+        places.append(tuple(used[rank * len(used) // world] for rank in range(world)))
+    return replace(
+        scenario, worlds=tuple(worlds), nodes=machines, places=tuple(places), copies=random.choice((0, 1, 1, 2))
+    )
 
 
 @dataclass
@@ -197,22 +234,25 @@ class _HistoryRun:
         else:
             mount(self.bucket)
             self.storage = BucketStorage(self.bucket, "sim://bucket/run")
+        machines = enumerate(self.scenario.nodes)
+        self.nodes = {f"node{at}": Node(f"node{at}", f"machine{each}", f"rack{at // 2}") for at, each in machines}
         self.holders = SimulatedHolders(self.scheduler, self.system, self._new_process)
-        claims = Claims(lambda: self.holders.processes)
+        claims = Claims(self.nodes, self.holders)
         self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims)
         self.auditor.has_captures = self.scenario.memory_bytes is not None
-        self._harness = self._new_process("harness")
+        self._harness = self._new_process("harness", _FIRST_NODE)
         self._starts = 0
         self._jobs: list[Job] = []
         self._processes: list[Process] = []
 
     def run(self) -> None:
         """Run the history to its end. Raises the error that ended it."""
-        machine = Machine(self.scheduler, self.system, self.holders)
+        machine = Machine(self.scheduler, self.system, self.holders, self.nodes)
         log = logging.getLogger("shardckpt")
-        part_bytes, was_disabled = fsspec_writer.PART_BYTES, log.disabled
+        part_bytes, was_disabled, idle_s = fsspec_writer.PART_BYTES, log.disabled, peer_exchange.IDLE_S
         with simulated(machine):
             fsspec_writer.PART_BYTES, log.disabled = self.scenario.part_bytes, True
+            peer_exchange.IDLE_S = _IDLE_S
             try:
                 self.scheduler.before_event = self._show_faults
                 self.scheduler.after_event = self.auditor.check
@@ -220,6 +260,7 @@ class _HistoryRun:
                 self.scheduler.run()
             finally:
                 fsspec_writer.PART_BYTES, log.disabled = part_bytes, was_disabled
+                peer_exchange.IDLE_S = idle_s
 
     # The harness
 
@@ -228,7 +269,7 @@ class _HistoryRun:
         scenario, random = self.scenario, self.scheduler.random
         beside: list[Task] = []
         if scenario.readers:
-            ranks = self._make_ranks("reader", 1)
+            ranks = self._make_ranks("reader", [_FIRST_NODE])
             beside += self._start(
                 ranks,
                 lambda _: read_repeatedly(
@@ -236,13 +277,14 @@ class _HistoryRun:
                 ),
             )
         if scenario.prunes:
-            pruner = self._make_ranks("pruner", 1)
+            pruner = self._make_ranks("pruner", [_FIRST_NODE])
             beside += self._start(
                 pruner,
                 lambda _: prune_repeatedly(self.scheduler, self.storage.root, scenario.keep_last, scenario.prunes),
             )
-        for world in scenario.worlds:
-            tasks = self._start_job(f"job{self._starts}", world, scenario.saves, background=scenario.background)[1]
+        for world, places in zip_longest(scenario.worlds, scenario.places, fillvalue=()):
+            placed = places or (0,) * world
+            tasks = self._start_job(f"job{self._starts}", placed, scenario.saves, background=scenario.background)[1]
             if scenario.has_zombies:
                 self.scheduler.sleep(random.random() * 2)
             else:
@@ -267,7 +309,7 @@ class _HistoryRun:
             raise HistoryError("no new step after the last fault")
         if len(self.scheduler.events) - began > _FINAL_EVENTS:
             raise HistoryError(f"saving took {len(self.scheduler.events) - began} events after the last fault")
-        ranks = self._make_ranks("last reader", 1)
+        ranks = self._make_ranks("last reader", [_FIRST_NODE])
         self._wait_for(
             self._start(
                 ranks,
@@ -289,7 +331,8 @@ class _HistoryRun:
     def _save_again(self) -> Job:
         """Run a job that has to save a step, and return it. Raises HistoryError."""
         for _ in range(2):
-            job, tasks = self._start_job(f"final{self._starts}", 2, 1, background=False, is_last=True)
+            placed = tuple(range(len(self.nodes))) if len(self.nodes) > 1 else (0, 0)
+            job, tasks = self._start_job(f"final{self._starts}", placed, 1, background=False, is_last=True)
             self._wait_for(tasks)
             if job.errors:
                 raise HistoryError(f"saving does not work after the last fault: {job.errors[0]}") from job.errors[0]
@@ -304,9 +347,10 @@ class _HistoryRun:
             raise HistoryError(f"an operation failed without a fault: {errors[0]}") from errors[0]
 
     def _start_job(
-        self, name: str, world: int, saves: int, *, background: bool, is_last: bool = False
+        self, name: str, placed: Sequence[int], saves: int, *, background: bool, is_last: bool = False
     ) -> tuple[Job, list[Task]]:
-        scenario = self.scenario
+        """Start the ranks of a job on the nodes of some numbers."""
+        scenario, world = self.scenario, len(placed)
         self._starts += 1
         has_memory = scenario.memory_bytes is not None and self._starts not in scenario.without_memory
         job = Job(
@@ -319,20 +363,23 @@ class _HistoryRun:
             scenario.is_sharded,
             saves,
             is_last,
-            PeerMemory(max_bytes=scenario.memory_bytes) if has_memory else None,
+            PeerMemory(scenario.copies, max_bytes=scenario.memory_bytes) if has_memory else None,
+            tuple(self.nodes[f"node{at}"] for at in placed),
         )
         self._jobs.append(job)
-        ranks = self._make_ranks(name, world)
+        ranks = self._make_ranks(name, [node.name for node in job.nodes])
         trainers = [Trainer(self.scheduler, self.auditor, job, ranks, rank) for rank in range(world)]
         return job, self._start(ranks, lambda rank: trainers[rank].run())
 
-    def _make_ranks(self, name: str, world: int) -> SimulatedRanks:
-        processes = [self._new_process(f"{name}.{rank}" if world > 1 else name) for rank in range(world)]
+    def _make_ranks(self, name: str, nodes: Sequence[str]) -> SimulatedRanks:
+        names = [f"{name}.{rank}" if len(nodes) > 1 else name for rank in range(len(nodes))]
+        processes = [self._new_process(each, node) for each, node in zip(names, nodes, strict=True)]
         self._processes += processes
         return SimulatedRanks(self.scheduler, processes, _TIMEOUT_S)
 
-    def _new_process(self, name: str) -> Process:
+    def _new_process(self, name: str, node: str) -> Process:
         process = self.scheduler.new_process(name)
+        process.node = node
         process.at_death.append(lambda: self.system.close_all(process))
         return process
 
@@ -361,23 +408,43 @@ class _HistoryRun:
         if kind.name.startswith("kill"):
             task.process.die()
         elif kind.name == "holder killed":
-            self.holders.kill()
+            self.holders.kill(random.sample(sorted(self.nodes), 1))
         elif kind.name.startswith("stall"):
-            self.auditor.claims.give_up(task.process)  # those of a holder that hangs
+            self.auditor.claims.lose(task.process)  # a holder may hang
             self.scheduler.sleep(random.random() * LONGEST_STALL_S)
         elif kind.name == "clock jump":
             task.process.clock_shift += random.choice(CLOCK_JUMPS_S)
+        elif kind.name == "flip in memory":
+            self.scheduler.record("flip", self.auditor.claims.flip(random))
         elif kind.name.startswith("flip"):
             self.auditor.check()
             self.scheduler.record("flip", self.auditor.flip())
-        elif kind.name.startswith(("power loss", "node loss")):
-            self._lose_node()
+        elif kind.name.startswith("power loss"):
+            self._lose_power()
+        elif kind.name.startswith("node loss"):
+            self._lose_node(task.process.node)
+        elif kind.name.startswith("loss of two nodes"):
+            for node in random.sample(sorted(self.nodes), 2):
+                self._lose_node(node)
 
-    def _lose_node(self) -> None:
-        """End all processes of the node, and lose what its disk and its memory had not made safe."""
+    def _lose_node(self, name: str) -> None:
+        """Lose the machine of a node; with a single node, its disk too."""
+        if len(self.nodes) == 1:
+            self._lose_power()
+            return
+        machine = self.nodes[name].machine
+        self._end_processes({node.name for node in self.nodes.values() if node.machine == machine})
+
+    def _lose_power(self) -> None:
+        """End all processes, and lose what disk and memory had not made safe."""
         self.auditor.check()
-        self.holders.kill(silently=True)
-        for process in self._processes:
-            process.die(silently=True)
+        self._end_processes(self.nodes)
         self.disk.lose_power(self.scheduler.random)
         self.auditor.lose_power()
+
+    def _end_processes(self, nodes: Collection[str]) -> None:
+        """End the processes of some nodes; their peers cannot see it."""
+        self.holders.kill(nodes, silently=True)
+        for process in self._processes:
+            if process.node in nodes:
+                process.die(silently=True)

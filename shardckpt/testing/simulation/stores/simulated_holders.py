@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import subprocess
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -138,30 +138,43 @@ class SimulatedSelector:
 
 
 class SimulatedHolders:
-    """The holders of one node.
+    """The holders of all nodes.
 
     Args:
         scheduler: Scheduler of the history.
         system: Operating system, whose files without a name are the memory.
-        make_process: Returns a new process with a name.
+        make_process: Returns a new process from its name and that of its node.
 
     Attributes:
-        listening: Socket of the newest holder of each run.
+        listening: Socket of the newest holder of each node and run.
     """
 
-    def __init__(self, scheduler: Scheduler, system: OperatingSystem, make_process: Callable[[str], Process]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, system: OperatingSystem, make_process: Callable[[str, str], Process]
+    ) -> None:
         self._scheduler, self._system, self._make_process = scheduler, system, make_process
-        self.listening: dict[str, ListeningSocket] = {}
+        self.listening: dict[tuple[str, str], ListeningSocket] = {}
+        self._ledgers: dict[Process, HolderLedger] = {}
+        self._memory: dict[tuple[Process, object], OpenMemory] = {}
 
-    @property
-    def processes(self) -> list[Process]:
-        """Living holders."""
-        return [each.process for each in self.listening.values() if not each.is_closed]
+    def find_living(self) -> dict[str, Process]:
+        """Return the living holders of the run by the name of their node."""
+        return {node: each.process for (node, _), each in self.listening.items() if not each.is_closed}
 
-    def kill(self, *, silently: bool = False) -> None:
-        """Kill all holders, whose captures are gone."""
-        for process in self.processes:
-            process.die(silently=silently)
+    def list_files(self, holder: Process) -> dict[str, bytearray]:
+        """Return the bytes of the files that a holder has, by name, for the harness to look into and to damage."""
+        ledger = self._ledgers.get(holder)
+        if ledger is None:
+            return {}
+        folders = [entry.name for entry in ledger.list("") if entry.is_folder]
+        names = [entry.name for folder in folders for entry in ledger.list(folder)]
+        return {name: self._memory[holder, ledger.find(name).number].node.data for name in names}
+
+    def kill(self, nodes: Collection[str], *, silently: bool = False) -> None:
+        """Kill the holders of some nodes, whose captures are gone."""
+        for node, process in self.find_living().items():
+            if node in nodes:
+                process.die(silently=silently)
 
     def twins(self, twin_of: Callable[..., object]) -> list[tuple[object, object]]:
         """Return pairs of a value that modules refer to, and its simulated twin.
@@ -185,7 +198,7 @@ class SimulatedHolders:
             *((module, twin_of(module, **functions)) for module, functions in modules.items()),
             (get_holder_connection, get_connection),
             (connect_socket, self._connect),
-            (list_runs, lambda _folder: sorted(run for run, each in self.listening.items() if not each.is_closed)),
+            (list_runs, self._list_runs),
             (open_socket_folder, _open_folder),
             (require_own_peer, lambda _connection: None),
             (require_sockets, lambda: None),
@@ -193,25 +206,36 @@ class SimulatedHolders:
             (receive, self._receive),
         ]
 
+    def _find_node(self) -> str:
+        assert self._scheduler.current is not None
+        return self._scheduler.current.process.node
+
+    def _list_runs(self, _folder: int) -> list[str]:
+        """Return the runs that have a holder on the node of the running process."""
+        own = self._find_node()
+        return sorted(run for (node, run), each in self.listening.items() if node == own and not each.is_closed)
+
     def _run_process(self, command: Sequence[str], **_options: object) -> subprocess.CompletedProcess[bytes]:
         """Start the holder that a command names, unless one listens."""
         run, max_bytes, idle_s, last = command[-4:]
         self._scheduler.step("start", f"holder of {max_bytes} B")
-        if run not in self.listening or self.listening[run].is_closed:
-            process = self._make_process("holder")
-            listening = self.listening[run] = ListeningSocket(self._scheduler, process)
+        node = self._find_node()
+        if (node, run) not in self.listening or self.listening[node, run].is_closed:
+            process = self._make_process(f"holder {node}".rstrip(), node)
+            listening = self.listening[node, run] = ListeningSocket(self._scheduler, process)
 
             def serve() -> None:
                 bound: Any = listening
-                Holder(run, bound, HolderLedger(int(max_bytes), last), float(idle_s)).serve()
+                ledger = self._ledgers[process] = HolderLedger(int(max_bytes), last)
+                Holder(run, bound, ledger, float(idle_s)).serve()
                 process.die()
 
             self._scheduler.spawn(process, process.name, serve)
         return subprocess.CompletedProcess([*command], 0, b"", b"")
 
     def _connect(self, _folder: int, run: str, timeout_s: float) -> SimulatedSocket:
-        listening = self.listening.get(run)
         self._scheduler.step("connect", run)
+        listening = self.listening.get((self._find_node(), run))
         if listening is None or listening.is_closed:
             raise ConnectionRefusedError("nobody listens")
         assert self._scheduler.current is not None
@@ -228,7 +252,10 @@ class SimulatedHolders:
         is_request = "op" in message
         subject = f"{message['op']} {message.get('name', message.get('folder', ''))}" if is_request else ""
         self._scheduler.step("ask" if is_request else "answer", subject or f"{len(data)} B")
-        connection.send_packet(data, None if fd is None else self._system.find_memory(fd))
+        memory = None if fd is None else self._system.find_memory(fd)
+        if memory is not None and "number" in message and self._scheduler.current is not None:
+            self._memory[self._scheduler.current.process, message["number"]] = memory
+        connection.send_packet(data, memory)
 
     def _receive(self, connection: SimulatedSocket) -> tuple[dict[str, Any], int | None]:
         data, memory = connection.wait()
