@@ -203,6 +203,18 @@ class NodeCatalog:
         copies = self.files[folder].values()
         return min(len({self.nodes[index].machine for index in each.nodes}) for each in copies)
 
+    def find_most_copied(self, folder: str) -> str:
+        """Return the folder of the newest step that is on the most machines; of equal ones a given one.
+
+        Args:
+            folder: Name of the folder of a step.
+        """
+
+        def rank_step(each: str) -> tuple[int, bool, str]:
+            return self.count_machines(each), each == folder, self.saves[each]
+
+        return max(self.files, key=rank_step, default=folder)
+
 
 def _merge_files(held: Sequence[tuple[int, NodeStep]]) -> dict[str, FileCopies]:
     """Return the copies of each file of one save; of different sizes that of the first node counts."""

@@ -130,10 +130,19 @@ def choose_kept(commits: Mapping[str, Commit], rules: Retention, damaged: Collec
         now: Current time, in seconds since the epoch.
     """
     good = {name: commit for name, commit in commits.items() if commit.save not in damaged}
-    numbers = {name: int(name.partition("-")[2]) for name in good}
+    numbers = {name: number for name, (_, number) in find_orders(good).items()}
     steps = [
         SavedStep(numbers[name], saved_at=StepFolder(numbers[name], name, commit.save).saved_at, branch=commit.branch)
         for name, commit in good.items()
     ]
     deleted = steps_to_delete(with_trusted_times(steps, now), rules, now=now)
     return [name for name in good if numbers[name] not in deleted]
+
+
+def find_orders(commits: Mapping[str, Commit]) -> dict[str, tuple[int, int]]:
+    """Return the order of each step, by the name of its folder: its branch and its number.
+
+    Args:
+        commits: `COMMIT` of each step.
+    """
+    return {name: (commit.branch, int(name.partition("-")[2])) for name, commit in commits.items()}

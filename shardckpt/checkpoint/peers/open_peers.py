@@ -182,9 +182,19 @@ def _open_or_nothing(tier: NodeTier) -> Store | None:
 
 def _report(own: TierFiles, tier: str, node: Node) -> Mapping[str, NodeStep]:
     """Return the committed steps of a tier of this node by their folders; none if its store cannot be read."""
-    store = own.stores[tier]
+    steps = report_or_nothing(own.stores[tier], node).steps
+    return {f"{tier}/{folder}": step for folder, step in steps.items()}
+
+
+def report_or_nothing(own: Store, node: Node) -> NodeReport:
+    """Return the report of a node, without steps if its store cannot be read.
+
+    Args:
+        own: Store of the node, whose root is the run.
+        node: The node.
+    """
     try:
-        return {f"{tier}/{folder}": step for folder, step in report_files(store, node).steps.items()}
+        return report_files(own, node)
     except ShardckptError as error:
-        _LOG.warning("steps in %s cannot be read: %s", store.url, error)
-        return {}
+        _LOG.warning("steps in %s cannot be read: %s", own.url, error)
+        return NodeReport(node)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.copy_step import CopiedStep, copy_step
+from shardckpt.checkpoint.peers.open_peers import report_or_nothing, share_catalog
 from shardckpt.checkpoint.save.async_save import CAPTURES
 from shardckpt.checkpoint.save.staging import memory_size
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, TierPlace
@@ -77,18 +78,21 @@ class MemoryTier(CaptureTier):
     def replicate(self, coordinator: Coordinator, number: int) -> None:
         """Copy a capture to other nodes. Collective.
 
-        A copy that fails is one warning and an event: then the newest capture that has all its copies is kept too.
+        A copy that fails is one warning and an event: then the newest capture that is on more machines is kept too.
 
         Raises:
             RankError: A rank is lost.
         """
         if self._config.copies:
-            node, folder = find_node(self._config.rack), step_name(number)
-            copied = copy_step(coordinator, self.place.open_own(), node, folder, self._config.copies)
+            own, node, folder = self.place.open_own(), find_node(self._config.rack), step_name(number)
+            copied = copy_step(coordinator, own, node, folder, self._config.copies)
             self._note_copies(coordinator.rank, number, copied)
+            self._copied = folder
+            if copied.faults:  # what another start of the run has captured may survive more failures
+                self._copied = share_catalog(coordinator, report_or_nothing(own, node)).find_most_copied(folder)
 
     def list_copied(self) -> Collection[str]:
-        """Return the folder of the newest capture that has all its copies."""
+        """Return the folder of the newest capture that has all its copies, or the most."""
         return (self._copied,) if self._copied else ()
 
     def _note_copies(self, rank: int, number: int, copied: CopiedStep) -> None:
@@ -99,8 +103,5 @@ class MemoryTier(CaptureTier):
         event = ReplicateEvent(path, copied.seconds, number, rank, copied.nbytes, warnings=copied.faults)
         emit(event, self._on_event)
         had_failed, self._has_failed = self._has_failed, bool(copied.faults)
-        if not copied.faults:
-            self._copied = step_name(number)
-            return
-        if rank == 0 and not had_failed:
+        if copied.faults and rank == 0 and not had_failed:
             warn_user(f"a capture has fewer copies than asked for: {copied.faults[0]}")

@@ -27,7 +27,7 @@ from shardckpt.checkpoint.run.step_finder import (
 )
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.checkpoint.tiers.peer_memory import find_node
-from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
+from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
 from shardckpt.format.durability.step_copies import (
     FAILURES,
     StepCopy,
@@ -277,9 +277,15 @@ _T = TypeVar("_T")
 
 
 def _read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Return what a function reads from a tier; another value if the tier cannot be read."""
+    """Return what a function reads from a tier; another value if the tier cannot be read.
+
+    Raises:
+        RankError: A rank is lost, whose files another start may read: an older step would be the wrong answer.
+    """
     try:
         return read()
+    except RankError:
+        raise
     except ShardckptError as error:
         _LOG.warning("steps in %s cannot be read: %s", place.finder.root, error)
         return otherwise

@@ -18,7 +18,6 @@ from shardckpt.testing.simulation.trained_state import build_state
 _STAGING_BYTES = 1 << 20
 _LONGEST_PAUSE_S = 5.0
 _STEPS_OF_A_START = 100
-_ROOT_EVERY = 2
 
 
 @dataclass
@@ -37,6 +36,7 @@ class Job:
         is_last: Whether it begins anew if no step can be loaded, and takes numbers that no other start has.
         memory: Settings of the tier in memory; None without one.
         nodes: Node of each rank.
+        root_every: With tiers, steps whose number is a multiple of this are saved in the root.
         errors: Errors of the ranks, in order.
         saved: Steps whose save succeeded on a rank.
     """
@@ -52,6 +52,7 @@ class Job:
     is_last: bool = False
     memory: PeerMemory | None = None
     nodes: tuple[Node, ...] = ()
+    root_every: int = 2
 
     def __post_init__(self) -> None:
         self.errors: list[ShardckptError] = []
@@ -60,7 +61,7 @@ class Job:
     @property
     def save_every(self) -> int:
         """Steps whose number is a multiple of this are saved in the root."""
-        return 1 if self.memory is None or self.is_last else _ROOT_EVERY
+        return 1 if self.memory is None or self.is_last else self.root_every
 
     @property
     def node_names(self) -> frozenset[str]:

@@ -91,6 +91,7 @@ MEMORY = (
     FaultKind("kill after the last request", frozenset({"ask"}), within="COMMIT"),
     FaultKind("node loss", EVERYTHING),
     FaultKind("flip in memory", EVERYTHING),
+    FaultKind("memory full", frozenset({"write memory"}), "ENOSPC", lasts=True),
 )
 SEVERAL_NODES = (
     FaultKind("node loss while copying", frozenset({"ask", "send"})),

@@ -73,6 +73,7 @@ class Scenario:
         nodes: Machine of each node, by their numbers.
         places: Node of each rank at each start of the job; without one all ranks are on node 0.
         copies: Number of other machines that keep a copy of each capture.
+        root_every: With tiers, steps whose number is a multiple of this are saved in the root.
         later_saves: Number of saves in the days after the last fault, which have to remove what no step needs.
         readers: Number of restores beside the job.
         prunes: Number of prunes beside the job.
@@ -94,6 +95,7 @@ class Scenario:
     nodes: tuple[int, ...] = (0,)
     places: tuple[tuple[int, ...], ...] = ()
     copies: int = 0
+    root_every: int = 2
     later_saves: int = 0
     readers: int = 0
     prunes: int = 0
@@ -159,7 +161,13 @@ def _choose_nodes(seed: int, scenario: Scenario) -> Scenario:
         worlds.append(world)
         places.append(tuple(used[rank * len(used) // world] for rank in range(world)))
     return replace(
-        scenario, worlds=tuple(worlds), nodes=machines, places=tuple(places), copies=random.choice((0, 1, 1, 2))
+        scenario,
+        worlds=tuple(worlds),
+        nodes=machines,
+        places=tuple(places),
+        copies=random.choice((0, 1, 1, 2)),
+        memory_bytes=random.choice((1 << 30, 1 << 30, 1 << 30, 15_500, 12_000)),
+        root_every=random.choice((2, 2, 4)),
     )
 
 
@@ -365,6 +373,7 @@ class _HistoryRun:
             is_last,
             PeerMemory(scenario.copies, max_bytes=scenario.memory_bytes) if has_memory else None,
             tuple(self.nodes[f"node{at}"] for at in placed),
+            scenario.root_every,
         )
         self._jobs.append(job)
         ranks = self._make_ranks(name, [node.name for node in job.nodes])

@@ -261,11 +261,7 @@ class NameCalls:
     def _enter(self, verb: str, path: str, other: str = "") -> str:
         """Begin an operation: a scheduling point, at which a fault may show. Returns the path from the root."""
         where = self.resolve(path)
-        fault = self._scheduler.step(verb, f"{where} -> {self.resolve(other)}" if other else where)
-        if fault:
-            code = getattr(errno, fault, None)
-            if code is not None:
-                raise OSError(code, os.strerror(code), path)
+        _raise_fault(self._scheduler.step(verb, f"{where} -> {self.resolve(other)}" if other else where), path)
         return where
 
 
@@ -377,9 +373,9 @@ class OperatingSystem(NameCalls):
         return count
 
     def _touch(self, verb: str, file: Descriptor) -> None:
-        """Begin a read or write; those of memory do not fail."""
+        """Begin a read or write; reads of memory do not fail."""
         if file.path.startswith(_MEMORY):
-            self._scheduler.step(f"{verb} memory", file.path)
+            _raise_fault(self._scheduler.step(f"{verb} memory", file.path), file.path)
         else:
             self._enter(verb, file.path)
 
@@ -422,6 +418,13 @@ class OperatingSystem(NameCalls):
         if file is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         return file
+
+
+def _raise_fault(fault: str, path: str) -> None:
+    """Raise the OSError of a fault; faults of the environment raise nothing here."""
+    code = getattr(errno, fault, None) if fault else None
+    if code is not None:
+        raise OSError(code, os.strerror(code), path)
 
 
 def _describe(node: Node) -> Status:

@@ -1,0 +1,80 @@
+"""Simulated histories of jobs whose ranks are on several nodes, with copies in each other's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardckpt.testing.simulation import Scenario, run_history
+from shardckpt.testing.simulation.faults import EVERYTHING, FaultKind, PlannedFault
+
+ON_TWO = Scenario(
+    "bucket", worlds=(2, 2, 2), saves=1, nodes=(0, 1), places=((0, 1), (0, 1), (0, 1)), copies=1, root_every=4
+)
+LOSS = FaultKind("node loss", EVERYTHING)
+
+
+def subjects(history, verb: str, *, of: str = "") -> list[str]:
+    return [event.subject for event in history.events if event.verb == verb and event.who.startswith(of)]
+
+
+def lose_node_after(scenario: Scenario, step: int, seed: int = 1) -> Scenario:
+    """Return a scenario in which a node is lost after a step was saved by all ranks."""
+    events = run_history(seed, scenario).events
+    at = [event.number for event in events if (event.verb, event.subject) == ("saved", f"step {step}")][-1]
+    return replace(scenario, faults=(PlannedFault(at + 1, LOSS),))
+
+
+def test_ranks_on_other_nodes_restore_what_is_in_memory() -> None:
+    places = ((0, 1, 2), (0, 2), (1, 1, 2))
+    history = run_history(
+        1,
+        Scenario("bucket", worlds=(3, 2, 3), memory_bytes=1 << 30, nodes=(0, 1, 2), places=places, copies=1),
+    )
+    assert history.failure is None
+    assert subjects(history, "failed") == []
+    assert subjects(history, "restored", of="job1") == ["step 2"] * 2
+    assert subjects(history, "restored", of="job2") == ["step 4"] * 3
+    assert subjects(history, "claims", of="job0")[0] == "step 1 in memory (node)"
+
+
+@pytest.mark.parametrize(("machines", "survives"), [((0, 1), "node"), ((0, 0), "process")])
+def test_nodes_of_one_machine_count_as_one(machines: tuple[int, int], survives: str) -> None:
+    history = run_history(1, replace(ON_TWO, memory_bytes=1 << 30, nodes=machines))
+    assert subjects(history, "claims", of="job0")[0] == f"step 1 in memory ({survives})"
+
+
+def test_a_copied_capture_survives_the_loss_of_a_node() -> None:
+    history = run_history(1, lose_node_after(replace(ON_TWO, memory_bytes=1 << 30), 1))
+    assert history.failure is None
+    assert subjects(history, "restored", of="job2") == ["step 1"] * 2
+
+
+def test_a_copied_capture_stays_until_a_later_start_has_copied_another() -> None:
+    """The holders have no space for the copies of the second start."""
+    history = run_history(1, lose_node_after(replace(ON_TWO, memory_bytes=15_500), 2))
+    assert subjects(history, "claims", of="job0") == ["step 1 in memory (node)"] * 2
+    assert subjects(history, "claims", of="job1") == ["step 2 in memory (process)"] * 2
+    assert history.failure is None
+    assert subjects(history, "restored", of="final") == ["step 1"] * 2
+
+
+def test_captures_of_a_job_without_some_nodes_are_newer_than_those_that_it_could_not_read() -> None:
+    """The third start has a part of step 2: it begins anew, and captures another step 1."""
+    places = ((0, 1), (0, 1), (0,), (0, 1))
+    history = run_history(1, replace(ON_TWO, memory_bytes=1 << 30, copies=0, worlds=(2, 2, 1, 2), places=places))
+    assert history.failure is None
+    assert subjects(history, "restored", of="job2") == ["step None"]
+    assert subjects(history, "restored", of="job3") == ["step 1"] * 2
+
+
+def test_a_restore_that_loses_a_rank_while_it_reads_memory_fails() -> None:
+    """It must not begin anew, as if there were no captures."""
+    scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(1, 2), places=((1,), (0, 1)))
+    saved = next(event.number for event in run_history(1, scenario).events if event.verb == "saved")
+    lost = FaultKind("data lost", frozenset({"send"}), "lost", within="data")
+    history = run_history(1, replace(scenario, faults=(PlannedFault(saved + 1, lost),)))
+    assert history.failure is None
+    assert subjects(history, "restored", of="job1") == []
+    assert subjects(history, "restored", of="final") == ["step 1"] * 2
