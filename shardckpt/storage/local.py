@@ -195,6 +195,7 @@ class LocalStore:
         """
         path = self._path(name, follow=False)
         with convert_os_errors("cannot create", path):
+            make_folders(self._root)
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             parts = name.split("/")[:-1]
             folders = [os.path.join(self._root, *parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -511,6 +512,21 @@ class LocalWriter(ClosingWriter):
             fd, self._fd = self._fd, -1
         if fd >= 0:
             close(fd)
+
+
+def make_folders(path: str) -> None:
+    """Make a folder and its missing parents; a power failure does not take them away.
+
+    Raises:
+        OSError: A folder cannot be made.
+    """
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(os.path.abspath(path))
+    make_folders(parent)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    sync_folder(parent)
 
 
 def sync_folder(path: str) -> None:

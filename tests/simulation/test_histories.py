@@ -6,12 +6,14 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardckpt.checkpoint.save.staging import BufferPool
 from shardckpt.testing.simulation import Scenario, run_history
+from shardckpt.testing.simulation.faults import EVERYTHING, FaultKind, PlannedFault
 from shardckpt.testing.simulation.scheduler import Scheduler
 from shardckpt.testing.simulation.seams import Machine
 
@@ -50,6 +52,17 @@ def test_a_history_without_faults_has_no_errors(store: str) -> None:
     verbs = [event.verb for event in history.events]
     assert "failed" not in verbs
     assert verbs.count("saved") == 2 * 2 + 1 * 2 + 2, "each rank reports each save"
+
+
+def test_a_power_failure_spares_a_step_in_a_folder_that_the_record_of_a_restore_made() -> None:
+    """The first step is in memory alone: its restore is the first write into the root."""
+    scenario = Scenario("disk", worlds=(1, 1, 1), saves=1, memory_bytes=1 << 30)
+    events = run_history(1, scenario).events
+    at = next(event.number for event in events if (event.verb, event.subject) == ("saved", "step 2"))
+    loss = PlannedFault(at + 1, FaultKind("power loss", EVERYTHING))
+    history = run_history(1, replace(scenario, faults=(loss,)))
+    assert [*history.fired] == [loss]
+    assert history.failure is None
 
 
 def test_a_history_is_printed_with_one_line_an_event() -> None:
