@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from random import Random
 from typing import Literal
 
@@ -290,8 +289,7 @@ class _HistoryRun:
                 pruner,
                 lambda _: prune_repeatedly(self.scheduler, self.storage.root, scenario.keep_last, scenario.prunes),
             )
-        for world, places in zip_longest(scenario.worlds, scenario.places, fillvalue=()):
-            placed = places or (0,) * world
+        for placed in scenario.places or [(0,) * world for world in scenario.worlds]:
             tasks = self._start_job(f"job{self._starts}", placed, scenario.saves, background=scenario.background)[1]
             if scenario.has_zombies:
                 self.scheduler.sleep(random.random() * 2)
