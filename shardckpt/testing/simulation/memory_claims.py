@@ -31,12 +31,12 @@ class MemoryClaim(NamedTuple):
 
     Attributes:
         content: The attempt.
-        losses: Number of machines that may be lost.
+        most_lost: Number of machines that may be lost.
         holders: Holders of all nodes of the job.
     """
 
     content: int
-    losses: int
+    most_lost: int
     holders: tuple[ClaimedHolder, ...]
 
 
@@ -70,11 +70,11 @@ class Claims:
             HistoryError: It does not survive the failures that the claim names.
         """
         named = tuple(ClaimedHolder(self._nodes[name], holders.get(name)) for name in sorted(set(nodes)))
-        losses = len(copy.survives) - 1
+        most_lost = len(copy.survives) - 1
         found = self._count_machines(copy.path.rpartition("/")[2], named)
-        if found <= losses:
+        if found <= most_lost:
             raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but is on {found} machines")
-        self._claims.append(MemoryClaim(content, losses, named))
+        self._claims.append(MemoryClaim(content, most_lost, named))
 
     def _count_machines(self, folder: str, holders: Sequence[ClaimedHolder]) -> int:
         """Return on how many machines each file of a capture is, at least; a holder that has died may have had all."""
@@ -100,7 +100,7 @@ class Claims:
     def holds(self, claim: MemoryClaim, nodes: Collection[str]) -> bool:
         """Return True while a claim has to hold for a job on some nodes."""
         lost = {each.node.machine for each in claim.holders if not self._is_reachable(each, nodes)}
-        return claim in self._claims and len(lost) <= claim.losses
+        return claim in self._claims and len(lost) <= claim.most_lost
 
     def _is_reachable(self, holder: ClaimedHolder, nodes: Collection[str]) -> bool:
         process = holder.process
