@@ -76,6 +76,16 @@ RUNS = {
     "save_and_load.py": [
         ([], ("3 ranks, rows, from step 4", "head.weight in the checkpoint: SavedTensor(", *["step 7: loss 4.009"] * 2))
     ],
+    "survive.py": [
+        (
+            ["--short", "--fork"],
+            (
+                "SIGKILL of a rank: 2 ranks go on, restored from memory: step",
+                "SIGKILL of a machine: agent, rank and holder: 1 rank goes on, restored from memory: step",
+                f"and those of jobs resumed by hand: {EQUAL}",
+            ),
+        )
+    ],
     "torchft_recovery.py": [([], ("is at step 3\nreplica 1 received the state of another one", EQUAL))],
     "torchtitan_manager.py": [([], ("from step 4", EQUAL, "steps: [4, 6, 8]"))],
     "train_fsdp.py": [([], ("2 ranks; rank 0 stores 108,160 of 216,320 parameters", "  19   0."))],
@@ -120,6 +130,17 @@ def test_an_example_runs(run: Run, name: str, arguments: list[str], said: tuple[
     assert done["code"] == 0, done["err"]
     assert [words for words in said if words not in done["out"]] == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arguments", [[], *(["--style", style, "--fork"] for style in ("wrapper", "fsdp2", "ddp"))])
+def test_six_incidents_under_torchrun_change_no_loss(run: Run, arguments: list[str], tmp_path: Path) -> None:
+    done = run(EXAMPLES / "survive.py", arguments, tmp_path)
+    assert done["code"] == 0, done["err"]
+    restored = [line.partition(" restored ")[2].partition(":")[0] for line in done["out"].splitlines()]
+    assert [place for place in restored if place] == ["nothing", *["from memory"] * 5, "from root"]
+    assert f"and those of jobs resumed by hand: {EQUAL}" in done["out"]
 
 
 def test_an_example_that_fails_is_told(run: Run, tmp_path: Path) -> None:
