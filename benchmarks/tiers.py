@@ -1,15 +1,19 @@
 """Compare captures in the memory of several machines with the least that they have to do: paired ratios.
 
-    python benchmarks/tiers.py [--mib 256] [--rounds 7] [--record]
+    python benchmarks/tiers.py [--bytes 256MiB] [--rounds 7] [--record]
 
 Four forked ranks, each on a simulated machine of its own, capture a sharded tensor with one copy on another machine.
-Each round measures, on the slowest rank:
+Each round measures on all ranks at once, and the slowest counts; of many rounds the least counts:
 
 - the stall of a save against a copy of the rank's bytes in memory;
 - the copies on other machines against a bare send of the same bytes over gloo;
-- a restore on three ranks against a bare exchange of the bytes that crossed the network.
+- a restore on three ranks against a bare exchange of the same boxes: the rank copies those of its own machine, and
+  receives the others;
+- the same restore from a local disk whose files are not in the page cache;
+- steps with a capture behind them against steps without.
 
-The bytes that the holders keep are counted: one part of the state for each capture and copy.
+CPU seconds are those of all ranks without their holders, which copy nothing. The bytes that the holders keep are
+counted: one part of the state for each capture and copy.
 """
 
 from __future__ import annotations
@@ -19,41 +23,73 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from ranks import median_ratio, run_ranks
+from ranks import run_ranks
 from results import Lines, machine, record
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt.events import ReplicateEvent
+from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.holder.holder_sockets import NODE
 
 TITLE = "Captures in memory"
 WORLD, SURVIVORS, COPIES = 4, 3, 1
 
 
-@dataclass(frozen=True)
+STEP_S = 2.0
+"""Seconds of the steps beside which a capture is copied, without it."""
+
+TWELFTHS = ((3, 1, 1), (2, 2, 2), (1, 3, 0))
+"""Of each rank of the restore: the part of the state that its machine has, the part that it lacks, in twelfths, and the
+rank whose machine has that."""
+
+
+class Timed(NamedTuple):
+    """Duration of a call on one rank.
+
+    Attributes:
+        seconds: Wall time.
+        cpu: CPU time of the process.
+    """
+
+    seconds: float
+    cpu: float
+
+
+@dataclass
+class Series:
+    """Durations of a rank in all rounds, of something and of the least that it has to do.
+
+    Attributes:
+        over: Durations of it.
+        under: Durations of the least.
+    """
+
+    over: list[Timed] = field(default_factory=list)
+    under: list[Timed] = field(default_factory=list)
+
+
+@dataclass
 class Capture:
     """Measurements of a rank over all rounds.
 
     Attributes:
-        stalls: Seconds of each save.
-        memcpys: Seconds of a copy of the rank's bytes.
-        replications: Seconds of the copies on other machines.
-        sends: Seconds of a bare send and receive of the same bytes.
+        stall: A save, and a copy of the rank's bytes.
+        copies: The copies on other machines, and a bare send and receive of the same bytes.
+        steps: Steps with a capture behind them, and without.
         copied_bytes: Bytes that the rank received for one capture.
     """
 
-    stalls: list[float]
-    memcpys: list[float]
-    replications: list[float]
-    sends: list[float]
-    copied_bytes: int
+    stall: Series = field(default_factory=Series)
+    copies: Series = field(default_factory=Series)
+    steps: Series = field(default_factory=Series)
+    copied_bytes: int = 0
 
 
 def enter(rank: int) -> None:
@@ -74,12 +110,12 @@ def make_state(nbytes: int, value: float) -> dict[str, Any]:
     return {"weight": distribute_tensor(torch.full((nbytes // 4,), value), mesh, [Shard(0)])}
 
 
-def measure(act: Callable[[], object]) -> float:
-    """Return the seconds of a call that all ranks begin together."""
+def measure(act: Callable[[], object]) -> Timed:
+    """Return the duration of a call that all ranks begin together."""
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     act()
-    return time.perf_counter() - start
+    return Timed(time.perf_counter() - start, time.process_time() - cpu)
 
 
 def exchange(sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -100,29 +136,71 @@ def capture(rank: int, root: Path, nbytes: int, rounds: int) -> Capture:
     own = state["weight"].to_local()
     copy, received = torch.empty_like(own), torch.empty_like(own)
     peers = (rank + 1) % WORLD, (rank - 1) % WORLD
-    stalls, memcpys, sends = [], [], []
-    for step in range(rounds + 1):
-        stalls.append(measure(lambda step=step: ck.save(step, state)))
+    found, count = Capture(), count_steps()
+    for step in range(0, 2 * rounds + 2, 2):
+        found.steps.under.append(measure(lambda: take_steps(count)))
+        found.steps.over.append(measure(lambda step=step: (ck.save(step, state), take_steps(count))))
         ck.wait()
-        memcpys.append(measure(lambda: copy.copy_(own)))
-        sends.append(measure(lambda: exchange([(own, peers[0])], [(received, peers[1])])))
-    replications = [event.seconds for event in events]
-    return Capture(stalls[1:], memcpys[1:], replications[1:], sends[1:], events[-1].nbytes)
+        found.stall.over.append(measure(lambda step=step: ck.save(step + 1, state)))
+        behind = measure(ck.wait)
+        found.copies.over.append(Timed(events[-1].seconds, behind.cpu))
+        found.stall.under.append(measure(lambda: copy.copy_(own)))
+        found.copies.under.append(measure(lambda: exchange([(own, peers[0])], [(received, peers[1])])))
+    found.copied_bytes = events[-1].nbytes
+    return found
 
 
-def restore(rank: int, root: Path, nbytes: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Restore on fewer ranks, and exchange bare tensors of the bytes that each rank lacks."""
+def take_steps(count: int) -> None:
+    """Compute as training does, on one core."""
+    left = torch.ones(512, 512)
+    for _ in range(count):
+        left @ left
+
+
+def count_steps() -> int:
+    """Return how many steps take about `STEP_S` on all ranks."""
+    seconds = measure(lambda: take_steps(20)).seconds
+    counts = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([20 * STEP_S / seconds]))
+    return max(int(min(each.item() for each in counts)), 1)
+
+
+def restore(rank: int, root: Path, folder: Path, nbytes: int, rounds: int) -> tuple[Series, list[Timed]]:
+    """Restore on fewer ranks; exchange bare tensors of the same boxes, and load the same from a cold disk."""
     enter(rank)
-    seconds, bare = [], []
+    series, disk = Series(), list[Timed]()
     state = make_state(nbytes, 0.0)
-    lacking = max(nbytes // SURVIVORS - nbytes // WORLD, nbytes // SURVIVORS // 4) // 4
-    own, received = torch.zeros(lacking), torch.empty(lacking)
-    peers = (rank + 1) % SURVIVORS, (rank - 1) % SURVIVORS
+    own, _, source = TWELFTHS[rank]
+    held, sizes = torch.ones(nbytes // 16), [nbytes // 4 * each[1] // 12 for each in TWELFTHS]
+    into, received = torch.zeros(nbytes // 4 * own // 12), torch.zeros(sizes[rank])
+    (taker,) = (each for each in range(SURVIVORS) if TWELFTHS[each][2] == rank)
+
+    def exchange_boxes() -> None:
+        into.copy_(held[: into.numel()])
+        exchange([(held[: sizes[taker]], taker)], [(received, source)])
+
     for _ in range(rounds + 1):
-        seconds.append(measure(lambda: make_checkpointer(root).restore(state)))
+        series.over.append(measure(lambda: make_checkpointer(root).restore(state)))
         assert state["weight"].to_local().eq(1.0).all()
-        bare.append(measure(lambda: exchange([(own, peers[0])], [(received, peers[1])])))
-    return seconds[1:], bare[1:]
+        series.under.append(measure(exchange_boxes))
+        drop_from_cache(folder)
+        disk.append(measure(lambda: shardckpt.load(state, folder)))
+    return series, disk
+
+
+def save_to_disk(rank: int, folder: Path, nbytes: int) -> None:
+    """Save the state to a local disk."""
+    enter(rank)
+    shardckpt.save(make_state(nbytes, 1.0), folder)
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Drop the files of a folder from the page cache, as far as the system does so."""
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def count_held_bytes() -> list[int]:
@@ -135,52 +213,62 @@ def count_held_bytes() -> list[int]:
     return held
 
 
-def slowest(columns: Sequence[Sequence[float]]) -> list[float]:
-    """Return the seconds of the slowest rank in each round."""
-    return [max(row) for row in zip(*columns, strict=True)]
+def find_least(columns: Sequence[Sequence[Timed]]) -> Timed:
+    """Return the least of all rounds but the first: the seconds of the slowest rank, the CPU seconds of all ranks."""
+    rounds = [*zip(*columns, strict=True)][1:]
+    seconds = min(max(timed.seconds for timed in each) for each in rounds)
+    return Timed(seconds, min(sum(timed.cpu for timed in each) for each in rounds))
+
+
+def say(report: Lines, what: str, series: Sequence[Series], limit: float) -> None:
+    """Print a ratio, and keep it as a goal."""
+    over, under = (find_least(columns) for columns in ([s.over for s in series], [s.under for s in series]))
+    goal = report.goal("background saves", what, over.seconds / under.seconds, limit, "x")
+    shown = f"{over.seconds * 1e3:.1f} of {under.seconds * 1e3:.1f} ms, CPU {over.cpu:.3f} of {under.cpu:.3f} s"
+    report.say(f"{what}: {goal.measured:.2f}x, goal {limit}x: {goal.verdict} ({shown})")
 
 
 def run(nbytes: int, rounds: int) -> Lines:
-    """Measure everything; raise an AssertionError if a rank copied or a holder keeps other bytes than it should."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_RUNTIME_DIR"] = folder
-        root, part = Path(folder) / "run", nbytes // WORLD
+    """Measure everything; raise an AssertionError if a rank copied or a holder keeps other bytes than it should.
+
+    Args:
+        nbytes: Bytes of the state of each of the four ranks; a multiple of 48.
+        rounds: Number of measurements of each kind.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["XDG_RUNTIME_DIR"] = name
+        root, disk, total = Path(name) / "run", Path(name) / "disk", WORLD * nbytes
         try:
-            captures = run_ranks(lambda rank: capture(rank, root, nbytes, rounds), WORLD)
-            restores = run_ranks(lambda rank: restore(rank, root, nbytes, rounds), SURVIVORS)
+            captures = run_ranks(lambda rank: capture(rank, root, total, rounds), WORLD)
+            run_ranks(lambda rank: save_to_disk(rank, disk, total), WORLD)
+            restores = run_ranks(lambda rank: restore(rank, root, disk, total, rounds), SURVIVORS)
         finally:
             held = count_held_bytes()
-    assert all(each.copied_bytes >= part for each in captures), "every rank receives the part of another"
-    assert all((1 + COPIES) * part <= each <= (1 + COPIES) * part + (64 << 20) for each in held), held
+    assert all(each.copied_bytes >= nbytes for each in captures), "every rank receives the part of another"
+    assert all((1 + COPIES) * nbytes <= each <= (1 + COPIES) * nbytes + (64 << 20) for each in held), held
     report = Lines()
-    report.say(f"{WORLD} ranks on {WORLD} simulated machines, {nbytes >> 20} MiB in all, {rounds} rounds\n")
-    for what, over, under, limit in (
-        ("stall of a save, of a copy in memory", [c.stalls for c in captures], [c.memcpys for c in captures], 1.1),
-        (
-            "copies on other machines, of a bare send",
-            [c.replications for c in captures],
-            [c.sends for c in captures],
-            1.2,
-        ),
-        ("restore on 3 ranks, of a bare exchange", [s for s, _ in restores], [b for _, b in restores], 1.3),
-    ):
-        seconds = slowest(over)
-        goal = report.goal("background saves", what, median_ratio(seconds, slowest(under)), limit, "x")
-        report.say(f"{what}: {goal.measured:.2f}x, goal {limit}x: {goal.verdict} ({min(seconds) * 1e3:.1f} ms at best)")
-    report.say(f"held by a machine: {max(held) / part:.3f} parts of the state, of {1 + COPIES} that are kept")
+    report.say(f"{WORLD} ranks on {WORLD} simulated machines, {nbytes / 2**20:.0f} MiB each, {rounds} rounds\n")
+    say(report, "stall of a save, of a copy in memory", [each.stall for each in captures], 1.1)
+    say(report, "copies on other machines, of a bare send", [each.copies for each in captures], 1.2)
+    say(report, "restore on 3 ranks, of a bare exchange", [series for series, _ in restores], 1.3)
+    cold = [Series(series.over, disk) for series, disk in restores]
+    say(report, "restore on 3 ranks, of a load from a cold disk", cold, 1.0)
+    say(report, "steps with a capture behind them, of steps without", [each.steps for each in captures], 1.05)
+    report.say(f"held by a machine: {max(held) / nbytes:.3f} parts of the state, of {1 + COPIES} that are kept")
     return report
 
 
 def main() -> None:
     """Measure and print; with `--record`, write the section of RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--mib", type=int, default=256, help="size of the state of all ranks, in MiB")
+    parser.add_argument("--bytes", default="256MiB", help="size of the state of each rank, such as 256MiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
-    report = run(options.mib << 20, options.rounds)
+    nbytes = parse_size(options.bytes)
+    report = run(nbytes - nbytes % 48, options.rounds)
     if options.record:
-        record(TITLE, [machine(), "", *report.lines], report.goals)
+        record(f"{TITLE}, {options.bytes} a rank", [machine(), "", *report.lines], report.goals)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,10 @@ from shardckpt.torch_features import get_group_store
 _DATA = 1
 """Tag of tensors, whose order among messages does not matter."""
 
+_SIZE_BYTES, _FIRST_BYTES = 8, 1016
+_PACKET_BYTES = _SIZE_BYTES + _FIRST_BYTES
+"""Bytes that begin each message: most messages are one packet, since each packet waits for the other rank."""
+
 
 class Transfer(Protocol):
     """A tensor that is being sent."""
@@ -93,15 +97,20 @@ class TorchLink(RankLink):
         self._group, self._ranks = group, ranks
 
     def send_message(self, data: bytes, dst: int) -> None:
-        """Send the number of bytes, then the bytes."""
-        for part in (len(data).to_bytes(8, "little"), data):
+        """Send a packet with the number of bytes and the first of them, then the rest if there is one."""
+        packet = (len(data).to_bytes(_SIZE_BYTES, "little") + data[:_FIRST_BYTES]).ljust(_PACKET_BYTES, b"\0")
+        for part in (packet, data[_FIRST_BYTES:]) if len(data) > _FIRST_BYTES else (packet,):
             work = dist.isend(torch.frombuffer(bytearray(part), dtype=torch.uint8), group=self._group, group_dst=dst)
             assert work is not None
             work.wait(self.timeout)
 
     def recv_message(self, src: int, deadline: float) -> bytes:
-        """Receive the number of bytes, then the bytes."""
-        return self._recv_exactly(int.from_bytes(self._recv_exactly(8, src, deadline), "little"), src, deadline)
+        """Receive the packet, then the rest."""
+        packet = self._recv_exactly(_PACKET_BYTES, src, deadline)
+        nbytes, first = int.from_bytes(packet[:_SIZE_BYTES], "little"), packet[_SIZE_BYTES:]
+        if nbytes <= _FIRST_BYTES:
+            return first[:nbytes]
+        return first + self._recv_exactly(nbytes - _FIRST_BYTES, src, deadline)
 
     def _recv_exactly(self, nbytes: int, src: int, deadline: float) -> bytes:
         row = torch.empty(nbytes, dtype=torch.uint8)

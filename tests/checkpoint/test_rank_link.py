@@ -1,15 +1,18 @@
-"""A coordinator over a link: messages of a round are not taken for those of another."""
+"""A coordinator over a link: messages of a round are not taken for those of another, and arrive in few packets."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness import run
 
 from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.checkpoint.rank_link import RankLink, Transfer
+from shardckpt.checkpoint.rank_link import RankLink, Transfer, link_ranks
 from shardckpt.errors import RankError
 
 
@@ -61,3 +64,24 @@ def test_a_rank_that_is_ahead_counts_as_lost() -> None:
     with pytest.raises(RankError, match="rank 1 is in round 2 of messages, not in 1"):
         coordinator.coordinate("step", b"", lambda messages: messages)
     assert coordinator.has_lost_rank
+
+
+def test_messages_of_any_size_arrive_and_short_ones_are_one_packet() -> None:
+    sizes = (0, 1, 1016, 1017, 5000)
+
+    def body(rank: int, world: int) -> list[int]:
+        link, packets, isend = link_ranks(None), [], dist.isend
+        dist.isend = lambda *args, **options: packets.append(args) or isend(*args, **options)
+        lengths = []
+        for size in sizes:
+            if rank:
+                link.send_message(bytes(range(251)) * (size // 251) + b"\1" * (size % 251), 0)
+                lengths.append(len(packets))
+                packets.clear()
+            else:
+                got = link.recv_message(1, time.monotonic() + 10)
+                assert got == bytes(range(251)) * (size // 251) + b"\1" * (size % 251)
+                lengths.append(len(got))
+        return lengths
+
+    assert run(2, body) == [list(sizes), [1, 1, 1, 2, 2]]
