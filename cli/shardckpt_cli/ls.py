@@ -23,7 +23,11 @@ def ls(
         bool, typer.Option("--proof", help="Show whether a resume of the step was proven, diverged or unproven.")
     ] = False,
     durability: Annotated[
-        bool, typer.Option("--durability", help="Show all copies of each step, also in tiers, and what they survive.")
+        bool,
+        typer.Option(
+            "--durability",
+            help="Show all copies of each step that this machine sees, and what they survive.",
+        ),
     ] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
@@ -127,7 +131,7 @@ _VERDICTS = ("diverged", "proven", "unproven", "no record")
 def _copy_row(number: int, copy: StepCopy) -> tuple[str, ...]:
     from shardckpt.errors import escape
 
-    survives = ", ".join(copy.survives) or "nothing"
+    survives = "unknown (part)" if copy.is_part else ", ".join(copy.survives) or "nothing"
     return f"{number}", copy.tier, survives, _show_time(copy.verified_at), escape(copy.path)
 
 
@@ -159,7 +163,7 @@ def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = Fal
     rows = [
         (
             holder.run,
-            " ".join(map(str, holder.steps)),
+            " ".join([*map(str, holder.steps), *(f"{number} (part)" for number in holder.parts)]),
             output.size(holder.nbytes),
             output.size(holder.max_bytes),
             f"{holder.clients}",

@@ -8,6 +8,7 @@ from command import run_here
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
+from shardckpt.storage.resolve_url import open_store
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,17 @@ def test_a_capture_is_rescued_by_copy_and_verified_like_any_step(tmp_path):
     assert run_here("verify", f"{url}/step-00000007").code == 0
     assert run_here("copy", url, tmp_path / "rescued").code == 0
     assert torch.equal(shardckpt.load(str(tmp_path / "rescued/step-00000007"))["w"], torch.ones(10))
+
+
+def test_a_part_of_a_capture_is_shown_as_one(tmp_path):
+    (tmp_path / "a").mkdir()
+    capture(tmp_path / "a", 7)
+    store = open_store(shardckpt.tiers().holders[0].url)
+    (payload,) = [entry.name for entry in store.list("step-00000007") if entry.name.endswith(".safetensors")]
+    store.delete(payload)
+    assert "  7 (part)  " in run_here("tiers").out
+    (row,) = run_here("ls", tmp_path / "a", "--durability").out.splitlines()[1:]
+    assert "unknown (part)" in row and "process" not in row
 
 
 def test_all_copies_of_a_step_are_listed_with_what_they_survive(tmp_path):

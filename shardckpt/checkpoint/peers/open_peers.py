@@ -29,12 +29,12 @@ class NodeTier(NamedTuple):
     Attributes:
         name: Name of the tier.
         url: Path or URL of its steps on this node.
-        open_own: Returns the store of the files of this node. Raises ShardckptError.
+        open_own: Returns the store of the files of this node; None if it cannot be read.
     """
 
     name: str
     url: str
-    open_own: Callable[[], Store]
+    open_own: Callable[[], Store | None]
 
 
 class OpenedTiers(NamedTuple):
@@ -94,7 +94,7 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
         RankError: A rank is lost.
     """
     channels = get_channels(group)
-    own = TierFiles({tier.name: store for tier in tiers if (store := _open_or_nothing(tier)) is not None})
+    own = TierFiles({tier.name: store for tier in tiers if (store := tier.open_own()) is not None})
     report = NodeReport(
         node, {folder: step for name in own.stores for folder, step in _report(own, name, node).items()}
     )
@@ -169,15 +169,6 @@ def _share_catalog_and_urls(
     answer = coordinator.coordinate("finding files on all nodes", report.encode(), decide)
     line, _, catalog = answer.partition(b"\n")
     return NodeCatalog.decode(catalog), json.loads(line)
-
-
-def _open_or_nothing(tier: NodeTier) -> Store | None:
-    """Return the store of this node's files; None if it cannot be opened."""
-    try:
-        return tier.open_own()
-    except ShardckptError as error:
-        _LOG.warning("steps in %s cannot be read: %s", tier.url, error)
-        return None
 
 
 def _report(own: TierFiles, tier: str, node: Node) -> Mapping[str, NodeStep]:

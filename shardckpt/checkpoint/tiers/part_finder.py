@@ -14,8 +14,12 @@ class PartFinder(StepFinder):
 
     Nodes that later ranks do not use may have the rest of a step. Steps that are saved without it are newer: they
     belong to the next branch.
+
+    Attributes:
+        logged: Fault of the tier that was logged last; empty without one.
     """
 
+    logged: str = ""
     _least_branch = 0
 
     @contextmanager

@@ -234,7 +234,7 @@ class TieredFinder(StepFinder):
     @contextmanager
     def open_places(self) -> Iterator[PlaceReads]:
         """Read the steps that nodes and tiers have together, within the context. Collective."""
-        tiers = [NodeTier(place.name, place.finder.root, place.open_own) for place in self._places]
+        tiers = [NodeTier(place.name, place.finder.root, partial(_open_own, place)) for place in self._places]
         with ExitStack() as stack:
             opened = stack.enter_context(open_peers(tiers, find_node(), self.group))
             if opened is None:
@@ -277,7 +277,7 @@ _T = TypeVar("_T")
 
 
 def _read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Return what a function reads from a tier; another value if the tier cannot be read.
+    """Return what a function reads from a tier; another value if the tier cannot be read, which is logged once.
 
     Raises:
         RankError: A rank is lost, whose files another start may read: an older step would be the wrong answer.
@@ -287,8 +287,15 @@ def _read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
     except RankError:
         raise
     except ShardckptError as error:
-        _LOG.warning("steps in %s cannot be read: %s", place.finder.root, error)
+        if place.finder.logged != str(error):
+            place.finder.logged = str(error)
+            _LOG.warning("steps in %s cannot be read: %s", place.finder.root, error)
         return otherwise
+
+
+def _open_own(place: TierPlace) -> Store | None:
+    """Return the store of this node's steps in a tier; None if it cannot be opened."""
+    return _read_tier(place, place.open_own, None)
 
 
 def _report_step(place: TierPlace, folder: str, damaged: Collection[str]) -> NodeReport:

@@ -49,10 +49,14 @@ def _list_in_tier(tier: str, url: str, root: str) -> Iterator[tuple[int, StepCop
     store = open_store(url)
     if tier == LOCAL:
         require_own_folder(store, root)
-    return _list_copies(store, tier, (PROCESS,))
+    return _list_copies(store, tier, (PROCESS,), has_parts=True)
 
 
-def _list_copies(store: Store, tier: str, survives: tuple[str, ...]) -> Iterator[tuple[int, StepCopy]]:
-    for step in read_run(store).complete:
-        with suppress(CheckpointError):
-            yield step.number, describe_copy(store, step, tier, survives)
+def _list_copies(
+    store: Store, tier: str, survives: tuple[str, ...], *, has_parts: bool = False
+) -> Iterator[tuple[int, StepCopy]]:
+    """Yield the copies of all steps, in a tier also those of which this machine has a part."""
+    for step in read_run(store).steps:
+        if step.is_complete or (has_parts and step.is_part):
+            with suppress(CheckpointError):
+                yield step.number, describe_copy(store, step, tier, () if step.is_part else survives)

@@ -33,7 +33,7 @@ MEMORY, LOCAL, ROOT = "memory", "local", "root"
 
 @dataclass(frozen=True, slots=True)
 class StepCopy:
-    """A complete copy of a step.
+    """A copy of a step.
 
     Attributes:
         tier: `memory`, `local` or `root`.
@@ -43,6 +43,8 @@ class StepCopy:
         verified_at: Time of its commit, in seconds since the epoch, before which the writers hashed all bytes and rank
             0 saw every file; None if unknown.
         save: Id of the save; copies of one save have equal bytes.
+        is_part: Whether this machine has only some files of it, so that it survives nothing alone; other machines may
+            have the rest.
     """
 
     tier: str
@@ -51,6 +53,7 @@ class StepCopy:
     saved_at: float | None
     verified_at: float | None = None
     save: str = ""
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Durability:
 
     Attributes:
         step: Number of the step.
-        copies: Complete copies, the nearest first.
+        copies: Its copies, the nearest first: complete ones, and parts if a command lists those of one machine.
     """
 
     step: int
@@ -78,19 +81,19 @@ def find_survived_by(copies: Iterable[StepCopy]) -> tuple[str, ...]:
 
 
 def describe_copy(store: Store, step: StepFolder, tier: str, survives: tuple[str, ...]) -> StepCopy:
-    """Return a complete step as a copy.
+    """Return a step as a copy.
 
     Args:
         store: Store of the place.
-        step: The complete step.
+        step: The step.
         tier: Name of the place.
         survives: Failures that files there survive.
 
     Raises:
         StorageError: The store failed.
     """
-    path = f"{store.url.rstrip('/')}/{step.name}"
-    return StepCopy(tier, path, survives, step.saved_at, store.changed_at(step.name), step.save)
+    path, changed_at = f"{store.url.rstrip('/')}/{step.name}", store.changed_at(step.name)
+    return StepCopy(tier, path, survives, step.saved_at, changed_at, step.save, step.is_part)
 
 
 def encode_copies(copies: Iterable[StepCopy]) -> list[list[Any]]:

@@ -120,6 +120,11 @@ class StepFolder:
         return not self.fault
 
     @property
+    def is_part(self) -> bool:
+        """Whether the step is committed, but files of it are not here: in a tier other machines may have them."""
+        return bool(self.save) and not self.is_complete and not self.own <= self.held.keys()
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether a save into this folder, or a removal of the step, was interrupted."""
         return self.is_ours and not self.is_committed

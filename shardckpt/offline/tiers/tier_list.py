@@ -19,6 +19,7 @@ class HolderInfo:
         run: Id of the run.
         url: URL of its captures, for every function and command.
         steps: Numbers of the complete captures, the oldest first.
+        parts: Numbers of the captures of which this machine has only some files, the oldest first.
         nbytes: Bytes of memory for its files, including those being written.
         max_bytes: Maximum of these bytes.
         clients: Number of connected processes.
@@ -29,6 +30,7 @@ class HolderInfo:
     run: str
     url: str
     steps: tuple[int, ...]
+    parts: tuple[int, ...]
     nbytes: int
     max_bytes: int
     clients: int
@@ -62,7 +64,7 @@ def tiers() -> TierList:
             HolderInfo(
                 each.run,
                 each.url,
-                _list_steps(each.url),
+                *_list_steps(each.url),
                 each.nbytes,
                 each.max_bytes,
                 each.clients,
@@ -91,7 +93,9 @@ def stop_tiers(run: str | None = None) -> tuple[str, ...]:
     return tuple(stop_holders(run))
 
 
-def _list_steps(url: str) -> tuple[int, ...]:
+def _list_steps(url: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of the complete captures, and of those of which other machines have the rest."""
     with suppress(CheckpointError, StorageError):  # it has ended meanwhile
-        return tuple(step.number for step in read_run(open_store(url)).complete)
-    return ()
+        run = read_run(open_store(url))
+        return tuple(step.number for step in run.complete), tuple(step.number for step in run.steps if step.is_part)
+    return (), ()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from harness import run
-from tier_runs import BLOCKS, VALUES, enter, is_step, kill_holder
+from tier_runs import BLOCKS, VALUES, enter, holders, is_step, kill_holder
 from tier_runs import sharded_state as state
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory, PromotionEvent, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.peers import open_peers
 from shardckpt.checkpoint.peers.peer_store import PeerStore
+from shardckpt.storage.holder import holder_connection
 from shardckpt.storage.holder.holder_store import HolderStore
 
 PART = VALUES.nbytes // 2
@@ -115,6 +118,10 @@ def test_a_step_that_no_tier_has_as_a_whole_is_restored_from_parts_in_memory_and
     root, options = tmp_path / "run", {"memory": {}, "every": 2}
     claims = {"memory": ["process"], "local": ["process"]}
     assert [copies for copies, _ in run(2, train, root, "ab", (2,), options)] == [claims] * 2
+    enter("a")
+    (step,) = shardckpt.ls(str(root), durability=True).durability
+    assert [copy.tier for copy in step.copies if copy.is_part and not copy.survives] == ["memory", "local"]
+    enter("")
     shutil.rmtree(folder_of(root, "a"))
     kill_holder("b")
     found = run(3, resume, root, "abb", options)
@@ -216,6 +223,33 @@ def test_a_node_whose_folder_cannot_be_written_is_one_warning_and_steps_are_capt
         return [*claims, ck.durability(3).survives, texts]
 
     assert run(2, body) == [[set(), {"process"}, [True]], [set(), {"process"}, []]]
+
+
+def test_while_the_holder_of_one_node_hangs_all_capture_into_folders_with_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(holder_connection, "TIMEOUT_S", 1.0)
+    root = tmp_path / "run"
+
+    def body(rank: int, world: int) -> tuple:
+        enter("ab"[rank])
+        ck = make(root, folder_of(root, "ab"[rank]), memory={})
+        ck.save(1, state(world, 1))
+        ck.wait()
+        pids = [holder.pid for holder in holders("b")] * rank
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        torch.distributed.barrier()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in (2, 3, 4):
+                ck.save(step, state(world, step))
+            ck.wait()
+        claims = [copy.tier for copy in ck.durability(4).copies]
+        torch.distributed.barrier()
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        return claims, ["rank 1" in str(each.message) for each in warned]
+
+    assert run(2, body) == [(["local"], [True]), (["local"], [])]
 
 
 @pytest.mark.parametrize("names", ["ab", "a"])

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import shardckpt
 from shardckpt import Checkpointer, PeerMemory
 from shardckpt.checkpoint.save.handle import SaveHandle
-from shardckpt.checkpoint.tiers import peer_memory
+from shardckpt.checkpoint.tiers import peer_memory, tiered_finder
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.storage.holder import holder_connection
 from shardckpt.storage.holder.holder_connection import HolderConnection
@@ -484,3 +484,20 @@ def test_a_save_that_waits_for_the_capture_before_it_has_an_event(tmp_path, monk
     ck.wait()
     waits = [(event.step, event.seconds > 0) for event in events if event.operation == "backpressure"]
     assert waits == [(2, True)]
+
+
+def test_a_root_that_cannot_be_read_for_a_moment_does_not_lose_the_capture_of_a_step_that_it_has_too(
+    tmp_path, monkeypatch
+):
+    save(make(tmp_path / "run", save_every=2), 2)
+    read = tiered_finder.read_about
+
+    def fail_in_root(store, step):
+        if not store.url.startswith("shardckpt-memory"):
+            raise StorageError("the root does not answer now")
+        return read(store, step)
+
+    with monkeypatch.context() as away:
+        away.setattr(tiered_finder, "read_about", fail_in_root)
+        assert restore(tmp_path / "run") == 2
+    assert [holder.steps for holder in shardckpt.tiers().holders] == [(2,)]

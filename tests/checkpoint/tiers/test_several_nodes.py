@@ -50,6 +50,7 @@ def test_ranks_on_two_nodes_capture_into_their_own_holders_and_other_numbers_of_
         (holder,) = holders(node)
         payload = VALUES.nbytes // 2
         assert payload < holder.nbytes < payload + 20_000, "each node has its half, of one capture"
+        assert holder.steps == () and holder.parts == (3,)
     for world, nodes in ((4, "aabb"), (3, "abb"), (2, "ab"), (5, "aaabb")):
         found = run(world, resume, tmp_path / "run", nodes, {})
         assert [each[:2] for each in found] == [(3, True)] * world
