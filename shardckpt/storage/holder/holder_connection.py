@@ -12,6 +12,7 @@ from shardckpt.errors import StorageError
 from shardckpt.storage.holder.holder_messages import VERSION, decode_error, receive, send
 from shardckpt.storage.holder.holder_sockets import (
     connect_socket,
+    identify_socket,
     open_socket_folder,
     require_sockets,
     socket_folder,
@@ -42,6 +43,18 @@ class HolderConnection:
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._hung_at: float | None = None
+        self._socket_id: tuple[int, ...] | None = None
+
+    def has_same_socket(self) -> bool:
+        """Return True if the socket is the one of this connection, without a message: a new process finds the holder.
+
+        Raises:
+            UnsafeError: The folder of sockets is not this user's alone.
+            StorageError: It cannot be opened.
+        """
+        with open_socket_folder(self._folder, is_made=False) as folder_fd:
+            found = None if folder_fd is None else identify_socket(folder_fd, self._run)
+        return found is not None and found == self._socket_id
 
     def request(self, op: str, *, shown: str = "", **fields: object) -> dict[str, Any]:
         """Send a request and return its answer.
@@ -121,6 +134,7 @@ class HolderConnection:
             if folder_fd is None:
                 raise FileNotFoundError(self._folder)
             connection = connect_socket(folder_fd, self._run, TIMEOUT_S)
+            self._socket_id = identify_socket(folder_fd, self._run)
         try:
             send(connection, {"op": "hello"})
             answer, _ = receive(connection)

@@ -101,6 +101,15 @@ def socket_name(run: str) -> str:
     return f"{require_run(run)}{_SUFFIX}"
 
 
+def identify_socket(folder_fd: int, run: str) -> tuple[int, ...] | None:
+    """Return numbers that no later socket of a run has; None without one."""
+    try:
+        status = os.stat(socket_name(run), dir_fd=folder_fd, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
 def bind_socket(folder_fd: int, run: str) -> socket.socket:
     """Return a bound socket of a run. Raises OSError.
 

@@ -86,7 +86,7 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
         try:
             connection = get_holder_connection(require_run(run))
             connection.request("limit", max_bytes=max_bytes)
-            if is_reachable(run):
+            if connection.has_same_socket() or is_reachable(run):
                 return
             connection.request("stop")
             connection.close()
@@ -111,7 +111,10 @@ def is_reachable(run: str) -> bool:
         StorageError: The holder does not answer.
         UnsafeError: The folder of sockets is not this user's alone.
     """
-    known = get_holder_connection(run).request("hello")
+    connection = get_holder_connection(run)
+    known = connection.request("hello")
+    if connection.has_same_socket():
+        return True
     new = HolderConnection(run, socket_folder())
     try:
         found = new.request("hello")

@@ -13,10 +13,11 @@ import pytest
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsafeError, UsageError
 from shardckpt.storage.holder import holder_connection
+from shardckpt.storage.holder.holder_connection import get_holder_connection
 from shardckpt.storage.holder.holder_messages import MAX_MESSAGE_BYTES
 from shardckpt.storage.holder.holder_sockets import connect_socket, open_socket_folder, require_own_peer, socket_folder
 from shardckpt.storage.holder.holder_store import HolderStore
-from shardckpt.storage.holder.holders import find_holders, start_holder, stop_holders
+from shardckpt.storage.holder.holders import find_holders, is_reachable, start_holder, stop_holders
 from shardckpt.storage.store import read_bytes
 
 RUN = "processes"
@@ -269,3 +270,25 @@ def test_nodes_of_two_names_have_holders_of_their_own(monkeypatch):
         find_holders()
     monkeypatch.delenv("SHARDCKPT_NODE")
     assert len(find_holders()) == 1
+
+
+def test_a_new_process_finds_a_holder_whose_socket_is_the_same_without_a_message():
+    start()
+    connection = get_holder_connection(RUN)
+    path = Path(socket_folder()) / f"{RUN}.sock"
+    other = path.with_suffix(".moved")
+    assert connection.has_same_socket()
+    path.rename(other)
+    assert not connection.has_same_socket()
+    assert not is_reachable(RUN)
+    other.rename(path)
+    assert is_reachable(RUN), "its time of change is another, but it is the same holder"
+
+
+def test_a_further_start_of_a_holder_sends_one_message(monkeypatch):
+    start()
+    sent = []
+    send = holder_connection.send
+    monkeypatch.setattr(holder_connection, "send", lambda *args: sent.append(args[1]["op"]) or send(*args))
+    start_holder(RUN, 1 << 20, last="COMMIT")
+    assert sent == ["limit"]
