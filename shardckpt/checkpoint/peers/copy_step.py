@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, report_files
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.node_steps import read_marks, write_marks
-from shardckpt.checkpoint.peers.open_peers import share_catalog
-from shardckpt.checkpoint.peers.partner_plan import plan_copies
+from shardckpt.checkpoint.peers.partner_plan import CopyOrder, plan_copy_orders
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.errors import RankError, StorageError
@@ -55,20 +54,39 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
         RankError: A rank is lost.
     """
     start = time.monotonic()
-    catalog = share_catalog(coordinator, report_files(own, node, [folder]))
-    names = plan_copies(catalog, folder, copies).get(coordinator.rank, [])
-    store = PeerStore(own, catalog, coordinator.rank)
+    order = share_copy_orders(coordinator, report_files(own, node, [folder]), folder, copies)
+    store = PeerStore(own, order.catalog, coordinator.rank)
     fault = ""
     with PeerExchange(coordinator, own, store.forget) as exchange:
         store.exchange = exchange
         try:
-            _copy_files(SubfolderStore(store, folder), SubfolderStore(own, folder), names)
+            _copy_files(SubfolderStore(store, folder), SubfolderStore(own, folder), order.names)
         except RankError:
             raise
         except Exception as error:  # noqa: BLE001  (the other ranks wait for the result)
             fault = f"rank {coordinator.rank}: {error}"
     faults = _share_faults(coordinator, folder, fault)
-    return CopiedStep(exchange.received_bytes, time.monotonic() - start, _count_machines(catalog), faults)
+    return CopiedStep(exchange.received_bytes, time.monotonic() - start, order.machines, faults)
+
+
+def share_copy_orders(coordinator: Coordinator, report: NodeReport, folder: str, copies: int) -> CopyOrder:
+    """Return what this rank copies; rank 0 sends each rank its own part of the plan alone. Collective.
+
+    Args:
+        coordinator: Coordinator of the ranks.
+        report: Files of this node.
+        folder: Name of the step's folder.
+        copies: Number of copies of each file on other machines.
+
+    Raises:
+        RankError: A rank is lost.
+    """
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
+        return [order.encode() for order in plan_copy_orders(catalog, folder, copies)]
+
+    return CopyOrder.decode(coordinator.coordinate("planning copies on other nodes", report.encode(), decide))
 
 
 def copy_part(own: Store, target: Store, folder: str) -> int:
@@ -132,7 +150,3 @@ def _share_faults(coordinator: Coordinator, folder: str, fault: str) -> tuple[st
 
 def _encode_line(text: str) -> bytes:
     return " ".join(text.split())[:1000].encode("utf-8", "replace")
-
-
-def _count_machines(catalog: NodeCatalog) -> int:
-    return len({node.machine for node in catalog.nodes})

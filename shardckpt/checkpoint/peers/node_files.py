@@ -186,6 +186,32 @@ class NodeCatalog:
         """Return the index of a rank's node."""
         return next(index for index, members in enumerate(self.ranks) if rank in members)
 
+    def select(self, folder: str, own: int, held: Iterable[str], others: Iterable[str]) -> NodeCatalog:
+        """Return the part of the catalog that concerns some files of one step.
+
+        Args:
+            folder: Name of the step's folder.
+            own: Index of a node, which comes first in the result.
+            held: Names of files that this node has; of their copies only that one is listed.
+            others: Names of files with all their copies.
+        """
+        files = self.files.get(folder, {})
+        wanted = {name: files[name] for name in others}
+        nodes = [own, *sorted({node for found in wanted.values() for node in found.nodes} - {own})]
+        index = {node: at for at, node in enumerate(nodes)}
+        chosen = {name: FileCopies(files[name].nbytes, (0,)) for name in held}
+        chosen |= {
+            name: FileCopies(each.nbytes, tuple(index[at] for at in each.nodes)) for name, each in wanted.items()
+        }
+        known = folder in self.files
+        return NodeCatalog(
+            tuple(self.nodes[node] for node in nodes),
+            tuple(self.ranks[node] for node in nodes),
+            {folder: self.saves[folder]} if known else {},
+            {folder: self.totals[folder]} if known else {},
+            {folder: chosen} if known else {},
+        )
+
     def is_complete(self, folder: str) -> bool:
         """Return True if the nodes together have every file of a step."""
         return folder in self.files and len(self.files[folder]) == self.totals[folder]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog
+from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
 
 def choose_partners(nodes: Sequence[Node], copies: int) -> list[tuple[int, ...]]:
@@ -129,3 +131,49 @@ def plan_copies(catalog: NodeCatalog, folder: str, copies: int) -> dict[int, lis
                 members = catalog.ranks[target]
                 orders.setdefault(members[number % len(members)], []).append(name)
     return orders
+
+
+class CopyOrder(NamedTuple):
+    """Files that one rank copies to its node.
+
+    Attributes:
+        names: Names of the files.
+        machines: Number of machines of all nodes.
+        catalog: The files that the node has, and those to copy with the nodes that have them.
+    """
+
+    names: tuple[str, ...]
+    machines: int
+    catalog: NodeCatalog
+
+    def encode(self) -> bytes:
+        """Return the order as bytes."""
+        return pack_message([self.names, self.machines], self.catalog.encode())
+
+    @classmethod
+    def decode(cls, data: bytes) -> CopyOrder:
+        """Return the order from the bytes of `encode`."""
+        (names, machines), catalog = unpack_message(data)
+        return cls(tuple(names), machines, NodeCatalog.decode(catalog))
+
+
+def plan_copy_orders(catalog: NodeCatalog, folder: str, copies: int) -> list[CopyOrder]:
+    """Return the order of each rank, whose size does not depend on the number of nodes.
+
+    Args:
+        catalog: Files of all nodes.
+        folder: Name of the step's folder.
+        copies: Number of copies of each file on other machines.
+    """
+    orders = plan_copies(catalog, folder, copies)
+    machines = len({node.machine for node in catalog.nodes})
+    held: list[list[str]] = [[] for _ in catalog.nodes]
+    for name, found in catalog.files.get(folder, {}).items():
+        for node in found.nodes:
+            held[node].append(name)
+    planned: dict[int, CopyOrder] = {}
+    for node, members in enumerate(catalog.ranks):
+        for rank in members:
+            names = tuple(orders.get(rank, ()))
+            planned[rank] = CopyOrder(names, machines, catalog.select(folder, node, held[node], names))
+    return [planned[rank] for rank in sorted(planned)]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
-from shardckpt.checkpoint.peers.partner_plan import choose_partners, plan_copies
+from shardckpt.checkpoint.peers.partner_plan import CopyOrder, choose_partners, plan_copies, plan_copy_orders
 
 FOLDER = "step-00000001"
 
@@ -59,3 +59,35 @@ def test_after_the_copies_each_file_is_on_as_many_machines_as_there_are_up_to_th
         had = len({nodes[ranks[before.ranks[index][0]]].machine for index in before.files[FOLDER][name].nodes})
         assert count == max(had, min(1 + copies, machines))
     assert plan_copies(after, FOLDER, copies) == {}
+
+
+def read_orders(nodes: int) -> list[CopyOrder]:
+    """Orders of a step whose nodes have two ranks each, with a file of each rank, and the marks on all nodes."""
+    total = 2 * nodes + 1
+    reports = [
+        NodeReport(
+            Node(f"n{rank // 2}", f"m{rank // 2}"),
+            {FOLDER: NodeStep("save", total, {"COMMIT": 9, f"f{rank // 2 * 2}": 7, f"f{rank // 2 * 2 + 1}": 7})},
+        )
+        for rank in range(2 * nodes)
+    ]
+    return [CopyOrder.decode(each.encode()) for each in plan_copy_orders(NodeCatalog.from_reports(reports), FOLDER, 1)]
+
+
+def test_an_order_names_the_files_of_its_rank_and_the_nodes_that_have_them():
+    orders = read_orders(4)
+    assert sorted(name for order in orders for name in order.names) == [f"f{number}" for number in range(8)]
+    for rank, order in enumerate(orders):
+        assert order.machines == 4
+        assert order.catalog.find_node(rank) == 0, "the own node is the first"
+        files = order.catalog.files[FOLDER]
+        assert files.keys() == {"COMMIT", f"f{rank // 2 * 2}", f"f{rank // 2 * 2 + 1}", *order.names}
+        assert files["COMMIT"].nodes == (0,)
+        for name in order.names:
+            (holder,) = files[name].nodes
+            assert int(name[1:]) in order.catalog.ranks[holder]
+
+
+def test_the_bytes_of_an_order_do_not_grow_with_the_number_of_nodes():
+    few, many = (max(len(order.encode()) for order in read_orders(nodes)) for nodes in (8, 80))
+    assert many < 1.2 * few
