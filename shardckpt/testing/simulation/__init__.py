@@ -1,6 +1,15 @@
-"""Simulation of saves, restores and removals under faults: histories that a seed gives and repeats."""
+"""Simulation of saves, restores and removals under faults: histories that a seed gives and repeats; large jobs."""
 
+from shardckpt.testing.simulation.large_job import PhaseCost, run_large_job
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent
 from shardckpt.testing.simulation.simulated_history import Scenario, SimulatedHistory, run_history
 
-__all__ = ["HistoryError", "HistoryEvent", "Scenario", "SimulatedHistory", "run_history"]
+__all__ = [
+    "HistoryError",
+    "HistoryEvent",
+    "PhaseCost",
+    "Scenario",
+    "SimulatedHistory",
+    "run_history",
+    "run_large_job",
+]

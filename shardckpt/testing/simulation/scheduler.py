@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -67,13 +68,14 @@ class Process:
         clock_shift: Seconds that its clock of the day differs from the virtual time.
         own: Values of the process in place of globals of modules, by key.
         at_death: Functions that release what the operating system releases.
+        work_s: Real processor seconds of its threads that have ended.
     """
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.node = ""
         self.is_dead = self.is_silent = False
-        self.clock_shift = 0.0
+        self.clock_shift = self.work_s = 0.0
         self.own: dict[object, Any] = {}
         self.at_death: list[Callable[[], None]] = []
 
@@ -229,6 +231,8 @@ class Scheduler:
     Args:
         seed: Seed of all choices.
         stay: Probability that the running thread continues at a scheduling point.
+        event_s: Virtual seconds between two events.
+        most_events: Number of events after which a history counts as endless.
 
     Attributes:
         random: Source of all randomness of the history.
@@ -241,7 +245,9 @@ class Scheduler:
         failure: First violation of an invariant, or error of an actor.
     """
 
-    def __init__(self, seed: int, stay: float = 0.7) -> None:
+    def __init__(
+        self, seed: int, stay: float = 0.7, *, event_s: float = EVENT_SECONDS, most_events: int = _MOST_EVENTS
+    ) -> None:
         self.random = Random(seed)  # noqa: S311  (no secret)
         self.now = 0.0
         self.events: list[HistoryEvent] = []
@@ -249,7 +255,7 @@ class Scheduler:
         self.after_event: Callable[[], None] = lambda: None
         self.current: Task | None = None
         self.failure: BaseException | None = None
-        self._stay = stay
+        self._stay, self._event_s, self._most_events = stay, event_s, most_events
         self._waits = WaitingTasks()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -289,6 +295,7 @@ class Scheduler:
                     self.fail(error)
             finally:
                 task.is_over = True
+                process.work_s += time.thread_time()
                 self._waits.remove(task)
                 self.notify(task)
                 self._hand_over()
@@ -348,9 +355,9 @@ class Scheduler:
         """Record an event without letting other threads run."""
         who = self.current.name if self.current is not None else "-"
         self.events.append(HistoryEvent(len(self.events), self.now, who, verb, subject, note))
-        self.now += EVENT_SECONDS
-        if len(self.events) > _MOST_EVENTS:
-            self._raise_here(HistoryError(f"no end after {_MOST_EVENTS} events"))
+        self.now += self._event_s
+        if len(self.events) > self._most_events:
+            self._raise_here(HistoryError(f"no end after {self._most_events} events"))
 
     def wait(
         self,
