@@ -9,7 +9,7 @@ from contextlib import suppress
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.errors import CheckpointError, MissingFileError
 from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_commit
-from shardckpt.format.native.run_directory import StepFolder, is_step_name
+from shardckpt.format.native.run_directory import StepFolder, is_step_name, resumes_name, witness_name
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.plan.retention import Retention, SavedStep, steps_to_delete, with_trusted_times
 from shardckpt.storage.store import Store, SubfolderStore, read_bytes
@@ -117,6 +117,8 @@ def remove_old_steps(
     for name in removed:
         own.delete(f"{name}/{COMMIT}")
         own.delete_folder(name)
+        for beside in (witness_name(name), resumes_name(name)):
+            own.delete(beside)
     return removed
 
 

@@ -6,7 +6,6 @@ import logging
 import time
 from dataclasses import dataclass
 
-from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.errors import CheckpointError, StorageError
 from shardckpt.events import OnEvent, ResumeEvent, emit
@@ -35,12 +34,11 @@ class ResumeLog:
     A resume is in its file from the restore on, as unproven: so one that dies before it was compared is known too.
 
     Args:
-        finder: Finder of the run's steps.
         on_event: Function for the event of the verdict; None without one.
     """
 
-    def __init__(self, finder: StepFinder, on_event: OnEvent | None) -> None:
-        self._finder, self._on_event = finder, on_event
+    def __init__(self, on_event: OnEvent | None) -> None:
+        self._on_event = on_event
         self._compared: _Compared | None = None
 
     def begin(self, restored: RestoredStep, record: WitnessRecord, ranks: int) -> None:
@@ -73,7 +71,7 @@ class ResumeLog:
             self._emit(restored, before, now, resume)
 
     def _emit(self, restored: RestoredStep, before: Environment, now: Environment, resume: Resume) -> None:
-        path, found = self._finder.path(restored.name), resume.divergence
+        path, found = restored.finder.path(restored.name), resume.divergence
         if found is None:
             topology = explain_topology(before, now)
             detail = f", {topology}" if topology else ", bit for bit" if resume.is_deterministic else ""
@@ -92,6 +90,6 @@ class ResumeLog:
 
     def _write(self, restored: RestoredStep, resume: Resume) -> None:
         try:
-            add_resumes(self._finder.open_store(), restored.name, restored.save, resume)
+            add_resumes(restored.finder.open_store(), restored.name, restored.save, resume)
         except (CheckpointError, StorageError) as error:
             warn_user(f"the verdict on the resume of {restored.name} could not be stored: {error}")

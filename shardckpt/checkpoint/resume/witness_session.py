@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,12 @@ from shardckpt.checkpoint.resume.trained_objects import TrainedObjects, find_tra
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep
+from shardckpt.checkpoint.run.step_saver import SavedPlace
 from shardckpt.errors import CheckpointError, StorageError, UsageError
 from shardckpt.events import OnEvent
 from shardckpt.events.warn_user import warn_user
+from shardckpt.format.native.commit import find_save
+from shardckpt.format.native.run_directory import step_name
 from shardckpt.format.witness.record_file import read_record, write_record
 from shardckpt.plan.resume.step_records import (
     BatchDigests,
@@ -73,7 +76,7 @@ class NoWitness:
     def add_step(self, step: int, loss: Any, grad_norm: Any, batch: Any) -> None:
         """Do nothing."""
 
-    def begin_record(self, number: int, state: Any, is_over: Callable[[], bool]) -> None:
+    def begin_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
         """Do nothing."""
 
     def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
@@ -94,7 +97,7 @@ class WitnessSession(NoWitness):
 
     def __init__(self, options: Witness, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._options, self._finder = options, finder
-        self._records = _RecordsOnRank0(finder, ResumeLog(finder, on_event))
+        self._records = _RecordsOnRank0(finder, ResumeLog(on_event))
         self._start: _Start | None = None
         self._fault: Exception | None = None
         self._due: dict[int, set[int]] = {}  # number of a step to the saved steps that it is behind
@@ -126,13 +129,13 @@ class WitnessSession(NoWitness):
         if not self._due:
             self._start = None  # releases the state
 
-    def begin_record(self, number: int, state: Any, is_over: Callable[[], bool]) -> None:
+    def begin_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
         """Record the steps behind a save.
 
         Args:
             number: Number of the saved step.
             state: The saved state.
-            is_over: Returns True when the save has ended.
+            places: Places to which it is saved, which all get the record.
         """
         last_step, batch = self._last
         last = digest_batch(batch) if last_step == number and batch is not None else None
@@ -140,7 +143,7 @@ class WitnessSession(NoWitness):
         for step in range(number + 1, number + self._options.steps + 1):
             self._due.setdefault(step, set()).add(number)
         if self._coordinator.rank == 0:
-            self._records.open(number, self._options.steps, is_over)
+            self._records.open(number, self._options.steps, places)
 
     def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
         """Compare the steps behind a restored step with its record, if it has one. Collective.
@@ -263,16 +266,16 @@ class _OpenRecord:
     """A record that is being written.
 
     Attributes:
-        record: Steps so far; None before the first.
         steps: Number of steps to record.
-        is_over: Returns True when its save has ended.
-        is_written: Whether the store has all steps so far.
+        places: Places of the saved step.
+        record: Steps so far; None before the first.
+        behind: Places that lack the newest of these steps.
     """
 
     steps: int
-    is_over: Callable[[], bool]
+    places: Sequence[SavedPlace]
     record: WitnessRecord | None = None
-    is_written: bool = True
+    behind: list[SavedPlace] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -299,27 +302,27 @@ class _RecordsOnRank0:
         self._finder, self._log = finder, log
         self._open: dict[int, _OpenRecord] = {}
         self._compared: WitnessRecord | None = None
-        self._name = ""
+        self._restored: RestoredStep | None = None
         self._first_batch: BatchDigests | None = None
         self._noise: float | None = None
 
     @property
     def is_waiting(self) -> bool:
         """Whether a record waits for the end of its save."""
-        return any(not each.is_written for each in self._open.values())
+        return any(each.behind for each in self._open.values())
 
-    def open(self, number: int, steps: int, is_over: Callable[[], bool]) -> None:
+    def open(self, number: int, steps: int, places: Sequence[SavedPlace]) -> None:
         """Begin the record of a save."""
         self.write_finished()
-        self._open = {at: each for at, each in self._open.items() if not each.is_written or at + each.steps > number}
-        self._open[number] = _OpenRecord(steps, is_over)
+        self._open = {at: each for at, each in self._open.items() if each.behind or at + each.steps > number}
+        self._open[number] = _OpenRecord(steps, places)
 
     def read(self, restored: RestoredStep, ranks: int) -> list[int]:
         """Return the numbers of the steps that the record of a restored step has, and begin its resume."""
-        self._compared, self._name = None, restored.name
+        self._compared, self._restored = None, restored
         self._open.clear()
         try:
-            record = read_record(self._finder.open_store(), restored.name)
+            record = read_record(restored.finder.open_store(), restored.name)
         except (CheckpointError, StorageError) as error:
             warn_user(f"the resume is not compared, since its record cannot be read: {error}")
             return []
@@ -346,8 +349,10 @@ class _RecordsOnRank0:
         self._log.add_step(merged.environment, divergence)
         is_exact = record.environment.is_deterministic and merged.environment.is_deterministic
         if divergence is not None:
-            where = self._finder.path(self._name)
-            return _Finding(divergence, record.number, where, is_noise=divergence.cause == "loss" and not is_exact)
+            assert self._restored is not None, "it was compared"
+            is_noise = divergence.cause == "loss" and not is_exact
+            where = self._restored.finder.path(self._restored.name)
+            return _Finding(divergence, record.number, where, is_noise=is_noise)
         if not is_exact and record.environment.has_equal_layout(merged.environment):
             self._learn_noise(record, merged, recorded.loss)
         if merged.record.step == record.steps[-1].step:
@@ -360,7 +365,8 @@ class _RecordsOnRank0:
         if self._noise is None or seen > self._noise:
             self._noise = seen
             self._compared = replace(record, noise=seen)
-            self._write(self._name, self._compared)
+            assert self._restored is not None, "it was compared"
+            self._write(self._restored.finder, self._restored.name, self._compared)
 
     def _append(self, merged: MergedStep) -> None:
         step = merged.record
@@ -373,24 +379,28 @@ class _RecordsOnRank0:
                 first, last = (None if batch is None else batch.join_ranks() for batch in (first, last))
                 record = WitnessRecord("", number, merged.environment, (), first, last, self._noise)
             kept = replace(step, before=step.before if step.step == number + 1 else None, used=None)
-            each.record, each.is_written = replace(record, steps=(*record.steps, kept)), False
+            each.record, each.behind = replace(record, steps=(*record.steps, kept)), [*each.places]
 
     def write_finished(self) -> None:
         """Write the records whose saves have ended."""
         for number, each in self._open.items():
-            if not each.is_written and each.is_over() and each.record is not None:
-                each.is_written = True
-                try:
-                    saved = self._finder.read_step(number)
-                except (CheckpointError, StorageError) as error:
-                    warn_user(f"the witness of step {number} could not be stored: {error}")
-                    continue
-                if saved.is_complete:
-                    each.record = replace(each.record, save=saved.save)
-                    self._write(saved.name, each.record)
+            for place in [place for place in each.behind if place.is_over()]:
+                each.behind.remove(place)
+                self._write_to(place.finder, number, each.record)
 
-    def _write(self, name: str, record: WitnessRecord) -> None:
+    def _write_to(self, finder: StepFinder, number: int, record: WitnessRecord | None) -> None:
+        """Write a record beside its step in one place, unless the step is not there."""
+        assert record is not None, "it has a step that a place lacks"
         try:
-            write_record(self._finder.open_store(), name, record)
+            save = find_save(finder.open_store(), step_name(number))
+        except (CheckpointError, StorageError) as error:
+            warn_user(f"the witness of step {number} could not be stored: {error}")
+            return
+        if save is not None:
+            self._write(finder, step_name(number), replace(record, save=save))
+
+    def _write(self, finder: StepFinder, name: str, record: WitnessRecord) -> None:
+        try:
+            write_record(finder.open_store(), name, record)
         except StorageError as error:
             warn_user(f"the witness of {name} could not be stored: {error}")

@@ -36,6 +36,7 @@ class RestoredStep(NamedTuple):
         faults: Faults of newer steps.
         order: Branch and number of the step.
         path: Path or URL of its folder.
+        finder: Finder of the place that it was in.
     """
 
     number: int
@@ -45,6 +46,7 @@ class RestoredStep(NamedTuple):
     faults: tuple[str, ...]
     order: tuple[int, int]
     path: str
+    finder: StepFinder
 
 
 def restore_step(
@@ -86,7 +88,7 @@ def restore_step(
         with finder.open_places() as reads:
             restored = _load_newest(finder, state, wanted, given, reads, on_event=on_event, fault=fault)
             if restored is not None:
-                tier = finder.find_finder(restored.path).tier
+                tier = restored.finder.tier
                 tier_bytes = reads.tier_bytes or {tier: recorder.values.get("nbytes", 0)}
                 faults = (*restored.faults, *reads.faults)
                 recorder.values.update(step=restored.number, warnings=faults, tier=tier, tier_bytes=tier_bytes)
@@ -118,7 +120,8 @@ def _load_newest(
         if not damage:
             faults = (*latest.faults, *damages.values())
             order = latest.order[0], latest.order[1]
-            return RestoredStep(latest.number, latest.name, latest.save, latest.branch, faults, order, path)
+            place = finder.find_finder(path)
+            return RestoredStep(latest.number, latest.name, latest.save, latest.branch, faults, order, path, place)
         if finder.is_still_here(latest):
             damages[latest.key] = damage
             finder.find_finder(path).damaged.add(latest.save)

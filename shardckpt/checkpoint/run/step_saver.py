@@ -22,7 +22,20 @@ from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC, step_name
 
-OnSaved = Callable[[int, Any, Callable[[], bool]], None]
+
+class SavedPlace(NamedTuple):
+    """A place to which a step is saved.
+
+    Attributes:
+        finder: Finder of the steps there.
+        is_over: Returns True when the save has ended there, on this rank.
+    """
+
+    finder: StepFinder
+    is_over: Callable[[], bool]
+
+
+OnSaved = Callable[[int, Any, Sequence[SavedPlace]], None]
 
 
 class StepSaver:
@@ -38,8 +51,7 @@ class StepSaver:
     Attributes:
         restored: Number of the step that was restored since the last save; None without one.
         branch: Branch of the run that the next step belongs to; None if unknown.
-        on_saved: Called with the number and state of a saved step, and a function that returns True when the save has
-            ended.
+        on_saved: Called with the number and state of a saved step, and the places to which it is saved.
     """
 
     def __init__(
@@ -74,7 +86,7 @@ class StepSaver:
         number, branch, unranked, given = self._begin_save(save, step, metrics, options)
         save(state, self._path(number), **given)
         self.record_save(number, branch, None)
-        self.on_saved(number, state, lambda: True)
+        self.on_saved(number, state, [SavedPlace(self._finder, lambda: True)])
         if unranked:
             raise UsageError(unranked)
         if get_channels(self._group).main.rank == 0:
@@ -96,7 +108,7 @@ class StepSaver:
 
         handle = self._handle = async_save(state, self._path(number), on_event=on_event, **given)
         self.record_save(number, branch, background)
-        self.on_saved(number, state, handle.done)
+        self.on_saved(number, state, [SavedPlace(self._finder, handle.done)])
         if unranked:
             handle.result()
             raise UsageError(unranked)

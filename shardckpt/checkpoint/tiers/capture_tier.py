@@ -261,6 +261,10 @@ class CaptureTier(ABC):
         else:
             self._pending = number, handle
 
+    def is_over(self, number: int) -> bool:
+        """Return True if the capture of a step has ended on this rank."""
+        return self._pending is None or self._pending[0] != number or self._pending[1].done()
+
     def settle_before_next(self) -> None:
         """Wait for the last capture, since the next one begins; an event records a wait. Collective.
 

@@ -19,6 +19,8 @@ from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import (
+    OnSaved,
+    SavedPlace,
     StepSaver,
     build_notes,
     check_options,
@@ -118,7 +120,8 @@ def build_run(
     saver.on_saved = session.begin_record
     if tiered is None:
         return RunParts(finder, saver, retention, session)
-    return RunParts(finder, TieredSaver(saver, schedule, tiers, tiered, Promoter(on_event)), retention, session)
+    tiered_saver = TieredSaver(saver, schedule, tiers, tiered, Promoter(on_event), session.begin_record)
+    return RunParts(finder, tiered_saver, retention, session)
 
 
 def build_tier(
@@ -149,6 +152,7 @@ class TieredSaver:
         tiers: The tiers, the nearest first.
         finder: Finder of the steps in all places.
         promoter: Copies captures to the farther tiers.
+        on_saved: Called with the number and state of a saved step, and the places to which it is saved.
     """
 
     def __init__(
@@ -158,9 +162,12 @@ class TieredSaver:
         tiers: Sequence[CaptureTier],
         finder: TieredFinder,
         promoter: Promoter,
+        on_saved: OnSaved,
     ) -> None:
         self._saver, self._schedule, self._tiers, self._finder = saver, schedule, tuple(tiers), finder
-        self._promoter = promoter
+        self._promoter, self._on_saved = promoter, on_saved
+        self._captured_in: list[SavedPlace] = []
+        saver.on_saved = self._add_saved
         for tier in self._tiers:
             tier.list_needed = partial(promoter.list_promoted, tier)
 
@@ -199,6 +206,7 @@ class TieredSaver:
         notes[AFTER] = places.after
         copy_options = {name: given[name] for name in _FOR_COPY if name in given}
         share = NodeShare(*places.share)
+        self._captured_in = []
         opened = [tier for tier in map(self._tiers.__getitem__, places.tiers) if tier.open_nodes(places.number, share)]
         if opened:
             source, *targets = opened
@@ -208,10 +216,30 @@ class TieredSaver:
                     self._promoter.add(Promotion(number, source, target, coordinator.rank))
 
             source.capture(places.number, state, notes, copy_options, share, promote)
+            self._captured_in = self._list_captured(places.number, source, targets)
         if places.in_root:
             return self._save_in_root(places, state, metrics, options)
         self._saver.record_save(places.number, places.branch, None)
+        self._add_saved(places.number, state, [])
         return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
+
+    def _list_captured(self, number: int, source: CaptureTier, targets: Sequence[CaptureTier]) -> list[SavedPlace]:
+        """Return the tiers to which a step is captured or copied."""
+
+        def is_captured() -> bool:
+            return source.is_over(number)
+
+        def is_promoted() -> bool:
+            return is_captured() and number not in self._promoter.list_promoted(source)
+
+        promoted = [SavedPlace(target.place.finder, is_promoted) for target in targets]
+        return [SavedPlace(source.place.finder, is_captured), *promoted]
+
+    def _add_saved(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
+        """Report that a step is saved to tiers and to other places, if it is saved anywhere."""
+        saved = [*self._captured_in, *places]
+        if saved:
+            self._on_saved(number, state, saved)
 
     def _save_in_root(
         self, places: _Places, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]

@@ -45,7 +45,7 @@ from shardckpt.format.native.records import (
     read_version,
 )
 from shardckpt.storage.replaceable import FolderKind
-from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
@@ -235,6 +235,23 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
     where = f"{store.url}/{COMMIT}"
     require_small("the commit mark", sizes[COMMIT], MAX_COMMIT_BYTES, where)
     return decode_commit(read_bytes(store, COMMIT, 0, sizes[COMMIT]), where=where)
+
+
+def find_save(store: Store, step: str) -> str | None:
+    """Return the id of the save of a step, of which a store may have only a part; None without a valid `COMMIT`.
+
+    Args:
+        store: Store whose root is the run.
+        step: Name of the step's folder.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    inside = SubfolderStore(store, step)
+    try:
+        return read_commit(inside, {entry.name: entry.size for entry in inside.list()}).save
+    except (CheckpointError, MissingFileError):
+        return None
 
 
 def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> ManifestContents:
