@@ -372,6 +372,23 @@ def use_the_schedule_of_another_optimizer(job: Job) -> None:
         group["lr"] = rate
 
 
+def step_the_schedule_twice(job: Job) -> None:
+    job.restore()
+    once = job.schedule.step
+    job.schedule.step = lambda: (once(), once())
+
+
+def change_betas(job: Job) -> None:
+    job.restore()
+    for group in job.optim.param_groups:
+        group["betas"] = (0.8, 0.999)
+
+
+def evaluate(job: Job) -> None:
+    job.restore()
+    job.model.eval()
+
+
 def forget_a_buffer(job: Job) -> None:
     job.restore()  # the buffer is not in the checkpoint, and has its first value
 
@@ -463,6 +480,11 @@ FAULTS: Mapping[str, Fault] = {
         "schedule",
         "optim.param_groups.0.lr",
     ),
+    "schedule stepped twice": Fault(
+        "a loop and a framework step it", step_the_schedule_twice, "schedule", "optim.param_groups.0.lr"
+    ),
+    "other betas": Fault("a changed config", change_betas, "optimizer", "optim.param_groups.0.betas.0"),
+    "evaluation mode": Fault("a validation before the first step", evaluate, "random state", "torch"),
     "lost buffer": Fault("persistent=False", forget_a_buffer, "parameter", "model.temperature", net="buffers"),
     "shared dropout": Fault(
         "rng.pt of rank 0", share_the_generator_of_dropout, "random state", "torch", (1,), styles=SEVERAL

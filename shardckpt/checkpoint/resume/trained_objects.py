@@ -1,4 +1,4 @@
-"""Objects in a state that training changes: models, optimizers, schedules and scalers."""
+"""Objects in a state that training changes: models, optimizers, schedules, scalers and tensors with gradients."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _describe_style(model: nn.Module) -> str:
 
 
 def find_trained_objects(state: Any) -> TrainedObjects:
-    """Find the models, optimizers, schedules and scalers of a state.
+    """Find the models, optimizers, schedules, scalers and tensors with gradients of a state.
 
     Objects with a `state_dict` of their own, such as loaders, are not called: it may be slow, or change them. If one
     has an optimizer or a model that is trained as an attribute, that counts. So does the optimizer of a schedule.
@@ -100,6 +100,8 @@ class _ObjectFinder:
 
     def _add(self, value: Any, path: Path) -> bool:
         part = next((part for kind, part in _PARTS if isinstance(value, kind)), None)
+        if isinstance(value, torch.Tensor) and value.requires_grad:  # such as the master of a parameter
+            part = "parameter"
         if part is None:
             return False
         self._parts[path] = part
