@@ -1,0 +1,42 @@
+"""The steps that a restore reads from each tier: pure, from the catalog of all nodes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
+from shardckpt.checkpoint.peers.open_peers import plan_folders
+from shardckpt.checkpoint.peers.peer_store import collect_files
+
+TIERS = ["memory", "local"]
+FOLDERS = [f"{tier}/step-0000000{number}" for tier in TIERS for number in (1, 2)]
+
+
+@st.composite
+def catalogs(draw):
+    """Catalogs of nodes that have files of one of two saves of each step, in each tier."""
+    saves = st.sampled_from(["s1", "s2"])
+    files = st.sets(st.sampled_from(["x", "y", "COMMIT"])).map(lambda names: dict.fromkeys(sorted(names), 9))
+    steps = st.builds(NodeStep, saves, st.just(3), files)
+    held = st.dictionaries(st.sampled_from(FOLDERS), steps)
+    reports = draw(st.lists(held, min_size=1, max_size=3))
+    return NodeCatalog.from_reports([NodeReport(Node(f"n{at}", "m"), each) for at, each in enumerate(reports)])
+
+
+@given(catalogs())
+def test_a_step_is_in_its_nearest_tier_with_all_copies_of_its_save_and_none_of_another(catalog):
+    planned = plan_folders(catalog, TIERS)
+    seen = [source for folders in planned.values() for sources in folders.values() for source in sources]
+    assert sorted(seen) == sorted(catalog.files), "each folder is read once"
+    for tier, folders in planned.items():
+        for step, sources in folders.items():
+            assert sources[0] == f"{tier}/{step}" and len({catalog.saves[source] for source in sources}) == 1
+            assert [*sources] == sorted(sources, key=lambda source: TIERS.index(source.partition("/")[0]))
+            for name, file in collect_files(catalog, {step: sources}).items():
+                places = {(place.node, place.name) for place in file.places}
+                base = name.partition("/")[2]
+                assert places == {
+                    (node, f"{source}/{base}")
+                    for source in sources
+                    if base in catalog.files[source]
+                    for node in catalog.files[source][base].nodes
+                }
