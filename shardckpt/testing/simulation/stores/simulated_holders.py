@@ -16,6 +16,7 @@ from shardckpt.storage.holder.holder_messages import decode_message, encode_mess
 from shardckpt.storage.holder.holder_process import Holder
 from shardckpt.storage.holder.holder_sockets import (
     connect_socket,
+    identify_socket,
     list_runs,
     open_socket_folder,
     require_own_peer,
@@ -199,6 +200,7 @@ class SimulatedHolders:
             (get_holder_connection, get_connection),
             (connect_socket, self._connect),
             (list_runs, self._list_runs),
+            (identify_socket, self._identify_socket),
             (open_socket_folder, _open_folder),
             (require_own_peer, lambda _connection: None),
             (require_sockets, lambda: None),
@@ -209,6 +211,11 @@ class SimulatedHolders:
     def _find_node(self) -> str:
         assert self._scheduler.current is not None
         return self._scheduler.current.process.node
+
+    def _identify_socket(self, _folder: int, run: str) -> tuple[int, ...] | None:
+        """Return the number of the holder that listens on the node of the running process; None without one."""
+        listening = self.listening.get((self._find_node(), run))
+        return None if listening is None or listening.is_closed else (listening.process.number,)
 
     def _list_runs(self, _folder: int) -> list[str]:
         """Return the runs that have a holder on the node of the running process."""
