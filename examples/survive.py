@@ -254,7 +254,7 @@ class Cluster:
 
     def start(self, nodes: str) -> None:
         """Start the agents of some machines."""
-        options = [*TORCHRUN, f"--rdzv-endpoint=127.0.0.1:{self._store.port}"]
+        options = [*TORCHRUN, f"--rdzv-endpoint=127.0.0.1:{self._store.port}", f"--log-dir={self._folder}"]
         options += ["--run-path", "--start-method=fork"] if self._is_forking else []
         options += [os.path.abspath(__file__), "--rank-in", str(self._folder), "--style", self._style]
         for node in nodes:
