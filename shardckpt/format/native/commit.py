@@ -45,7 +45,7 @@ from shardckpt.format.native.records import (
     read_version,
 )
 from shardckpt.storage.replaceable import FolderKind
-from shardckpt.storage.store import Store, SubfolderStore, read_bytes
+from shardckpt.storage.store import CopiedStore, Store, SubfolderStore, read_bytes
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
@@ -272,21 +272,28 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Man
             expected=commit.manifest_bytes,
             fix=_RESTORE,
         )
-    data = read_bytes(store, commit.manifest, 0, commit.manifest_bytes)
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != commit.manifest_sha256:
-        raise ChecksumError(
-            "the manifest is not the one that was committed",
-            where=where,
-            found=digest,
-            expected=commit.manifest_sha256,
-            fix=_RESTORE,
-        )
-    contents = decode_manifest(data, where=where)
+    contents = decode_manifest(_read_manifest(store, commit), where=where)
     listed = {file.name: file.nbytes for file in contents.files if not file.base}
     if contents.save != commit.save or listed != commit.files or group_files_by_base(contents.files) != commit.bases:
         raise FormatError("the manifest and the commit mark disagree", where=where, found=contents.save)
     return contents
+
+
+def _read_manifest(store: Store, commit: Commit) -> bytes:
+    """Return the bytes of the manifest, from the first copy that has the committed hash. Raises ChecksumError."""
+    while True:
+        data = read_bytes(store, commit.manifest, 0, commit.manifest_bytes)
+        digest = hashlib.sha256(data).hexdigest()
+        if digest == commit.manifest_sha256:
+            return data
+        if not (isinstance(store, CopiedStore) and store.reject(commit.manifest, 0, len(data))):
+            raise ChecksumError(
+                "the manifest is not the one that was committed",
+                where=f"{store.url}/{commit.manifest}",
+                found=digest,
+                expected=commit.manifest_sha256,
+                fix=_RESTORE,
+            )
 
 
 def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:

@@ -7,8 +7,10 @@ from typing import Any
 
 from shardckpt.checkpoint.manager import Checkpointer
 from shardckpt.checkpoint.peers.node_files import Node
+from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.errors import NoCompleteCheckpoint, RankError, ShardckptError
+from shardckpt.events import OperationEvent, WithdrawalEvent
 from shardckpt.offline.prune import prune
 from shardckpt.testing.simulation.auditor import Auditor
 from shardckpt.testing.simulation.network import SimulatedRanks
@@ -35,9 +37,11 @@ class Job:
         saves: Number of saves.
         is_last: Whether it begins anew if no step can be loaded, and takes numbers that no other start has.
         memory: Settings of the tier in memory; None without one.
+        local: Settings of the tier on the disk of its node; None without one.
         nodes: Node of each rank.
         root_every: With tiers, steps whose number is a multiple of this are saved in the root.
         errors: Errors of the ranks, in order.
+        withdrawals: Number of claims that were withdrawn.
         saved: Steps whose save succeeded on a rank.
     """
 
@@ -51,26 +55,34 @@ class Job:
     saves: int
     is_last: bool = False
     memory: PeerMemory | None = None
+    local: Local | None = None
     nodes: tuple[Node, ...] = ()
     root_every: int = 2
 
     def __post_init__(self) -> None:
         self.errors: list[ShardckptError] = []
+        self.withdrawals = 0
         self.saved: list[int] = []
 
     @property
     def save_every(self) -> int:
         """Steps whose number is a multiple of this are saved in the root."""
-        return 1 if self.memory is None or self.is_last else self.root_every
+        return self.root_every if self.has_tiers and not self.is_last else 1
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether it has tiers in front of the root."""
+        return self.memory is not None or self.local is not None
 
     @property
     def node_names(self) -> frozenset[str]:
         """Names of the nodes of its ranks."""
         return frozenset(node.name for node in self.nodes)
 
-    def build_tiers(self, rank: int) -> tuple[PeerMemory, ...]:
+    def build_tiers(self, rank: int) -> list[PeerMemory | Local]:
         """Return the tiers in front of the root, with the settings of a rank's node."""
-        return () if self.memory is None else (replace(self.memory, rack=self.nodes[rank].rack),)
+        memory = None if self.memory is None else replace(self.memory, rack=self.nodes[rank].rack)
+        return [tier for tier in (memory, self.local) if tier is not None]
 
 
 class Trainer:
@@ -100,6 +112,7 @@ class Trainer:
             keep_last=job.keep_last,
             dedup=job.dedup,
             process_group=link,
+            on_event=self._record_withdrawal,
         )
         try:
             step = self._restore(checkpointer)
@@ -116,7 +129,11 @@ class Trainer:
         self._calls += 1
         least, state = self._auditor.newest(), self._build_state(0)
         nodes = self._job.node_names
-        claim = None if self._job.memory is None else self._auditor.claims.newest(nodes)
+        claim = None
+        if self._job.has_tiers:
+            claim = self._auditor.claims.newest(nodes)
+            if not self._rank:
+                self._auditor.begin_restore()
         try:
             number = checkpointer.restore(state)
         except NoCompleteCheckpoint:
@@ -131,7 +148,7 @@ class Trainer:
         self._calls += 1
         content = self._job.start * 1000 + number
         self._auditor.begin(content, number)
-        self._auditor.claims.give_up(() if self._job.memory is None else self._job.node_names)
+        self._auditor.claims.give_up(self._job.node_names if self._job.has_tiers else None)
         self._scheduler.record("save", f"step {number} as attempt {content}")
         try:
             if self._job.background:
@@ -141,7 +158,7 @@ class Trainer:
             else:
                 checkpointer.save(number, self._build_state(content))
                 checkpointer.wait()
-            if self._job.memory is not None:
+            if self._job.has_tiers:
                 self._claim(checkpointer, number, content)
         except RankError:
             raise
@@ -155,12 +172,18 @@ class Trainer:
 
     def _claim(self, checkpointer: Checkpointer, number: int, content: int) -> None:
         """Ask what the saved step survives; all ranks get the same answer."""
+        checkpointer.durability(number - 1)  # a copy that is lost, other than by retention, is withdrawn
         holders = self._auditor.claims.find_holders()
         durability = checkpointer.durability(number)
         self._auditor.agree((f"{self._job.name} claims", self._calls), durability)
         self._auditor.claim(content, durability, self._job.node_names, holders)
         places = ", ".join(f"{copy.tier} ({copy.survives[-1]})" for copy in durability.copies)
         self._scheduler.record("claims", f"step {number} in {places or 'no place'}")
+
+    def _record_withdrawal(self, event: OperationEvent) -> None:
+        if isinstance(event, WithdrawalEvent):
+            self._job.withdrawals += 1
+            self._scheduler.record("withdrawn", f"step {event.step} in {event.tier}")
 
     def _build_state(self, content: int) -> dict[str, Any]:
         ranks = self._ranks.processes

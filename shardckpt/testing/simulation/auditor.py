@@ -17,6 +17,9 @@ from shardckpt.testing.simulation.scheduler import HistoryError, Process, Schedu
 from shardckpt.testing.simulation.stores.run_storage import RunStorage
 from shardckpt.testing.simulation.trained_state import read_content
 
+_MOST_FAILED = 2
+"""Number of restores without a saved step after which a run with tiers passes over the step."""
+
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -77,11 +80,16 @@ class Auditor:
     ever: set[int] = field(default_factory=set)
     has_captures: bool = False
     _acknowledged: dict[int, None] = field(default_factory=dict)
+    _restores: int = 0
     _verdicts: dict[tuple[str, int], tuple[str, object]] = field(default_factory=dict)
     _version: int = -1
     _flipped: list[object] = field(default_factory=list)
 
     # Reports of actors
+
+    def begin_restore(self) -> None:
+        """Record that a job with tiers restores: two that are not followed by a saved step may be passed over."""
+        self._restores += 1
 
     def begin(self, content: int, number: int) -> None:
         """Record an attempt to save."""
@@ -120,11 +128,14 @@ class Auditor:
             HistoryError: A claimed copy cannot be there.
         """
         self.check()
+        self._restores = 0
         for copy in durability.copies:
             if copy.tier == "root" and not self._was_committed(content):
                 raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
             if copy.tier == "memory":
                 self.claims.add(content, copy, nodes, holders)
+            if copy.tier == "local":
+                self.claims.add_local(content)
 
     def newest(self) -> CommittedStep | None:
         """Return the newest step that a restore has to find."""
@@ -155,6 +166,8 @@ class Auditor:
         """
         content = 0 if number is None else read_content(state)
         self.agree(call, (number, content))
+        if self._restores > _MOST_FAILED:
+            least = claim = None
         still = least is not None and any(step is least for step in self.steps.values()) and not least.is_damaged
         if number is None:
             if least is not None and still:

@@ -27,12 +27,12 @@ class ClaimedHolder(NamedTuple):
 
 
 class MemoryClaim(NamedTuple):
-    """Claim that an attempt survives the end of all training processes, by its capture in memory.
+    """Claim that an attempt survives the end of all training processes, by its capture in memory or on a disk.
 
     Attributes:
         content: The attempt.
         most_lost: Number of machines that may be lost.
-        holders: Holders of all nodes of the job.
+        holders: Holders of all nodes of the job; empty for a capture on a disk.
     """
 
     content: int
@@ -75,6 +75,14 @@ class Claims:
         if found <= most_lost:
             raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but is on {found} machines")
         self._claims.append(MemoryClaim(content, most_lost, named))
+
+    def add_local(self, content: int) -> None:
+        """Record that a copy on the disk of the node is claimed, which needs no holder.
+
+        Args:
+            content: The attempt.
+        """
+        self._claims.append(MemoryClaim(content, 0, ()))
 
     def _count_machines(self, folder: str, holders: Sequence[ClaimedHolder]) -> int:
         """Return on how many machines each file of a capture is, at least; a holder that has died may have had all."""
@@ -127,13 +135,17 @@ class Claims:
     def _list_all(self) -> list[tuple[str, Process, dict[str, bytearray]]]:
         return [(node, each, self._holders.list_files(each)) for node, each in self.find_holders().items()]
 
-    def give_up(self, nodes: Collection[str] = ()) -> None:
+    def lose_local(self) -> None:
+        """Record that the disk of the node gives errors: what it has is lost."""
+        self._claims = [claim for claim in self._claims if claim.holders]
+
+    def give_up(self, nodes: Collection[str] | None = None) -> None:
         """Drop the claims that a job does not know of: the run goes on without their captures.
 
         Args:
-            nodes: Names of the nodes of the job that it can read captures of.
+            nodes: Names of the nodes of the job, whose captures it can read; None for a job without tiers.
         """
-        self._claims = [claim for claim in self._claims if self.holds(claim, nodes)]
+        self._claims = [] if nodes is None else [claim for claim in self._claims if self.holds(claim, nodes)]
 
 
 def _count_equal(held: Sequence[tuple[str, Mapping[str, bytearray] | None]], name: str) -> int:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from shardckpt.checkpoint.peers import peer_exchange
 from shardckpt.checkpoint.peers.node_files import Node
+from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.storage import fsspec_writer
 from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
@@ -45,6 +46,7 @@ _TIMEOUT_S = 20.0
 _DAYS_S = 3 * 86_400.0
 """Time between later saves: files of killed saves are old then."""
 
+_LOCAL_FOLDER = "/local/run"
 _FIRST_NODE = "node0"
 
 _IDLE_S = 1.0
@@ -72,6 +74,7 @@ class Scenario:
         nodes: Machine of each node, by their numbers.
         places: Node of each rank at each start of the job; without one all ranks are on node 0.
         copies: Number of other machines that keep a copy of each capture.
+        local_every: Steps whose number is a multiple of this are on the disk of the node too; None without this tier.
         root_every: With tiers, steps whose number is a multiple of this are saved in the root.
         later_saves: Number of saves in the days after the last fault, which have to remove what no step needs.
         readers: Number of restores beside the job.
@@ -94,6 +97,7 @@ class Scenario:
     nodes: tuple[int, ...] = (0,)
     places: tuple[tuple[int, ...], ...] = ()
     copies: int = 0
+    local_every: int | None = None
     root_every: int = 2
     later_saves: int = 0
     readers: int = 0
@@ -132,10 +136,16 @@ class Scenario:
         if random.random() < 0.1:
             scenario = replace(scenario, later_saves=3)
         kinds = COMMON + (DISK if scenario.store == "disk" else BUCKET)
+        kinds += DISK if scenario.store == "bucket" and scenario.local_every is not None else ()
         kinds += MEMORY if scenario.memory_bytes is not None else ()
         kinds += SEVERAL_NODES if len(scenario.nodes) > 1 else ()
         count = random.choice((0, 1, 1, 2, 2, 3, 5))
         return replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether jobs have tiers in front of the root."""
+        return self.memory_bytes is not None or self.local_every is not None
 
     @property
     def expected_events(self) -> int:
@@ -151,7 +161,9 @@ def _choose_nodes(seed: int, scenario: Scenario) -> Scenario:
     random = Random(f"nodes {seed}")  # noqa: S311
     count = random.choice((1, 2, 2, 3))
     if count == 1:
-        return scenario
+        memory = random.choice((scenario.memory_bytes, scenario.memory_bytes, None))
+        every = random.choice((1, 1, 2) if memory is None else (None, 1, 1, 2))
+        return replace(scenario, memory_bytes=memory, local_every=every, root_every=random.choice((2, 4)))
     machines = (0, 0, 1)[:count] if random.random() < 0.15 else tuple(range(count))
     worlds, places = [], []
     for _ in scenario.worlds:
@@ -233,10 +245,10 @@ class _HistoryRun:
         self.system = OperatingSystem(self.scheduler, self.disk)
         self.faults = Faults(history.scenario.faults, self._act)
         self.storage: RunStorage
+        for folder in ("/home", "/disk", "/local"):
+            self.disk.make_folder(folder, self.scheduler.clock)
+        self.disk.sync(self.disk.root)
         if self.scenario.store == "disk":
-            for folder in ("/home", "/disk"):
-                self.disk.make_folder(folder, self.scheduler.clock)
-            self.disk.sync(self.disk.root)
             self.storage = DiskStorage(self.disk, "/disk/run")
         else:
             mount(self.bucket)
@@ -246,7 +258,7 @@ class _HistoryRun:
         self.holders = SimulatedHolders(self.scheduler, self.system, self._new_process)
         claims = Claims(self.nodes, self.holders)
         self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims)
-        self.auditor.has_captures = self.scenario.memory_bytes is not None
+        self.auditor.has_captures = self.scenario.has_tiers
         self._harness = self._new_process("harness", _FIRST_NODE)
         self._starts = 0
         self._jobs: list[Job] = []
@@ -332,7 +344,7 @@ class _HistoryRun:
     def _inherits_damage(self, number: int) -> bool:
         """Return True if a step refers to a flipped file: the job was restored from memory, and no load has read it."""
         damaged = {step.number for step in self.auditor.steps.values() if step.is_damaged}
-        return self.scenario.memory_bytes is not None and self.scenario.dedup and number in damaged
+        return self.scenario.has_tiers and self.scenario.dedup and number in damaged
 
     def _save_again(self) -> Job:
         """Run a job that has to save a step, and return it. Raises HistoryError."""
@@ -349,6 +361,8 @@ class _HistoryRun:
     def _require_reasons(self) -> None:
         """Require that no operation failed without a fault and without another job. Raises HistoryError."""
         errors = [error for job in self._jobs for error in job.errors]
+        if any(job.withdrawals for job in self._jobs) and not self.faults.fired:
+            raise HistoryError("a claim is withdrawn without a fault")
         if errors and not self.faults.fired and not self.scenario.has_zombies:
             raise HistoryError(f"an operation failed without a fault: {errors[0]}") from errors[0]
 
@@ -358,7 +372,8 @@ class _HistoryRun:
         """Start the ranks of a job on the nodes of some numbers."""
         scenario, world = self.scenario, len(placed)
         self._starts += 1
-        has_memory = scenario.memory_bytes is not None and self._starts not in scenario.without_memory
+        has_tiers = self._starts not in scenario.without_memory
+        memory, local = scenario.memory_bytes, scenario.local_every
         job = Job(
             name,
             self._starts,
@@ -369,7 +384,8 @@ class _HistoryRun:
             scenario.is_sharded,
             saves,
             is_last,
-            PeerMemory(scenario.copies, max_bytes=scenario.memory_bytes) if has_memory else None,
+            PeerMemory(scenario.copies, max_bytes=memory) if has_tiers and memory is not None else None,
+            Local(_LOCAL_FOLDER, local) if has_tiers and local is not None else None,
             tuple(self.nodes[f"node{at}"] for at in placed),
             scenario.root_every,
         )
@@ -406,7 +422,10 @@ class _HistoryRun:
         task = self.scheduler.current
         if task is None or task.process is self._harness:
             return ""
-        return self.faults.show(len(self.scheduler.events), verb, subject)
+        fault = self.faults.show(len(self.scheduler.events), verb, subject)
+        if fault == "EIO" and subject.startswith(_LOCAL_FOLDER):
+            self.auditor.claims.lose_local()
+        return fault
 
     def _act(self, kind: FaultKind) -> None:
         """Carry out a fault of the environment."""
