@@ -18,7 +18,7 @@ from shardckpt.testing.simulation.scheduler import Scheduler
 from shardckpt.testing.simulation.seams import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
-HISTORIES = 200
+HISTORIES = 150
 MANY = 20_000
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load import source
+from shardckpt.checkpoint.peers import copy_step
+from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
 from shardckpt.checkpoint.run import step_restore
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.tiers import tiered_finder
@@ -26,7 +29,7 @@ from shardckpt.storage.publish import JoinedPublication
 from shardckpt.storage.remote_publication import BufferedWriter, RemoteFolder
 from shardckpt.testing.simulation import run_history
 
-HISTORIES = 200
+HISTORIES = 150
 
 
 def without_fsync(patch: pytest.MonkeyPatch) -> None:
@@ -196,6 +199,36 @@ def captures_go_with_their_trainers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HolderLedger, "forget", forget_all)
 
 
+def copies_are_claimed_before_they_are_made(patch: pytest.MonkeyPatch) -> None:
+    """All machines of the ranks count, whatever files they have."""
+    patch.setattr(NodeCatalog, "count_machines", lambda self, folder: len({each.machine for each in self.nodes}))
+
+
+def partners_are_on_the_own_machine(patch: pytest.MonkeyPatch) -> None:
+    """Nodes of one machine count as two."""
+    decode = NodeReport.decode.__func__
+
+    def split(cls, data: bytes) -> NodeReport:
+        report = decode(cls, data)
+        return replace(report, node=report.node._replace(machine=report.node.name))
+
+    patch.setattr(NodeReport, "decode", classmethod(split))
+
+
+def copies_are_acknowledged_before_the_hash(patch: pytest.MonkeyPatch) -> None:
+    """A copy is what came, and not compared: here one of its bits is another."""
+    patch.setattr(copy_step, "VerifiedStore", _DamagingStore)
+
+
+class _DamagingStore:
+    def __init__(self, store: Any, hashed: Any) -> None:
+        self._store = store
+
+    def read(self, reads: Sequence[Any]) -> None:
+        self._store.read(reads)
+        reads[0].buffer[0] ^= 1
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     without_fsync: 18,
     pruning_deletes_bases: 0,
@@ -211,6 +244,9 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     captures_are_claimed_before_they_are_complete: 23,
     captures_of_another_course_stay: 53,
     captures_go_with_their_trainers: 11,
+    copies_are_claimed_before_they_are_made: 0,
+    partners_are_on_the_own_machine: 43,
+    copies_are_acknowledged_before_the_hash: 0,
 }
 """Mutants, and the seed of the search for each: all others follow if the code changes and it holds no longer."""
 

@@ -220,8 +220,10 @@ class Auditor:
         """Require that the folders of the run have no files but those that a step needs. Raises HistoryError."""
         self.check()
         needed = {name for step in self.steps.values() for name in (*step.files, f"{step.folder}/{COMMIT}")}
+        files = self.storage.list_files()
         damaged = {step.folder for step in self.steps.values() if step.is_damaged}
-        unneeded = [name for name in self.storage.list_files() if name not in needed]
+        damaged |= {name.partition("/")[0] for name, each in files.items() if each in self._flipped}
+        unneeded = [name for name in files if name not in needed]
         left = [name for name in unneeded if "/" in name and name.partition("/")[0] not in damaged]
         if left:
             raise HistoryError(f"no step needs {left[0]}, which stays ({len(left)} in all)")
