@@ -10,7 +10,6 @@ from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.errors import NoCompleteCheckpoint, RankError, ShardckptError
-from shardckpt.events import OperationEvent, WithdrawalEvent
 from shardckpt.offline.prune import prune
 from shardckpt.testing.simulation.auditor import Auditor
 from shardckpt.testing.simulation.network import SimulatedRanks
@@ -20,6 +19,7 @@ from shardckpt.testing.simulation.trained_state import build_state
 _STAGING_BYTES = 1 << 20
 _LONGEST_PAUSE_S = 5.0
 _STEPS_OF_A_START = 100
+_WITHDRAWAL = "WithdrawalEvent"
 
 
 @dataclass
@@ -180,8 +180,8 @@ class Trainer:
         places = ", ".join(f"{copy.tier} ({copy.survives[-1]})" for copy in durability.copies)
         self._scheduler.record("claims", f"step {number} in {places or 'no place'}")
 
-    def _record_withdrawal(self, event: OperationEvent) -> None:
-        if isinstance(event, WithdrawalEvent):
+    def _record_withdrawal(self, event: Any) -> None:
+        if type(event).__name__ == _WITHDRAWAL:
             self._job.withdrawals += 1
             self._scheduler.record("withdrawn", f"step {event.step} in {event.tier}")
 
