@@ -314,8 +314,8 @@ class TestCosts:
             return found
 
         for rank, (first, second, third) in enumerate(run(3, body)):
-            rounds = 2 * 2 * 2 * (2 if rank == 0 else 1)  # a length and the bytes, there and back, with each other rank
-            assert second[0] == third[0] == rounds
+            # Two rounds, there and back, with each other rank; one message is longer than a packet and takes another.
+            assert second[0] == third[0] == 5 * (2 if rank == 0 else 1)
             assert abs(second[1] - third[1]) < 64 and (rank == 0 or second[1] < 0.8 * first[1])
 
     def test_a_plan_is_made_anew_when_anything_changes(self, tmp_path: Path) -> None:

@@ -81,15 +81,16 @@ def test_a_restore_that_loses_a_rank_while_it_reads_memory_fails() -> None:
 
 
 def test_a_bit_that_flips_in_one_of_two_copies_is_no_loss() -> None:
-    """In a file of tensors, a manifest, or the mark of a commit."""
     quiet = replace(ON_TWO, memory_bytes=1 << 30, worlds=(2, 2), places=((0, 1), (0, 1)))
-    damaged = []
-    for seed in range(8):
+    wanted = {"safetensors", "manifest", "COMMIT"}
+    for seed in range(40):
         saved = [event.number for event in run_history(seed, quiet).events if event.verb == "saved"][1]
         flip = PlannedFault(saved + 1, FaultKind("flip in memory", EVERYTHING))
         history = run_history(seed, replace(quiet, faults=(flip,)))
         assert history.failure is None
         assert subjects(history, "restored", of="job1") == ["step 1"] * 2
-        damaged += subjects(history, "flip")
-    assert any("manifest" in name for name in damaged)
-    assert any("safetensors" in name for name in damaged)
+        (damaged,) = subjects(history, "flip")
+        wanted -= {kind for kind in wanted if kind in damaged}
+        if not wanted:
+            return
+    pytest.fail(f"no bit of {wanted} was flipped")

@@ -191,13 +191,13 @@ def test_ranks_of_one_node_with_different_folders_are_one_warning_and_no_claim(t
 def test_a_folder_that_nodes_share_is_one_place(tmp_path):
     def body(rank: int, world: int) -> tuple:
         enter("ab"[rank])
-        ck = make(tmp_path / "run", tmp_path / "shared", memory={"copies": 1})
+        ck = make(tmp_path / "run", tmp_path / "one-folder", memory={"copies": 1})
         ck.save(1, state(world, 1))
         ck.wait()
         return {copy.tier: sorted(copy.survives) for copy in ck.durability(1).copies}
 
     assert run(2, body) == [{"memory": ["node", "process"], "local": ["process"]}] * 2
-    assert [step.number for step in shardckpt.ls(tmp_path / "shared").complete] == [1]
+    assert [step.number for step in shardckpt.ls(tmp_path / "one-folder").complete] == [1]
 
 
 def test_a_node_whose_folder_cannot_be_written_is_one_warning_and_steps_are_captured_again_later(tmp_path):
