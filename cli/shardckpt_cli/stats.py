@@ -21,6 +21,7 @@ _ORDERS: dict[str, Callable[[TensorStats | LayerStats], float]] = {
 }
 
 _STATS = ("nans", "infs", "zeros", "min", "max", "mean", "l2")
+_OF_FINITE = ("min", "max", "mean", "l2")
 _Tensor = Annotated[list[str] | None, typer.Option("--tensor", help="Glob of tensor names; repeatable. Default: all.")]
 
 
@@ -60,8 +61,15 @@ def stats(
 
 
 def _row(item: TensorStats | LayerStats) -> tuple[str, ...]:
-    numbers = ("" if number is None else f"{number:.4g}" for number in (item.min, item.max, item.l2))
+    numbers = (_show_value(item, stat, ".4g") for stat in ("min", "max", "l2"))
     return output.show_name(item.name), f"{item.nans}", f"{item.infs}", f"{item.zeros}", *numbers
+
+
+def _show_value(item: TensorStats | LayerStats, stat: str, form: str) -> str:
+    """Return a statistic as text; a dash if it is one of finite values and all values are NaN or Inf."""
+    value = getattr(item, stat)
+    is_left_out = item.min is None and item.nans + item.infs > 0 and stat in _OF_FINITE
+    return "-" if is_left_out else "" if value is None else format(value, form)
 
 
 def history(
@@ -89,7 +97,7 @@ def history(
         print(f"{escape(found.root)}: {output.count(len(found.steps), 'step')}\nwrote {escape(html)}")
         return
     rows = [
-        (f"{step.number}", escape(each.name), "" if (value := getattr(each, stat)) is None else f"{value:.6g}")
+        (f"{step.number}", escape(each.name), _show_value(each, stat, ".6g"))
         for step in found.steps
         for each in step.tensors
     ]
@@ -109,6 +117,7 @@ def bisect(
     """Find the first step with a tensor that a condition is true for; exit 1 if there is one.
 
     Without --scan the condition must stay true once it is, as NaN in weights does: the newest step is looked at first.
+    Statistics leave NaN and Inf out: steps that have them do not end the search.
     """
     import shardckpt
     from shardckpt.errors import escape
@@ -119,10 +128,15 @@ def bisect(
         raise typer.Exit(0 if found.first is None else 1)
     output.warn(found.warnings)
     if found.first is None:
-        print(f"{escape(found.root)}: {escape(when)} in no step; looked at {output.count(len(found.examined), 'step')}")
+        more = "" if scan else "; --scan looks at all"
+        looks = output.count(len(found.examined), "step")
+        print(f"{escape(found.root)}: {escape(when)} in no step that was looked at: {looks}{more}")
     else:
         first = found.first
-        rows = [(escape(t.name), f"{t.nans} NaN", f"{t.infs} Inf", f"L2 {t.l2:.4g}") for t in first.tensors]
+        rows = [
+            (escape(t.name), f"{t.nans} NaN", f"{t.infs} Inf", f"L2 {_show_value(t, 'l2', '.4g')}")
+            for t in first.tensors
+        ]
         output.show_table(rows)
         tensors = output.count(len(first.tensors), "tensor")
         print(

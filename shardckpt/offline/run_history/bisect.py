@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shardckpt.errors import require_bools
-from shardckpt.offline.prune import StepInfo, ls
+from shardckpt.offline.prune import StepInfo
 from shardckpt.offline.run_history.condition import parse_condition
-from shardckpt.offline.run_history.history import ChosenTensors, StepRemovedError
+from shardckpt.offline.run_history.history import ChosenTensors, StepRemovedError, list_complete
 from shardckpt.offline.write.report import Bisection, StepStats
 from shardckpt.storage.resolve_url import as_url
 
@@ -27,6 +27,9 @@ def bisect(
 
     A bisection assumes that the condition stays true once it is, as NaN in weights does: it looks at the newest step,
     and then at one in the middle of those that may be the first. A condition that becomes false again needs `scan`.
+    Statistics leave NaN and Inf out, so a step in which a tensor has them may follow one with a large norm: the
+    bisection finds the first step with a tensor that the condition is true for or that has such values, and then looks
+    at each step from there on until the condition is true.
 
     Args:
         root: Path or URL of the run's folder.
@@ -38,7 +41,8 @@ def bisect(
         exclude: Globs of names to skip.
 
     Raises:
-        UsageError: The condition is not one of these; the folder is not a run; in a step a glob matches nothing.
+        UsageError: The condition is not one of these; the folder is not a run, or has no complete step; in a step a
+            glob matches nothing.
         CheckpointError: A step is damaged.
         StorageError: Reading failed.
 
@@ -48,31 +52,39 @@ def bisect(
     condition = parse_condition(when)
     require_bools(scan=scan)
     root, chosen = as_url(root), ChosenTensors.parse(part, include, exclude)
-    found: dict[StepInfo, StepStats | None] = {}
+    found: dict[StepInfo, StepStats] = {}
     warnings: list[str] = []
 
-    def is_bad(step: StepInfo) -> bool:
+    def measure(step: StepInfo) -> StepStats:
         if step not in found:
-            measured = chosen.measure(step)
-            bad = tuple(tensor for tensor in measured.tensors if condition.is_true(tensor))
-            found[step] = replace(measured, tensors=bad) if bad else None
-        return found[step] is not None
+            found[step] = chosen.measure(step)
+        return found[step]
+
+    def is_bad(step: StepInfo) -> bool:
+        return any(condition.is_true(tensor) for tensor in measure(step).tensors)
+
+    def may_follow_bad(step: StepInfo) -> bool:
+        return is_bad(step) or any(condition.is_undecided(tensor) for tensor in measure(step).tensors)
 
     while True:
-        steps = ls(root).complete
+        steps = list_complete(root)
         try:
-            first = next(filter(is_bad, steps), None) if scan else _find_first(steps, is_bad)
+            candidates = steps if scan else _drop_good(steps, may_follow_bad)
+            first = next(filter(is_bad, candidates), None)
             break
         except StepRemovedError as error:  # the search begins again with the steps that are left
             warnings.append(str(error))
     examined = tuple(step.number for step in found)
-    return Bisection(root, when, None if first is None else found[first], examined, scan, tuple(warnings))
+    if first is None:
+        return Bisection(root, when, None, examined, scan, tuple(warnings))
+    bad = tuple(tensor for tensor in found[first].tensors if condition.is_true(tensor))
+    return Bisection(root, when, replace(found[first], tensors=bad), examined, scan, tuple(warnings))
 
 
-def _find_first(steps: Sequence[StepInfo], is_bad: Callable[[StepInfo], bool]) -> StepInfo | None:
-    """Return the first bad step, if all after it are bad; None if the last one is good."""
-    if not steps or not is_bad(steps[-1]):
-        return None
+def _drop_good(steps: Sequence[StepInfo], is_bad: Callable[[StepInfo], bool]) -> Sequence[StepInfo]:
+    """Return the steps from the first bad one on, if all after it are bad; none if the last one is good."""
+    if not is_bad(steps[-1]):
+        return ()
     low, high = 0, len(steps) - 1
     while low < high:
         middle = (low + high) // 2
@@ -80,4 +92,4 @@ def _find_first(steps: Sequence[StepInfo], is_bad: Callable[[StepInfo], bool]) -
             high = middle
         else:
             low = middle + 1
-    return steps[high]
+    return steps[high:]

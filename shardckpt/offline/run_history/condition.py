@@ -30,6 +30,15 @@ class Condition:
         value = getattr(tensor, self.stat)
         return value is not None and self.is_met(value, self.limit)
 
+    def is_undecided(self, tensor: TensorStats) -> bool:
+        """Return whether values that the statistic leaves out may hide that the condition was true before.
+
+        A weight that grows becomes Inf and then NaN, and then counts neither in its norm nor among the infinities.
+        """
+        if self.stat == "nans":
+            return False
+        return tensor.nans > 0 or (self.stat != "infs" and tensor.infs > 0)
+
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

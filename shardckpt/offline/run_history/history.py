@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardckpt.errors import MissingFileError, ShardckptError, escape
+from shardckpt.errors import MissingFileError, ShardckptError, SourceNotFoundError, escape
 from shardckpt.offline.prune import StepInfo, ls
 from shardckpt.offline.report_html.history_lines import describe_history
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
@@ -36,8 +36,8 @@ def history(
         html: Path or URL of a file to write: one page that draws the statistics over the steps, a line for each tensor.
 
     Raises:
-        UsageError: The folder is not a run; in a step a glob matches nothing, or nothing remains; `html` names another
-            file than an earlier report.
+        UsageError: The folder is not a run, or has no complete step; in a step a glob matches nothing, or nothing
+            remains; `html` names another file than an earlier report.
         CheckpointError: A step is damaged.
         StorageError: Reading failed.
 
@@ -49,7 +49,7 @@ def history(
         require_report_target(html)
     chosen = ChosenTensors.parse(part, include, exclude)
     steps, warnings = list[StepStats](), list[str]()
-    for step in ls(root).complete:
+    for step in list_complete(root):
         try:
             steps.append(chosen.measure(step))
         except StepRemovedError as error:
@@ -58,6 +58,27 @@ def history(
     if html:
         write_page(render_page(escape(root), describe_history(found)), html)
     return found
+
+
+def list_complete(root: str) -> tuple[StepInfo, ...]:
+    """Return the complete steps of a run, oldest first, at least one.
+
+    Args:
+        root: Path or URL of the run's folder.
+
+    Raises:
+        UsageError: The folder is not a run, or has no complete step.
+        StorageError: Reading failed.
+    """
+    steps = ls(root)
+    if not steps.complete:
+        raise SourceNotFoundError(
+            "this run has no complete step",
+            where=root,
+            found=f"{len(steps.incomplete)} incomplete" if steps.incomplete else "an empty folder",
+            fix="Check the path or URL.",
+        )
+    return steps.complete
 
 
 class StepRemovedError(MissingFileError):

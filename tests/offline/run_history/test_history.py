@@ -53,6 +53,71 @@ def test_a_condition_that_ends_again_is_found_by_a_scan_alone(tmp_path: Path) ->
     assert (found.first.number, found.examined) == (1, (0, 1))
 
 
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("when", "values", "first"),
+    [
+        ("l2>100", [1, 1, 1e3, 1e5, NAN, NAN], 2),
+        ("max>=1e4", [1, 1, 1e3, 1e5, NAN, NAN], 3),
+        ("max>=1e4", [1, 1, 1e5, INF, INF, NAN], 2),
+        ("inf", [1, 1, 1, INF, NAN, NAN], 3),
+        ("mean<-10", [1, 1, -100, NAN, INF, -100], 2),
+        ("max>10", [1, 1, NAN, NAN, 100, 100], 4),
+        ("max>10", [1, 1, 1, 1, NAN, NAN], None),
+        ("inf", [1, 1, 1, NAN, NAN, NAN], None),
+    ],
+)
+def test_a_bisection_finds_what_came_before_nan(
+    when: str, values: list[float], first: int | None, tmp_path: Path
+) -> None:
+    """Statistics leave NaN and Inf out, so the condition is no longer true for the newest step."""
+    root = write_run(tmp_path, values)
+    for scan in (False, True):
+        found = shardckpt.bisect(root, when=when, scan=scan).first
+        assert (None if found is None else found.number) == first
+
+
+def test_other_values_of_a_tensor_with_nan_do_not_hide_that_it_grew(tmp_path: Path) -> None:
+    for number, values in enumerate([[1.0, 1.0], [1.0, 500.0], [1.0, math.nan]]):
+        write_step(tmp_path / step_name(number), {"model": {"a": torch.tensor(values)}})
+    found = shardckpt.bisect(tmp_path, when="l2>100").first
+    assert found is not None
+    assert found.number == 1
+
+
+def test_an_answer_without_a_scan_says_that_it_looked_at_some_steps(tmp_path: Path) -> None:
+    root = write_run(tmp_path, [1.0, 100.0, 1.0])
+    found = run_here("bisect", root, "--when", "max>10")
+    assert (found.code, found.err) == (0, "")
+    assert found.out.endswith(": max>10 in no step that was looked at: 1 step; --scan looks at all\n")
+    found = run_here("bisect", root, "--when", "max>1000", "--scan")
+    assert found.out.endswith(": max>1000 in no step that was looked at: 3 steps\n")
+
+
+@pytest.mark.parametrize("verb", [["history"], ["bisect", "--when", "nan"]])
+def test_a_run_without_a_complete_step_is_an_error(verb: list[str], tmp_path: Path) -> None:
+    name, *options = verb
+    found = run_here(name, tmp_path, *options)
+    assert (found.code, found.out) == (2, "")
+    assert "this run has no complete step" in found.err and "an empty folder" in found.err
+    root = write_run(tmp_path / "run", [1.0])
+    (root / step_name(0) / "COMMIT").unlink()
+    found = run_here(name, root, *options)
+    assert found.code == 2
+    assert "1 incomplete" in found.err
+
+
+def test_a_tensor_without_a_finite_value_has_a_dash_for_its_norm(tmp_path: Path) -> None:
+    root = write_run(tmp_path, [math.nan])
+    assert run_here("stats", root / step_name(0), "--include", "a").out.splitlines()[1].split()[4:] == ["-"] * 3
+    lines = run_here("history", root).out.splitlines()
+    assert [line.split()[2:] for line in lines] == [["l2"], ["-"], ["2"]]
+    assert run_here("history", root, "--stat", "zeros").out.splitlines()[1].split() == ["0", "a", "0"]
+    assert "1 NaN  0 Inf  L2 -" in run_here("bisect", root, "--when", "nan").out
+
+
 @pytest.mark.parametrize(
     ("text", "is_true"),
     [("l2>=5", True), ("l2>5", False), ("min<-3e0", True), (" mean <= 0 ", False), ("zeros>0", False), ("inf", True)],
