@@ -27,6 +27,7 @@ AREAS = (
     "saves",
     "planning",
     "background saves",
+    "captures in memory",
     "memory of a step",
     "proof of a resume",
 )

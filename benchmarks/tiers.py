@@ -223,7 +223,7 @@ def find_least(columns: Sequence[Sequence[Timed]]) -> Timed:
 def say(report: Lines, what: str, series: Sequence[Series], limit: float) -> None:
     """Print a ratio, and keep it as a goal."""
     over, under = (find_least(columns) for columns in ([s.over for s in series], [s.under for s in series]))
-    goal = report.goal("background saves", what, over.seconds / under.seconds, limit, "x")
+    goal = report.goal("captures in memory", what, over.seconds / under.seconds, limit, "x")
     shown = f"{over.seconds * 1e3:.1f} of {under.seconds * 1e3:.1f} ms, CPU {over.cpu:.3f} of {under.cpu:.3f} s"
     report.say(f"{what}: {goal.measured:.2f}x, goal {limit}x: {goal.verdict} ({shown})")
 
@@ -268,7 +268,8 @@ def main() -> None:
     nbytes = parse_size(options.bytes)
     report = run(nbytes - nbytes % 48, options.rounds)
     if options.record:
-        record(f"{TITLE}, {options.bytes} a rank", [machine(), "", *report.lines], report.goals)
+        found = [f"- {line.strip()}" for line in report.lines]
+        record(f"{TITLE}, {options.bytes} a rank", [machine(), "", *found], report.goals)
 
 
 if __name__ == "__main__":
