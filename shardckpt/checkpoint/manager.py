@@ -59,7 +59,8 @@ class Checkpointer:
         keep_for: Age up to which steps are kept: a timedelta, seconds, or text such as `"7d"`.
         save_every: `should_save` returns True for multiples of this.
         dedup: Write only tensors that changed since the newest complete step, and refer to older steps for the others.
-            Removing a step keeps the files that other steps refer to.
+            After a restore only the loaded step and later ones count, so the first save after a restore from a tier is
+            complete. Removing a step keeps the files that other steps refer to.
         tiers: Tiers in front of the root, the nearest first, such as `[PeerMemory(every=10), Local("/nvme/run",
             every=100)]`; they need `save_every`. Then saves return when the state is copied, each tier takes the steps
             that its `every` names, the root takes all others and those of `save_every`, and `restore` loads the newest
@@ -241,7 +242,8 @@ class Checkpointer:
         restored = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
         if restored is None:
             return None
-        self._saver.record_restore(restored.number, restored.branch)
+        loaded = restored.save if restored.finder is self._finder else ""
+        self._saver.record_restore(restored.number, restored.branch, loaded)
         self._attempts.begin(restored.order)
         self._witness.begin_comparison(restored, state)
         if restored.faults and get_channels(self._group).main.rank == 0:

@@ -126,6 +126,7 @@ def ls(
         metrics: Read the metrics of the complete steps, and whether they have statistics, from their manifests.
         proof: Read the verdicts on resumes of the complete steps; `prove` returns more about them.
         durability: List the copies of each step that this machine can read, in the tiers too, and what they survive.
+            The folder need not exist yet if a tier has a copy.
 
     Raises:
         UsageError: The folder does not exist or has no steps; the message describes its content.
@@ -136,6 +137,9 @@ def ls(
     """
     root = as_url(root)
     require_bools(metrics=metrics, proof=proof, durability=durability)
+    copies = list_durability(root) if durability and kind(root) == "missing" else ()
+    if copies:
+        return StepList(root, (), (), copies)
     store, run = open_run(root)
     complete = describe_steps(store, run.complete)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-ls") as pool:
@@ -145,8 +149,8 @@ def ls(
         if proof:
             verdicts = (found.verdict for found in pool.map(partial(read_step_witness, store), run.complete))
             complete = tuple(replace(step, proof=verdict) for step, verdict in zip(complete, verdicts, strict=True))
-    copies = list_durability(root) if durability else None
-    return StepList(root, complete, describe_steps(store, run.incomplete), copies)
+    incomplete = describe_steps(store, run.incomplete)
+    return StepList(root, complete, incomplete, list_durability(root) if durability else None)
 
 
 def open_run(root: str) -> tuple[Store, RunDirectory]:

@@ -390,6 +390,15 @@ class TestCheckpointer:
         assert ck.restore(state()) == 4
         assert values(ck.path(4)) == (0, 3, 0)
 
+    def test_after_a_restore_the_loaded_step_is_the_base_and_not_a_newer_one(self, tmp_path: Path) -> None:
+        saved(Checkpointer(tmp_path, dedup=True), 1, 2)
+        again = Checkpointer(tmp_path, dedup=True)
+        assert again.restore(state(), step=1) == 1
+        again.save(3, state(0, 2, 0))
+        assert bases(folder(tmp_path, 3)) == {f"../{step_name(1)}": 1}, "b of step 2 is not read"
+        again.save(4, state(0, 2, 0))
+        assert bases(folder(tmp_path, 4)).keys() == {f"../{step_name(1)}", f"../{step_name(3)}"}
+
     def test_a_removed_step_leaves_what_others_refer_to_until_they_go(self, tmp_path: Path) -> None:
         ck = saved(Checkpointer(tmp_path, dedup=True, keep_last=2), 1, 2, 3)
         assert ck.steps() == (2, 3)

@@ -26,7 +26,6 @@ from shardckpt.format.durability.step_copies import (
 from shardckpt.format.native.run_directory import (
     RunDirectory,
     StepFolder,
-    manifest_fault,
     read_run,
     read_step,
     step_name,
@@ -280,17 +279,6 @@ class StepFinder:
             path: Path or URL of its folder.
         """
         return self
-
-    def find_base(self, number: int) -> str | None:
-        """Return the newest step that can be the base of a save. On rank 0.
-
-        No other save may be running.
-        """
-        store = self.open_store()
-        for step in reversed(read_run(store).complete):
-            if step.number != number and self.is_good(step) and not manifest_fault(store, step):
-                return self.path(step.name)
-        return None
 
     def newest_branch(self) -> int:
         """Return the branch of the newest complete step. On rank 0."""

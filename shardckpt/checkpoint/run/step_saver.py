@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
 from shardckpt.checkpoint.load.load import load
+from shardckpt.checkpoint.run.base_finder import BaseFinder
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
@@ -64,6 +65,7 @@ class StepSaver:
         on_event: OnEvent | None,
     ) -> None:
         self._finder, self._retention, self._schedule = finder, retention, schedule
+        self._bases = BaseFinder(finder)
         self._dedup, self._on_event = dedup, on_event
         self.restored: int | None = None
         self.branch: int | None = None
@@ -74,9 +76,16 @@ class StepSaver:
     def _group(self) -> dist.ProcessGroup | None:
         return self._finder.group
 
-    def record_restore(self, number: int, branch: int) -> None:
-        """Record that a step was restored, and the branch of the steps that are saved from now on."""
+    def record_restore(self, number: int, branch: int, loaded: str) -> None:
+        """Record that a step was restored.
+
+        Args:
+            number: Number of the step.
+            branch: Branch of the run for the steps that are saved from now on.
+            loaded: Id of the save in the root that was loaded; empty if the step was in another place.
+        """
         self.restored, self.branch = number, branch
+        self._bases.record_restore((branch, number), loaded)
         self._schedule.record_restore(number)
 
     def save(
@@ -162,7 +171,7 @@ class StepSaver:
         if replaces and not options.get("overwrite", False):
             notes.require_replaceable = lambda: self._finder.require_incomplete(number)
         if self._dedup:
-            options = {"base": lambda: self._finder.find_base(number), "store_digests": True, **options}
+            options = {"base": lambda: self._bases.find_base(number), "store_digests": True, **options}
         options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}
         on_event = join_on_event(self._on_event, options.get("on_event"))
         return _StepSave(number, branch, unranked, {**options, "on_event": on_event})

@@ -171,9 +171,9 @@ class TieredSaver:
         for tier in self._tiers:
             tier.list_needed = partial(promoter.list_promoted, tier)
 
-    def record_restore(self, number: int, branch: int) -> None:
-        """Record that a step was restored, and the branch of the steps that are saved from now on."""
-        self._saver.record_restore(number, branch)
+    def record_restore(self, number: int, branch: int, loaded: str) -> None:
+        """Record that a step was restored; as `StepSaver.record_restore`."""
+        self._saver.record_restore(number, branch, loaded)
 
     def save(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]

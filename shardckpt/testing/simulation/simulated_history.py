@@ -323,7 +323,7 @@ class _HistoryRun:
         job = self._save_again()
         newest = self.auditor.newest()
         has_new = newest is not None and (least is None or newest.order > least.order)
-        if not job.saved or not (has_new or self._inherits_damage(job.saved[-1])):
+        if not job.saved or not has_new:
             raise HistoryError("no new step after the last fault")
         if len(self.scheduler.events) - began > _FINAL_EVENTS:
             raise HistoryError(f"saving took {len(self.scheduler.events) - began} events after the last fault")
@@ -340,11 +340,6 @@ class _HistoryRun:
             self._save_again()
         if self.scenario.later_saves:
             self.auditor.require_tidy()
-
-    def _inherits_damage(self, number: int) -> bool:
-        """Return True if a step refers to a flipped file: the job was restored from memory, and no load has read it."""
-        damaged = {step.number for step in self.auditor.steps.values() if step.is_damaged}
-        return self.scenario.has_tiers and self.scenario.dedup and number in damaged
 
     def _save_again(self) -> Job:
         """Run a job that has to save a step, and return it. Raises HistoryError."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 from forks import is_killed
 from harness import run
 from tier_runs import restore, save
@@ -71,6 +73,28 @@ def test_a_damaged_copy_falls_to_the_next_copy_then_to_the_step_before_each_with
     flip(tmp_path / "run" / "step-00000002")
     with pytest.warns(UserWarning, match="restored step 1"):
         assert restore(make(tmp_path)) == 1
+
+
+def test_after_a_restore_from_a_tier_no_save_refers_to_files_that_nobody_has_read(tmp_path):
+    """The damage of a step that was not loaded would be in all saves that refer to it."""
+    tiers = [Local(tmp_path / "local")]
+    state = {"frozen": torch.ones(5000)}
+
+    def train(*steps: int) -> int | None:
+        ck = Checkpointer(tmp_path / "run", save_every=2, tiers=tiers, dedup=True)
+        restored = ck.restore({"frozen": torch.zeros(5000)})
+        for step in steps:
+            ck.save(step, state)
+        ck.wait()
+        return restored
+
+    train(2, 3)
+    flip(tmp_path / "run" / "step-00000002")
+    assert train(4, 6) == 3
+    verified = [shardckpt.verify(tmp_path / "run" / f"step-0000000{n}") for n in (2, 4, 6)]
+    assert [bool(each.problems) for each in verified] == [True, False, False]
+    (base,) = [json.loads(line) for line in (tmp_path / "run/step-00000006/COMMIT").read_text().splitlines()[:1]]
+    assert [url for url, _ in base["bases"]] == ["../step-00000004"], "later saves are bases again"
 
 
 def test_of_three_equal_copies_the_nearest_that_verifies_is_restored(tmp_path):

@@ -1,0 +1,46 @@
+"""Find the base of an incremental save: a step whose bytes were read or written since the run was restored."""
+
+from __future__ import annotations
+
+from shardckpt.checkpoint.run.step_finder import NO_STEP, StepFinder
+from shardckpt.format.native.run_directory import manifest_fault, read_run
+
+
+class BaseFinder:
+    """Finder of the bases of a run's saves.
+
+    After a restore, no step is a base that was stored before it and not loaded: nothing has verified such a step, and a
+    flipped bit there would be in every save that refers to it.
+
+    Args:
+        finder: Finder of the run's steps.
+    """
+
+    def __init__(self, finder: StepFinder) -> None:
+        self._finder = finder
+        self._restored, self._loaded = NO_STEP, ""
+
+    def record_restore(self, position: tuple[int, int], loaded: str) -> None:
+        """Record a restore.
+
+        Args:
+            position: Branch of the steps that are saved from now on, and the number of the restored step.
+            loaded: Id of the save in the root that was loaded; empty if the step was in another place.
+        """
+        self._restored, self._loaded = position, loaded
+
+    def find_base(self, number: int) -> str | None:
+        """Return the newest step that can be the base of a save. On rank 0.
+
+        No other save may be running.
+
+        Args:
+            number: Number of the step that is saved.
+        """
+        finder = self._finder
+        store = finder.open_store()
+        for step in reversed(read_run(store).complete):
+            is_known = step.save == self._loaded or (step.branch, step.number) > self._restored
+            if is_known and step.number != number and finder.is_good(step) and not manifest_fault(store, step):
+                return finder.path(step.name)
+        return None
