@@ -125,7 +125,7 @@ def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict
     """Log a score after each epoch; what is kept, and what was complete whenever a step was about to be removed."""
     import lightning_trainers as trainers
 
-    from shardckpt.integrations.lightning import step_removal
+    from shardckpt.integrations import step_removal
 
     complete, prune = [], step_removal.prune
 

@@ -157,6 +157,12 @@ def test_the_best_step_stays_and_its_weights_are_loaded_at_the_end(tmp_path: Pat
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [2, 5]
 
 
+def test_the_newest_steps_stay_if_the_best_is_one_of_them(tmp_path: Path) -> None:
+    (found,) = run(1, choose_the_best, tmp_path, [0.5, 0.6, 0.7, 0.9], "steps")
+    assert found[0] == 4
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 4]
+
+
 def test_the_strategy_best_saves_the_best_steps_only(tmp_path: Path) -> None:
     (found,) = run(1, choose_the_best, tmp_path, [0.5, 0.4, 0.6, 0.1], "best")
     assert found[0] == 3

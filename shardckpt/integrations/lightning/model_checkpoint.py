@@ -47,7 +47,7 @@ from shardckpt.integrations.lightning.lightning_state import (
     replace_methods,
 )
 from shardckpt.integrations.lightning.lightning_step import LightningStep, require_steps_for_drill
-from shardckpt.integrations.lightning.step_removal import StepRemoval
+from shardckpt.integrations.step_removal import StepRemoval
 
 __all__ = ["ModelCheckpointParams", "ShardckptModelCheckpoint"]
 

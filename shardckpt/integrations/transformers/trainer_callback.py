@@ -25,7 +25,9 @@ from typing_extensions import Unpack
 
 from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
-from shardckpt.integrations.transformers.step_metrics import build_retention, collect_metrics
+from shardckpt.integrations.step_removal import StepRemoval
+from shardckpt.integrations.transformers.step_metrics import collect_metrics
+from shardckpt.integrations.transformers.step_rotation import choose_removed
 from shardckpt.integrations.transformers.trainer_folder import (
     find_newest_folder,
     has_fsdp_model,
@@ -75,7 +77,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         drill: bool = False,
         **options: Unpack[StepSaveParams],
     ) -> None:
-        self.checkpointer = Checkpointer(root)
+        self._removal = StepRemoval(root)
+        self.checkpointer = Checkpointer(root, on_event=self._removal.take_event)
         for name, flag in (("background", background), ("drill", drill)):
             if not isinstance(flag, bool):
                 raise UsageError(f"`{name}` is neither True nor False", found=repr(flag))
@@ -122,7 +125,6 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         earlier = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
         vars(trainer).update({name: functools.partial(new, getattr(trainer, name)) for name, new in methods.items()})
         self._trainer, self._is_drill_due = trainer, self._has_drill
-        self.checkpointer = Checkpointer(self.checkpointer.root, **build_retention(trainer.args))
         try:
             yield
         finally:
@@ -226,13 +228,28 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
-            "metrics": {**(self._options.get("metrics") or {}), **collect_metrics(trainer.args, state)},
+            "metrics": {**(self._options.get("metrics") or {}), **collect_metrics(state)},
         }
         saved = self._build_state(text, RNGState())
+        if self._handle is not None:
+            self._handle.result()  # its step exists, and its event comes before this save begins
+        self._removal.begin_save(step)
+        self._remove_steps(step)
         if self._background:
             self._handle = self.checkpointer.async_save(step, saved, **arguments)
         else:
             self.checkpointer.save(step, saved, **arguments)
+
+    def _remove_steps(self, step: int) -> None:
+        """Remove the steps above `save_total_limit`, once the step that is being saved is complete. Collective."""
+        state, limit = self._trainer.state, self._trainer.args.save_total_limit
+        if limit is None:
+            return
+        numbers = [*(each for each in self.checkpointer.steps() if each != step), step]
+        best = next((each for each in numbers if self.checkpointer.path(each) == state.best_model_checkpoint), None)
+        if state.is_world_process_zero:
+            for number in choose_removed(numbers, limit, best):
+                self._removal.add(number)
 
     def _train_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Prove a resume before the first step. In place of `Trainer.training_step`."""

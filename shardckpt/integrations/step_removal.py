@@ -1,7 +1,8 @@
-"""Removal of the steps that Lightning's `ModelCheckpoint` no longer keeps."""
+"""Removal of the steps that a framework no longer keeps, when the step after them is complete."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 
 from shardckpt import ShardckptError, prune
@@ -18,7 +19,7 @@ class StepRemoval:
         run: Path or URL of the run.
     """
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str | os.PathLike[str]) -> None:
         self._run = run
         self._numbers: deque[int] = deque()
         self._is_saved = False
