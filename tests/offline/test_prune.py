@@ -73,6 +73,16 @@ class TestList:
         assert left.number == 2
         assert "never committed" in left.fault
 
+    def test_an_unfinished_step_before_a_complete_one_may_be_a_killed_removal(self, tmp_path: Path) -> None:
+        """It looks like a killed save: all files are there but `COMMIT`."""
+        write(tmp_path, 1, 2, 3)
+        for number in (1, 3):
+            (tmp_path / step_name(number) / "COMMIT").unlink()
+        removed, unsaved = shardckpt.ls(str(tmp_path)).incomplete
+        assert removed.fault.startswith(f"{tmp_path / step_name(1)}: this step has no COMMIT, and step 2 after it")
+        assert "Its save or its removal was interrupted, or goes on: a prune or a save removes it" in removed.fault
+        assert "never committed" in unsaved.fault
+
     def test_a_run_without_steps_is_empty(self, tmp_path: Path) -> None:
         assert complete(tmp_path) == []
 

@@ -362,7 +362,7 @@ def _look_at_run(store: Store, known: Mapping[str, StepFolder]) -> RunDirectory:
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
         newest_first = list(pool.map(lambda each: read(*each), reversed(named)))
-    steps = _with_bases(store, newest_first[::-1])
+    steps = _with_newer(store, _with_bases(store, newest_first[::-1]))
     return RunDirectory(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))
 
 
@@ -405,6 +405,34 @@ def _with_base(store: Store, step: StepFolder, known: Mapping[str, Mapping[str, 
                 step, fault=str(IncompleteError("files of its base are missing or end early", where=where, found=found))
             )
     return step
+
+
+def _with_newer(store: Store, steps: Sequence[StepFolder]) -> list[StepFolder]:
+    """Return steps with other faults for unfinished ones before a complete step, which a killed removal may have left.
+
+    A step that was removed and one that was never committed look alike, if the removal got no further than `COMMIT`.
+    """
+    newest = max((step.number for step in steps if step.is_complete), default=-1)
+    return [
+        replace(step, fault=_describe_unfinished(store, step, newest))
+        if step.is_unfinished and not step.is_base and step.number < newest
+        else step
+        for step in steps
+    ]
+
+
+def _describe_unfinished(store: Store, step: StepFolder, newest: int) -> str:
+    return str(
+        IncompleteError(
+            f"this step has no {COMMIT}, and step {newest} after it is complete",
+            where=f"{store.url.rstrip('/')}/{step.name}",
+            found=f"{len(step.held)} files",
+            fix=(
+                "Its save or its removal was interrupted, or goes on: a prune or a save removes it a day after its last"
+                " change. `shardckpt repair` brings it back if no file is missing."
+            ),
+        )
+    )
 
 
 def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
