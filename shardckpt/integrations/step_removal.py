@@ -24,6 +24,11 @@ class StepRemoval:
         self._numbers: deque[int] = deque()
         self._is_saved = False
 
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the steps that are not yet removed."""
+        return [*self._numbers]
+
     def begin_save(self, number: int) -> None:
         """Wait for a save, whose step is not removed.
 

@@ -153,6 +153,11 @@ def wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
+def kill() -> None:
+    """End this process without a warning."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class KilledAt(Callback):
     """Ends the process without a warning, once a file exists."""
 
@@ -162,7 +167,7 @@ class KilledAt(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
             wait_for(self.file)
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
 
 
 def be_rank(rank: int, world: int) -> None:

@@ -186,6 +186,41 @@ def test_the_last_step_stays_beside_the_best(tmp_path: Path) -> None:
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [6, 8]
 
 
+def train_with_scores(rank: int, world: int, folder: Path, kill_at: str) -> list[int]:
+    """Train six epochs from the newest step, with growing scores; the best steps. Perhaps end in the third save."""
+    import lightning_trainers as trainers
+
+    from shardckpt.integrations import step_removal
+
+    if kill_at == "removal":  # which follows the save of step 12
+        step_removal.prune = lambda *_, **__: trainers.kill()
+    trainers.Net.validation_step = lambda self, *_: self.log("score", 1.0 - self.global_step / 24)
+    killers = [trainers.Acting(16, trainers.kill)] if kill_at == "save" else []
+    saving = {"monitor": "score", "save_top_k": 2, "save_last": True, "every_n_train_steps": None, "background": False}
+    trainer, _ = fit(rank, world, "one", folder, "last", *killers, saving=saving, max_epochs=6, num_sanity_val_steps=0)
+    return sorted(int(path[-8:]) for path in trainer.checkpoint_callback.best_k_models)
+
+
+@pytest.mark.parametrize("kill_at", ["removal", "save"])
+def test_a_killed_training_leaves_no_step_that_is_not_one_of_the_best(kill_at: str, tmp_path: Path) -> None:
+    outcomes(1, train_with_scores, tmp_path, kill_at)
+    left = [step.number for step in shardckpt.ls(tmp_path / "run").complete]
+    assert left == ([4, 8, 12] if kill_at == "removal" else [12, 16])
+    assert run(1, train_with_scores, tmp_path, "") == [[20, 24]]
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [20, 24]
+
+
+def resume_from_a_path(rank: int, world: int, folder: Path) -> None:
+    saving = {"save_top_k": 1}
+    fit(rank, world, "one", folder, None, saving=saving, max_epochs=1)
+    fit(rank, world, "one", folder, str(folder / "run" / "step-00000003"), saving=saving)
+
+
+def test_the_step_whose_path_training_resumed_from_stays_as_in_lightning(tmp_path: Path) -> None:
+    run(1, resume_from_a_path, tmp_path)
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 6]
+
+
 def resume_with_everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Save and resume with averages of the weights, a gradient scaler and a hook; states before and after."""
     import lightning_trainers as trainers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.integrations.lightning.model_checkpoint import ModelCheckpointParams, ShardckptModelCheckpoint
+from shardckpt.integrations.lightning.model_checkpoint import ShardckptModelCheckpoint
+from shardckpt.integrations.lightning.model_checkpoint_params import ModelCheckpointParams
 
 __all__ = ["ModelCheckpointParams", "ShardckptModelCheckpoint"]

@@ -7,23 +7,13 @@ methods of the strategy are replaced: those that save for the time of a save, th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    SingleDeviceXLAStrategy,
-    XLAStrategy,
-)
 from typing_extensions import Unpack
 
 from shardckpt import (
@@ -47,28 +37,11 @@ from shardckpt.integrations.lightning.lightning_state import (
     replace_methods,
 )
 from shardckpt.integrations.lightning.lightning_step import LightningStep, require_steps_for_drill
+from shardckpt.integrations.lightning.model_checkpoint_params import ModelCheckpointParams
+from shardckpt.integrations.lightning.supported_strategies import require_supported_strategy
 from shardckpt.integrations.step_removal import StepRemoval
 
-__all__ = ["ModelCheckpointParams", "ShardckptModelCheckpoint"]
-
-_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
-_OTHER_SUBCLASSES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
-
-
-class ModelCheckpointParams(TypedDict, total=False):
-    """Keyword parameters of Lightning's `ModelCheckpoint`, which describes them, but those of names of files."""
-
-    monitor: str | None
-    verbose: bool
-    save_last: bool | Literal["link"] | None
-    save_top_k: int
-    save_on_exception: bool
-    save_weights_only: bool
-    mode: Literal["min", "max"]
-    every_n_train_steps: int | None
-    train_time_interval: timedelta | None
-    every_n_epochs: int | None
-    save_on_train_epoch_end: bool | None
+__all__ = ["ShardckptModelCheckpoint"]
 
 
 class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightning is not typed
@@ -141,6 +114,9 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._handle: SaveHandle | None = None
         self._has_drill, self._is_drill_due, self._has_warned = drill, False, False
         self._loading: StepLoading | None = None
+        self._kept: set[str] = set()  # when the newest step was saved
+        self._unremoved: set[int] = set()  # steps that were no longer kept when the step to resume from was saved
+        self._last_found = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace the methods of the strategy that load, until the end of this run of the Trainer.
@@ -149,13 +125,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             UnsupportedError: The strategy is not supported.
             UsageError: Another callback saves into the same run.
         """
-        if not isinstance(trainer.strategy, _STRATEGIES) or isinstance(trainer.strategy, _OTHER_SUBCLASSES):
-            raise UnsupportedError(
-                f"{type(self).__name__} does not support this strategy",
-                found=type(trainer.strategy).__name__,
-                expected=", ".join(each.__name__ for each in _STRATEGIES),
-                fix="Use ModelCheckpoint: shardckpt reads checkpoints of DeepSpeed and of many others.",
-            )
+        require_supported_strategy(trainer.strategy)
         checkpointers = [e.checkpointer for e in trainer.callbacks if isinstance(e, ShardckptModelCheckpoint)]
         if len({each.root for each in checkpointers}) < len(checkpointers):
             raise UsageError("two callbacks save into one run", where=self.dirpath, fix="Give each its own folder.")
@@ -164,7 +134,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._loading.attach()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the generators that data loaders have used, and the last saved step.
+        """Restore the generators that data loaders have used, and remove what a killed training did not remove.
 
         Raises:
             UsageError: Training would start in a run that has steps, or its steps cannot have a drill.
@@ -179,6 +149,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         numbers = self.checkpointer.steps()
         if not is_new:  # otherwise a step is saved again while gradients accumulate, which no step has
             self._last_global_step_saved = max((each for each in numbers if each <= trainer.global_step), default=0)
+            self._remove_steps(trainer, self._unremoved.intersection(numbers))
         elif numbers:
             raise UsageError(
                 "training from the start would replace the steps of this run",
@@ -219,8 +190,19 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
 
     def teardown(self, *_args: Any, **_: Any) -> None:
         """Put the methods of the strategy back that load."""
+        self._last_found = ""
         if self._loading is not None:
             self._loading.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of `ModelCheckpoint`, and the steps to remove once this save is complete."""
+        return {**super().state_dict(), "unremoved": self._removal.numbers}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of `ModelCheckpoint`, and the steps that the saving training may not have removed."""
+        super().load_state_dict(state_dict)
+        self._kept = self._list_kept()
+        self._unremoved = set(state_dict.get("unremoved", ()) if state_dict.get("dirpath") == self.dirpath else ())
 
     def _find_last_checkpoints(self, _trainer: Trainer) -> set[str]:
         """Return the path of the newest step, for `ckpt_path="last"`."""
@@ -229,7 +211,9 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         except SourceNotFoundError:
             return set()
         # Lightning asks for the time of the last change, which folders in a bucket do not have.
-        return {f"{step.path}/{COMMIT}" if "://" in step.path else step.path for step in complete[-1:]}
+        found = {f"{step.path}/{COMMIT}" if "://" in step.path else step.path for step in complete[-1:]}
+        self._last_found = next(iter(found), "")
+        return found
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         """Return the metrics by name; a metric `step` does not name steps."""
@@ -243,9 +227,13 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Save a step with what Lightning's checkpoint has, without full weights."""
-        previous, strategy = self.last_model_path, trainer.strategy
+        strategy = trainer.strategy
+        if self._handle is not None:
+            self._handle.result()  # its event comes before this save begins
+        self._removal.begin_save(trainer.global_step)
         if self.save_last:
-            self.last_model_path = filepath  # part of the state
+            self.last_model_path = filepath
+        self._choose_removed(trainer, filepath)  # before the state is collected, which names them
         weights = model_state_dict(strategy.model, kind="sharded") if has_hook(trainer, "on_save_checkpoint") else {}
         with replace_methods(
             strategy,
@@ -254,9 +242,6 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             save_checkpoint=partial(self._save_step, trainer, weights),
         ):
             super()._save_checkpoint(trainer, filepath)
-        is_kept = self.save_top_k == -1 or previous in (filepath, self.best_model_path, *self.best_k_models)
-        if self.save_last and previous and not is_kept and self._should_remove_checkpoint(trainer, previous, filepath):
-            self._remove_checkpoint(trainer, previous)
 
     def _save_step(
         self, trainer: Trainer, weights: Mapping[str, Any], checkpoint: dict[str, Any], *_args: Any, **_: Any
@@ -275,16 +260,36 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             **self._options,
             "metrics": {**metrics, **(self._options.get("metrics") or {})},
         }
-        if self._handle is not None:
-            self._handle.result()  # its event comes before this save begins
-        self._removal.begin_save(number)
         if self._background:
             self._handle = self.checkpointer.async_save(number, build_state(trainer, checkpoint), **arguments)
         else:
             self.checkpointer.save(number, build_state(trainer, checkpoint), **arguments)
 
+    def _list_kept(self) -> set[str]:
+        return {*self.best_k_models, self.best_model_path, self.last_model_path} - {""}
+
+    def _choose_removed(self, trainer: Trainer, filepath: str) -> None:
+        """Choose the steps that are no longer kept; each goes once the step that is being saved is complete."""
+        kept = self._list_kept()
+        removed = set() if self.save_top_k == -1 else self._kept - kept
+        self._kept = kept
+        paths = [path for path in removed if self._should_remove_checkpoint(trainer, path, filepath)]
+        self._remove_steps(trainer, [number for path in paths if (number := self._find_number(path)) is not None])
+
+    def _find_number(self, path: str) -> int | None:
+        """Return the number of a step of this run; None for another path, such as that of a file of Lightning."""
+        digits = path.rpartition("-")[2]
+        return int(digits) if digits.isdecimal() and path == self.checkpointer.path(int(digits)) else None
+
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+        """Return whether a step may go. That of `ckpt_path="last"` may: in Lightning, it is a file of its own."""
+        is_last = previous == self._last_found == trainer.ckpt_path
+        return previous != current if is_last else super()._should_remove_checkpoint(trainer, previous, current)
+
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Remove a step once the step that was saved after it exists."""
-        number = int(os.path.basename(filepath).rpartition("-")[2])
-        if trainer.is_global_zero and filepath == self.checkpointer.path(number):
-            self._removal.add(number)
+        """Do nothing: the step was chosen when the save after it began, and goes when that save is complete."""
+
+    def _remove_steps(self, trainer: Trainer, numbers: Collection[int]) -> None:
+        if trainer.is_global_zero:
+            for number in sorted(numbers):
+                self._removal.add(number)
