@@ -127,7 +127,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"prune", "tiers"},
         {"run_history"},
     ),
-    "integrations": ({"accelerate", "lightning", "transformers"},),
+    "integrations": ({"step_removal"}, {"accelerate", "lightning", "transformers"}),
     "testing": ({"simulation"},),
 }
 

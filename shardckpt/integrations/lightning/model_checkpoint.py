@@ -269,7 +269,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         return {*self.best_k_models, self.best_model_path, self.last_model_path} - {""}
 
     def _choose_removed(self, trainer: Trainer, filepath: str) -> None:
-        """Choose the steps that are no longer kept; each goes once the step that is being saved is complete."""
+        """Choose the steps that were kept until now; each goes once the step that is being saved is complete."""
         kept = self._list_kept()
         removed = set() if self.save_top_k == -1 else self._kept - kept
         self._kept = kept

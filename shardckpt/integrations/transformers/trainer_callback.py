@@ -8,25 +8,20 @@ Trainer decides as before when it saves, when it evaluates and which step is the
 from __future__ import annotations
 
 import functools
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
 from typing_extensions import Unpack
 
 from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
 from shardckpt.integrations.step_removal import StepRemoval
-from shardckpt.integrations.transformers.step_metrics import collect_metrics
 from shardckpt.integrations.transformers.step_rotation import choose_removed
 from shardckpt.integrations.transformers.trainer_folder import (
     find_newest_folder,
@@ -36,6 +31,7 @@ from shardckpt.integrations.transformers.trainer_folder import (
     load_weights,
     unwrap_optimizer,
 )
+from shardckpt.integrations.transformers.trainer_state import collect_metrics, dump_state
 from shardckpt.integrations.transformers.trainer_step import TrainerStep, require_steps_for_drill
 
 __all__ = ["ShardckptCallback"]
@@ -221,16 +217,12 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         trainer.store_flos()
         if state.best_global_step == step:
             state.best_model_checkpoint = self.checkpointer.path(step)
-        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-        exported = replace(state, stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)])
-        # The states of the ranks differ, in timings for instance. As in the Trainer's folders, that of rank 0 is saved.
-        text = broadcast_object_list([json.dumps(asdict(exported))])[0]
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
             "metrics": {**(self._options.get("metrics") or {}), **collect_metrics(state)},
         }
-        saved = self._build_state(text, RNGState())
+        saved = self._build_state(dump_state(trainer), RNGState())
         if self._handle is not None:
             self._handle.result()  # its step exists, and its event comes before this save begins
         self._removal.begin_save(step)
