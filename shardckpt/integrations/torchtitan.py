@@ -18,6 +18,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from shardckpt import ShardckptError, UnsupportedError, UsageError, ls, prune
 from shardckpt.integrations import dcp
+from shardckpt.integrations.torchtitan_step import prove_first_step
 
 __all__ = ["CheckpointManager"]
 
@@ -36,6 +37,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # torcht
 
     Raises:
         UnsupportedError: This version of torchtitan lacks a method that is replaced.
+        UsageError: A drill needs a trainer among the states.
 
     Examples:
         >>> config.checkpoint = CheckpointManager.Config(enable=True, interval=500)  # doctest: +SKIP
@@ -45,12 +47,20 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # torcht
     class Config(TitanCheckpointManager.Config):  # type: ignore[misc]
         """Config of torchtitan's manager, which builds this one."""
 
+        drill: bool = False
+        """Whether to train the batches of the first step twice from one saved state before it, and compare all bits. If
+        they differ, `train` raises a ResumeDivergence, which names the values that the state lacks."""
+
     def __init__(self, config: Config, **components: Any) -> None:
         missing = [name for name in _REPLACED if not hasattr(TitanCheckpointManager, name)]
         if missing:
             found = f"a CheckpointManager without {', '.join(missing)}"
             raise UnsupportedError("this version of torchtitan is not supported", found=found)
+        if not isinstance(config.drill, bool):
+            raise UsageError("`drill` must be True or False", found=repr(config.drill))
         super().__init__(config, **components)
+        if config.drill and self.enable:
+            prove_first_step(self.states, self.folder)
 
     @torch.no_grad()
     def dcp_save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,3 +136,82 @@ def test_a_disabled_manager_does_nothing(tmp_path: Path) -> None:
     assert not manager.load()
     assert not manager.save(1, last_step=True)
     manager.close()
+
+
+def train_with_drill(rank: int, world: int, folder: Path, config: dict[str, Any], fault: str = "") -> Any:
+    """Return the losses, the steps whose metrics were logged, and what the drill reported."""
+    import titans
+
+    training = titans.Training(folder, titans.CheckpointManager, **config)
+    exact, training.model.ema = training.compute_loss, torch.zeros(())
+
+    def compute_loss(batch: torch.Tensor) -> torch.Tensor:
+        loss = exact(batch)
+        training.model.ema = 0.9 * training.model.ema + 0.1 * loss.detach()
+        return loss * (1 + training.model.ema) if "result" in fault else loss
+
+    if fault == "no schedule":
+        del training.checkpointer.states["lr_scheduler"]
+    elif fault == "dropout":
+        training.model.append(torch.nn.Dropout(0.5))
+    elif fault:
+        training.compute_loss = compute_loss
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            training.train()
+        except shardckpt.ResumeDivergence as error:
+            return error.divergence.cause, str(error)
+        finally:
+            training.close()
+    assert not (folder / "checkpoint" / ".drill").exists()
+    warned = " ".join(str(each.message) for each in seen if "does not restore" in str(each.message))
+    return training.losses, training.seen, training.metrics_processor.logged, warned
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_training_with_a_drill_trains_as_without_it_from_the_start_and_from_a_step(
+    accumulated: int, tmp_path: Path
+) -> None:
+    config = {"interval": 100, "accumulated": accumulated}
+    expected = run(2, train_with_drill, tmp_path / "b", config)
+    assert run(2, train_with_drill, tmp_path / "a", {**config, "drill": True}) == expected
+    assert expected[0][2] == [1], "the drill logs no step"
+    config |= EVERY_SECOND
+    outcomes(2, be_killed, tmp_path / "run", config)
+    resumed = run(2, train_with_drill, tmp_path / "run", {**config, "seed": 2, "drill": True})
+    for (losses, seen, *_), (all_losses, all_seen, *_) in zip(resumed, expected, strict=True):
+        assert (losses, seen) == (after(4, all_losses), all_seen)
+
+
+def test_a_drill_names_what_the_manager_does_not_save(tmp_path: Path) -> None:
+    config = {"interval": 100, "drill": True}
+
+    def find(fault: str) -> list[Any]:
+        return run(2, train_with_drill, tmp_path / fault.replace(" ", "-"), config, fault)
+
+    for cause, message in find("ema in the result"):
+        assert cause == "loss"
+        assert "model.ema (Tensor)" in message
+    assert ["model.ema (Tensor)" in warned for *_, warned in find("ema beside")] == [True, False], "rank 0 warns"
+    assert {cause for cause, _ in find("no schedule")} == {"schedule"}
+    assert {cause for cause, _ in find("dropout")} == {"random state"}
+
+
+def test_a_drill_needs_a_trainer_among_the_states(tmp_path: Path) -> None:
+    import titans
+
+    with pytest.raises(shardckpt.UsageError, match="train_step"):
+        titans.CheckpointManager.Config(enable=True, drill=True).build(
+            dataloader=None,
+            model_parts=[],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=None,
+            base_folder=str(tmp_path),
+        )
+    with pytest.raises(shardckpt.UsageError, match="drill"):
+        titans.CheckpointManager.Config(enable=True, drill="yes").build(
+            dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None
+        )

@@ -44,13 +44,37 @@ class Numbers(IterableDataset):
         self.at = state["at"]
 
 
+class Net(nn.Sequential):
+    """A small model."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+
+
+class Metrics:
+    """Metrics of the first step and of each tenth."""
+
+    def __init__(self) -> None:
+        self.logged: list[int] = []
+
+    def should_log(self, step: int) -> bool:
+        return step == 1 or step % 10 == 0
+
+    def log(self, step: int, *values: float, extra_metrics: dict[str, Any]) -> None:
+        self.logged.append(step)
+
+
 class Training:
     """Model, optimizer, schedule, loader and manager; the methods that torchtitan's `Trainer` has."""
 
-    def __init__(self, base: Path, manager: Any, seed: int = 1, adapter: Any = None, **config: Any) -> None:
+    def __init__(
+        self, base: Path, manager: Any, seed: int = 1, adapter: Any = None, accumulated: int = 1, **config: Any
+    ) -> None:
         torch.manual_seed(seed)
-        self.step, self.losses = 0, {}
-        self.model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+        self.step, self.losses, self.seen, self.accumulated = 0, {}, 0, accumulated
+        self.metrics_processor = Metrics()
+        self.model = Net()
+        self.model_parts = [self.model]
         fully_shard(self.model)
         optimizer = default_adamw(lr=1e-2)
         optimizer.implementation = "for-loop"
@@ -70,10 +94,10 @@ class Training:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "ntokens_seen": 10 * self.step}
+        return {"step": self.step, "ntokens_seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self.seen = state["step"], state["ntokens_seen"]
 
     def train(self, until: int = STEPS, step: int = -1) -> dict[int, float]:
         """Load, train and save as `Trainer.train` does; the losses of this rank by step."""
@@ -81,16 +105,30 @@ class Training:
         batches = iter(self.loader)
         while self.step < until:
             self.step += 1
-            self.optimizers.zero_grad()
-            batch = next(batches)
-            loss = (self.model(batch) - batch.flip(0)).square().mean()
-            loss.backward()
-            self.checkpointer.maybe_wait_for_staging()
-            self.optimizers.step()
-            self.schedulers.step()
-            self.losses[self.step] = loss.item()
+            self.train_step(batches)
             self.checkpointer.save(self.step, last_step=self.step == STEPS)
         return self.losses
+
+    def train_step(self, batches: Iterator[torch.Tensor]) -> None:
+        """Train a step of some batches, as `Trainer.train_step` does, which logs the first step and each tenth."""
+        self.optimizers.zero_grad()
+        losses = []
+        for _ in range(self.accumulated):
+            batch = next(batches)
+            self.seen += len(batch)
+            losses.append(self.compute_loss(batch))
+            losses[-1].backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.schedulers.step()
+        loss = sum(losses).item()
+        if self.metrics_processor.should_log(self.step):
+            self.metrics_processor.log(self.step, loss, loss, norm.item(), extra_metrics={})
+        self.losses[self.step] = loss
+
+    def compute_loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.model(batch) - batch.flip(0)).square().mean()
 
     def full(self) -> dict[str, torch.Tensor]:
         """Return the full weights and moments."""
