@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # Tests start the command a hundred times, and each start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-repeat test-slow test-gpu matrix check format clean
+.PHONY: demo test test-full test-repeat test-slow test-gpu matrix check format clean
 
 # It needs torch and transformers; where the rest is installed, that has both.
 demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
@@ -20,6 +20,11 @@ demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
 # keep two cores busy, because tests wait for a part of their time: for ranks that are gone, slow stores, disks.
 WORKERS ?= 4
 test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not full and not slow and not gpu" $(PYTEST_ARGS)
+
+# The same and the tests marked `full`, as `.ci/run` does: combinations of settings of which `make test` has each pair, examples,
+# and tests that others show faster (tests/covering.py).
+test-full: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # Run the full suite N times without retries, even if tests fail. BUSY=1 runs a busy loop on every core.
@@ -28,7 +33,7 @@ BUSY ?= 0
 test-repeat: $(STAMP)
 	$(BIN)/python tests/repeat.py --runs $(N) $(if $(filter-out 0,$(BUSY)),--busy) -- -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
-# Tests of all peers of all benchmarks, and of all combinations of engine settings (`make test` covers all triples of them).
+# Tests of all peers of all benchmarks, and of all combinations of engine settings (`make test-full` covers all triples of them).
 # Run it after changes of a benchmark, of the measured code, or of the engine.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

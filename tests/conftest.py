@@ -16,6 +16,7 @@ import pytest
 import s3fs
 import servers
 from bucket import Bucket
+from covering import CHOICES, mark_full
 from faulty import Faulty, faulty_s3
 from forks import make_forks_cheap
 from fsspec.implementations.memory import MemoryFileSystem
@@ -50,8 +51,13 @@ def pytest_collection() -> Iterator[None]:
         seed_without_traces()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that take long: what a worker has left is given to others, a test that has begun is not."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what only `make test-full` runs, and begin with the tests that take long.
+
+    What a worker has left is given to others, a test that has begun is not.
+    """
+    config.stash[CHOICES] = mark_full(items, Path(__file__).parent)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -1,4 +1,4 @@
-"""Run the fast part of the suite with several versions of torch and of Python, and write a table of the counts.
+"""Run the suite of `make test-full` with several versions of torch and of Python, and write a table of the counts.
 
     python tests/versions/matrix.py [--pair PYTHON:TORCH ...] [--root FOLDER] [--table FILE] [-- ARGUMENTS OF PYTEST]
 
@@ -160,7 +160,7 @@ def run_checked(command: list[str], **environment: str) -> None:
 
 
 def run_suite(python: Path, arguments: list[str]) -> Counts:
-    """Run the fast part of the suite with an environment's Python."""
+    """Run what `make test-full` runs with an environment's Python."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-m", "not slow and not gpu", f"--junit-xml={report}", *arguments]
