@@ -43,7 +43,7 @@ def test_a_sink_that_fails_is_logged_and_the_next_gets_the_event(caplog: pytest.
     assert "on_event failed at the save of runs/a" in caplog.text
 
 
-def test_rank_0_logs_one_line_of_level_info(caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_logs_one_line_of_level_info_or_of_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "shardckpt")
     phases = {"capture": 0.5, "write": 1.5}
     emit(SaveEvent("runs/a/step-7", 2.0, nbytes=4 * 10**9, phases=phases, retries=3, warnings=("slow",)))
@@ -54,6 +54,7 @@ def test_rank_0_logs_one_line_of_level_info(caplog: pytest.LogCaptureFixture) ->
         "warning: slow",
         "prune runs/a: 0.25 s, removed 1, 2; failed: OSError: gone",
     ]
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
 
 
 def test_an_event_has_the_step_the_phases_the_retries_and_the_error() -> None:

@@ -1,7 +1,8 @@
 """Events of saves, loads, restores, removals of steps and fallbacks that have ended.
 
 `subscribe` sends all events of this process to a function; `on_event` of a `Checkpointer`, a save or a load sends those
-of one run or call. The logger `shardckpt` gets a line of level INFO from rank 0, and of level DEBUG from other ranks.
+of one run or call. The logger `shardckpt` gets a line from rank 0, of level INFO, or of level ERROR if the operation
+failed; from other ranks one of level DEBUG.
 `shardckpt.integrations.sinks` has functions for monitoring systems.
 """
 

@@ -55,7 +55,7 @@ def require_on_event(on_event: object, *, may_be_none: bool = True) -> None:
 
 def emit(event: OperationEvent, *on_event: OnEvent | None) -> None:
     """Log an event, and send it to those who subscribed and to further functions."""
-    level = logging.DEBUG if event.rank else logging.INFO
+    level = logging.DEBUG if event.rank else logging.INFO if event.error is None else logging.ERROR
     if _LOG.isEnabledFor(level):
         _LOG.log(level, "%s", _describe(event))
     deliver(event, *_SUBSCRIBED, *on_event)

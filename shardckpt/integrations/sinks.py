@@ -1,7 +1,7 @@
 """Functions that send events to monitoring systems: JSON lines, TensorBoard, Prometheus, Weights & Biases.
 
-Each is an argument for `shardckpt.events.subscribe`, or `on_event` of a `Checkpointer`. Its library is imported when it
-is made. Threads may call them at the same time.
+Each is an argument for `shardckpt.events.subscribe`, or `on_event` of a `Checkpointer`. When it is made, its library is
+imported and its file is opened, since an error at an event is only logged. Threads may call them at the same time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from shardckpt import OperationEvent, UsageError
+from shardckpt import OperationEvent, StorageError, UsageError
 
 __all__ = ["JSONLinesSink", "PrometheusSink", "TensorBoardSink", "WandbSink"]
 
@@ -22,10 +24,15 @@ class JSONLinesSink:
 
     Args:
         path: File to append to; one for each process.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path, self._lock = os.fspath(path), threading.Lock()
+        with _writing(self._path), open(self._path, "a", encoding="utf-8"):
+            pass
 
     def __call__(self, event: OperationEvent) -> None:
         """Append an event."""
@@ -39,13 +46,19 @@ class TensorBoardSink:
 
     Args:
         writer: A `SummaryWriter`, or the folder for a new one.
+
+    Raises:
+        UsageError: The package tensorboard is not installed.
+        StorageError: The folder cannot be written.
     """
 
     def __init__(self, writer: Any) -> None:
         if isinstance(writer, (str, os.PathLike)):
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (an optional library)
+            with _importing("tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (an optional library)
 
-            writer = SummaryWriter(os.fspath(writer))
+            with _writing(os.fspath(writer)):
+                writer = SummaryWriter(os.fspath(writer))
         self._writer = writer
 
     def __call__(self, event: OperationEvent) -> None:
@@ -64,15 +77,20 @@ class PrometheusSink:
             for each process.
 
     Raises:
-        UsageError: The registry has the metrics of another sink.
+        UsageError: The registry has the metrics of another sink, or the package prometheus_client is not installed.
+        StorageError: The textfile cannot be written.
     """
 
     def __init__(self, registry: Any = None, textfile: str | os.PathLike[str] | None = None) -> None:
-        import prometheus_client  # noqa: PLC0415 (an optional library)
+        with _importing("prometheus_client"):
+            import prometheus_client  # noqa: PLC0415 (an optional library)
 
         self._registry = prometheus_client.REGISTRY if registry is None else registry
         self._textfile, self._write = textfile, prometheus_client.write_to_textfile
         self._lock = threading.Lock()
+        if textfile is not None:  # before the registry has metrics of a sink that is not made
+            with _writing(os.fspath(textfile)):
+                self._write(os.fspath(textfile), self._registry)
 
         def add(kind: Any, name: str, text: str, *labels: str) -> Any:
             return kind(f"shardckpt_{name}", text, ["operation", "store", *labels], registry=self._registry)
@@ -119,11 +137,15 @@ class WandbSink:
 
     Args:
         run: Run of `wandb`; None for the current one.
+
+    Raises:
+        UsageError: The package wandb is not installed.
     """
 
     def __init__(self, run: Any = None) -> None:
         if run is None:
-            import wandb  # noqa: PLC0415 (an optional library)
+            with _importing("wandb"):
+                import wandb  # noqa: PLC0415 (an optional library)
 
             run = wandb.run if wandb.run is not None else wandb.init()
         self._run = run
@@ -136,6 +158,27 @@ class WandbSink:
         if event.step is not None:
             numbers["shardckpt/step"] = event.step
         self._run.log(numbers)
+
+
+@contextmanager
+def _importing(package: str) -> Iterator[None]:
+    """Name the package to install if an import fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(
+            f"the package {package} cannot be imported", found=error, fix=f"Run pip install {package}."
+        ) from error
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Name the path if it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        fix = "Make its folder first." if isinstance(error, FileNotFoundError) else ""
+        raise StorageError("events cannot be written here", where=path, found=error.strerror, fix=fix) from error
 
 
 def _numbers(event: OperationEvent) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardckpt import UsageError
+from shardckpt import StorageError, UsageError
 from shardckpt.events import OperationEvent, PruneEvent, SaveEvent
 from shardckpt.integrations.sinks import JSONLinesSink, PrometheusSink, TensorBoardSink, WandbSink
 
@@ -22,6 +22,10 @@ PRUNE = PruneEvent("s3://bucket/run", 0.5, removed=(1, 2))
 def send(sink: Any) -> None:
     for event in (SAVE, FAILED, PRUNE):
         sink(event)
+
+
+def new_registry() -> Any:
+    return pytest.importorskip("prometheus_client").CollectorRegistry()
 
 
 def test_json_lines_are_appended(tmp_path: Path) -> None:
@@ -90,6 +94,44 @@ def test_wandb_logs_numbers_over_the_step(tmp_path: Path) -> None:
     assert summary["shardckpt/step"] == 7
     assert summary["shardckpt/save/gb_per_second"] == 0.5
     assert summary["shardckpt/prune/seconds"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        JSONLinesSink,
+        lambda path: PrometheusSink(textfile=path, registry=new_registry()),
+        pytest.param(TensorBoardSink, id="TensorBoardSink"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_an_error_of_the_constructor(make: Any, tmp_path: Path) -> None:
+    if make is TensorBoardSink:
+        pytest.importorskip("tensorboard")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="events cannot be written here; found ") as caught:
+        make(tmp_path / "file" / "events")
+    assert str(tmp_path / "file" / "events") in str(caught.value)
+
+
+def test_a_missing_folder_is_named_and_a_textfile_exists_before_the_first_event(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"found No such file or directory\. Make its folder first\."):
+        JSONLinesSink(tmp_path / "missing" / "events.jsonl")
+    registry = new_registry()
+    with pytest.raises(StorageError):
+        PrometheusSink(registry, tmp_path / "missing" / "shardckpt.prom")
+    PrometheusSink(registry, tmp_path / "shardckpt.prom")
+    assert (tmp_path / "shardckpt.prom").exists(), "the registry has no metrics of the sink that failed"
+
+
+@pytest.mark.parametrize(
+    ("package", "make"), [("tensorboard", TensorBoardSink), ("prometheus_client", PrometheusSink), ("wandb", WandbSink)]
+)
+def test_a_missing_library_is_named(package: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=f"the package {package} cannot be imported.* Run pip install {package}."):
+        make(*([tmp_path] if make is TensorBoardSink else []))
 
 
 def test_the_libraries_are_imported_by_their_sinks_only() -> None:
