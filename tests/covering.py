@@ -3,7 +3,7 @@
 The product of behaviors and settings (front ends, strategies, numbers of ranks) takes most of the time of the suite.
 Of each module that forks ranks, and of `OTHERS`, `make test` runs each test function, each value of each parameter, and
 each pair of values that any of its tests brings together. Other combinations get the mark `full`, as do the tests in
-`SHOWN_FASTER`.
+`shown_faster.txt`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ OTHERS = (
 """Modules that do not import `RANKS` and whose tests kill, damage or train at many places."""
 RANKS = "harness"
 """The module whose functions fork ranks."""
-SHOWN_FASTER: dict[str, str] = {}
-"""Tests that only `make test-full` runs, by patterns of their ids; the faster test that shows the same."""
+TABLE = Path(__file__).with_name("shown_faster.txt")
 OUTSIDE = ("slow", "gpu")
 """Marks of tests that are not among those to choose from."""
 TEST = "test function"
@@ -48,6 +47,16 @@ class Choice:
     chosen: Sequence[Settings]
 
 
+def read_table(text: str) -> dict[str, str]:
+    """Return the faster test of each pattern of a table with two lines an entry, the second indented."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert all(line.startswith("    ") == bool(number % 2) for number, line in enumerate(lines))
+    return {pattern: faster.strip() for pattern, faster in zip(lines[::2], lines[1::2], strict=True)}
+
+
+SHOWN_FASTER = read_table(TABLE.read_text(encoding="utf-8"))
+"""Tests that only `make test-full` runs, by patterns of their ids; the faster test that shows the same."""
+_FILES = {pattern.partition("::")[0] for pattern in SHOWN_FASTER}
 CHOICES = pytest.StashKey[dict[Path, Choice]]()
 """Where the configuration of pytest keeps the choice from each module."""
 
@@ -76,8 +85,7 @@ def mark_full(items: Iterable[pytest.Item], root: Path) -> dict[Path, Choice]:
 def find_faster(nodeid: str) -> str | None:
     """Return the faster test that shows the same, if only `make test-full` runs this one."""
     name = nodeid.removeprefix("tests/")
-    function = name.partition("[")[0]
-    if function not in _FUNCTIONS:
+    if name.partition("::")[0] not in _FILES:
         return None
     return next((faster for pattern, faster in SHOWN_FASTER.items() if is_matching(name, pattern)), None)
 
@@ -86,10 +94,9 @@ def is_matching(name: str, pattern: str) -> bool:
     """Return True if a test's id is that of `pattern`, whose brackets are the test's own and whose `*` is any text."""
     function, bracket, values = pattern.partition("[")
     own, _, given = name.partition("[")
-    return own == function and (not bracket or fnmatch.fnmatchcase(given, values.replace("[", "[[]")))
-
-
-_FUNCTIONS = {pattern.partition("[")[0] for pattern in SHOWN_FASTER}
+    if not bracket:
+        return own == function or own.startswith(f"{function}::")
+    return own == function and fnmatch.fnmatchcase(given, values.replace("[", "[[]"))
 
 
 def is_covered(item: pytest.Item, root: Path) -> bool:

@@ -68,5 +68,6 @@ def test_patterns_are_ids_of_tests_of_which_some_or_all_values_are_left_out() ->
     assert is_matching("a.py::test_b[x-1]", "a.py::test_b")
     assert is_matching("a.py::test_b[x-1]", "a.py::test_b[x-*]")
     assert is_matching("a.py::test_b[x[1]-1]", "a.py::test_b[x[1]-*]")
+    assert is_matching("a.py::TestC::test_b[x-1]", "a.py::TestC")
     assert not is_matching("a.py::test_b[x-1]", "a.py::test_b[y-*]")
     assert not is_matching("a.py::test_bc", "a.py::test_b")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmark_scripts import run_script
+from benchmark_scripts import exit_code, run_script
 
 
 @pytest.mark.slow
@@ -16,4 +16,4 @@ def test_a_run_prints_each_figure_beside_its_goal() -> None:
 
 
 def test_an_unknown_case_is_refused() -> None:
-    assert run_script("witness", "--cases", "no-such-case").returncode == 2
+    assert exit_code("witness", "--cases", "no-such-case") == 2

@@ -173,6 +173,10 @@ def test_every_three_settings_together_on_two_ranks(style):
     table(2, [mixed(row) for row in covering({**AXES, "style": (style,)}, turn, strength=3)])
 
 
+def test_every_two_settings_together_on_two_ranks():
+    table(2, pairwise(14))
+
+
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_every_two_settings_together_on_other_numbers_of_ranks(world):
     table(world, pairwise(7 * world))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -149,6 +150,18 @@ def test_an_example_that_fails_is_told(run: Run, tmp_path: Path) -> None:
     assert run(file, [], tmp_path) == {"code": 1, "out": "so far\n", "err": "a rank failed"}
     file.write_text("raise ValueError(3)\n")
     assert "ValueError: 3" in run(file, [], tmp_path)["err"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_an_example_imports_of_the_package_is_there(name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    tree = ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module is not None]
+    ours = [(node.module, alias.name) for node in imports if node.module[:9] == "shardckpt" for alias in node.names]
+    for module, imported in ours:
+        if not hasattr(importlib.import_module(module), imported):
+            importlib.import_module(f"{module}.{imported}")
 
 
 def test_every_example_is_run() -> None:

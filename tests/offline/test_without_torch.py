@@ -21,10 +21,17 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT 
 BLOCKED = "import sys; sys.modules['torch'] = None; "
 
 
-def list_jobs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the checkpoints: the fixtures, and a sample of every format in each of its variants."""
+def list_jobs(folder: Path, are_all: bool) -> dict[str, dict[str, Any]]:
+    """Return the checkpoints: the fixtures, and a sample of every format in each of its variants.
+
+    Args:
+        folder: Folder for what has to be written.
+        are_all: False for every fifth fixture, among them each third of the targets, and one variant of each format.
+    """
     jobs: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(NAMES):
+        if not are_all and number % 5 != 1:
+            continue
         (folder / f"{name}-names").mkdir()
         case = read_case(FIXTURES, name, folder / f"{name}-names")
         base = FIXTURES / name / "base"
@@ -35,7 +42,7 @@ def list_jobs(folder: Path) -> dict[str, dict[str, Any]]:
             "targets": number % 3,
         }
     for form, variants in SAMPLES.items():
-        for variant, write in variants.items():
+        for variant, write in list(variants.items())[: None if are_all else 1]:
             name = f"{form}-{variant}".replace(" ", "-")
             jobs[name] = {"source": str(write(folder / name)), "options": {}, "base": "", "targets": None}
     return jobs
@@ -52,11 +59,11 @@ def run_verbs(torch_is: str, jobs: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return what every verb does to every checkpoint, without torch (`blocked`) and with it (`imported`)."""
     folder = tmp_path_factory.mktemp("verbs")
     jobs = folder / "jobs.json"
-    jobs.write_text(json.dumps(list_jobs(folder)))
+    jobs.write_text(json.dumps(list_jobs(folder, request.param == "all")))
     ways = ("blocked", "imported")
     with ThreadPoolExecutor(len(ways)) as pool:
         found = list(pool.map(lambda way: run_verbs(way, jobs, folder / way), ways))
@@ -65,6 +72,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("results", ["some", "all"], indirect=True)
 @pytest.mark.timeout(600)  # two processes, each with thousands of files
 def test_every_verb_does_the_same_without_torch(results: dict[str, dict[str, Any]]) -> None:
     without, with_torch = results["blocked"], results["imported"]
@@ -72,8 +80,8 @@ def test_every_verb_does_the_same_without_torch(results: dict[str, dict[str, Any
     assert {call: (without[call], with_torch[call]) for call in without if without[call] != with_torch[call]} == {}
     # Hundreds of files were compared, not one error with another.
     failed = [call for call, result in without.items() if isinstance(result, str)]
-    assert {call.partition(": ")[2] for call in failed} == {"consolidate --to deepspeed-universal", "rekey"}
-    assert sum(len(result["files"]) for result in without.values() if isinstance(result, dict)) > 1000
+    assert {call.partition(": ")[2] for call in failed} <= {"consolidate --to deepspeed-universal", "rekey"}
+    assert sum(len(result["files"]) for result in without.values() if isinstance(result, dict)) > 200
 
 
 def run_blocked(code: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
