@@ -43,6 +43,7 @@ def ls(
         output.show_table(copies, header=("step", "tier", "survives", "verified", "path"), right=frozenset({0}))
     elif long or proof:
         rows = [_row(step, is_long=long) for step in found.complete]
+        rows += [{"step": _step_text(step), "proof": step.verdict} for step in found.captures or ()]
         shown = [name for name in _COLUMNS if any(name in row for row in rows)] or ["step"]
         table = [[row.get(name, "") for name in shown] for row in rows]
         output.show_table(table, header=shown, right=frozenset(i for i, name in enumerate(shown) if name in _NUMBERS))
@@ -84,11 +85,12 @@ def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJso
     if html:
         print(f"wrote {escape(html)}")
     else:
-        rows = [row for step in found.steps for row in _proof_rows(step)]
+        steps = (*found.steps, *found.captures)
+        rows = [row for step in steps for row in _proof_rows(step)]
         output.show_table(rows, header=("step", "verdict", "resumed", "ranks", "equal steps"), right=_PROOF_NUMBERS)
-        for number, resume in [(step.number, resume) for step in found.steps for resume in step.resumes]:
+        for name, resume in [(_step_text(step), resume) for step in steps for resume in step.resumes]:
             if resume.divergence is not None:
-                print(f"step {number}, resumed {_resume_time(resume)}: {escape(resume.divergence)}")
+                print(f"step {name}, resumed {_resume_time(resume)}: {escape(resume.divergence)}")
     print(_proof_summary(found))
     raise typer.Exit(0 if found.ok else 1)
 
@@ -101,9 +103,14 @@ def _proof_rows(step: StepProof) -> list[tuple[str, ...]]:
     """Return a row for each resume of a step, the newest first; one row if there is none."""
     if not step.resumes:
         steps = f"0 of {len(step.recorded)}" if step.recorded else ""
-        return [(f"{step.number}", step.verdict, "", f"{step.rank_count or ''}", steps)]
-    number, newest_first = f"{step.number}", reversed(step.resumes)
+        return [(_step_text(step), step.verdict, "", f"{step.rank_count or ''}", steps)]
+    number, newest_first = _step_text(step), reversed(step.resumes)
     return [(number, resume.verdict, _resume_time(resume), *_topology(resume)) for resume in newest_first]
+
+
+def _step_text(step: StepProof) -> str:
+    """Return the number of a step, and the tier of a capture."""
+    return f"{step.number} ({step.tier})" if step.tier else f"{step.number}"
 
 
 def _topology(resume: Resume) -> tuple[str, str]:
@@ -120,9 +127,10 @@ def _resume_time(resume: Resume) -> str:
 def _proof_summary(found: Proof) -> str:
     from shardckpt.errors import escape
 
-    verdicts = [step.verdict for step in found.steps]
+    verdicts = [step.verdict for step in (*found.steps, *found.captures)]
     shown = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in _VERDICTS if verdict in verdicts)
-    return f"{escape(found.root)}: {output.count(len(found.steps), 'step')}{': ' if shown else ''}{shown}"
+    captures = f" and {output.count(len(found.captures), 'capture')}" if found.captures else ""
+    return f"{escape(found.root)}: {output.count(len(found.steps), 'step')}{captures}{': ' if shown else ''}{shown}"
 
 
 _VERDICTS = ("diverged", "proven", "unproven", "no record")

@@ -30,8 +30,9 @@ from shardckpt.format.native.run_directory import (
     with_sound_newest,
 )
 from shardckpt.format.run_start import require_start_of_run
-from shardckpt.format.witness.step_witness import read_step_witness
+from shardckpt.format.witness.step_witness import CaptureWitness, read_capture_witnesses, read_step_witness
 from shardckpt.offline.verify import verify as verification
+from shardckpt.offline.write.report import StepProof
 from shardckpt.plan.resume.resumes import StepVerdict
 from shardckpt.plan.retention import Retention, RetentionParams
 from shardckpt.storage.resolve_url import as_url, kind, open_store
@@ -76,12 +77,15 @@ class StepList:
         incomplete: Folders that are named like steps and cannot be loaded.
         durability: Copies of each step in the root and its tiers, in the order of their numbers; None if they were not
             read.
+        captures: Captures in tiers that the run was resumed from, which may be gone; None if their verdicts were not
+            read.
     """
 
     root: str
     complete: tuple[StepInfo, ...]
     incomplete: tuple[StepInfo, ...]
     durability: tuple[Durability, ...] | None = None
+    captures: tuple[StepProof, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ def ls(
     Args:
         root: Path or URL of the run's folder.
         metrics: Read the metrics of the complete steps, and whether they have statistics, from their manifests.
-        proof: Read the verdicts on resumes of the complete steps; `prove` returns more about them.
+        proof: Read the verdicts on resumes of the complete steps, and of captures; `prove` returns more about them.
         durability: List the copies of each step that this machine can read, in the tiers too, and what they survive.
             The folder need not exist yet if a tier has a copy.
 
@@ -149,8 +153,9 @@ def ls(
         if proof:
             verdicts = (found.verdict for found in pool.map(partial(read_step_witness, store), run.complete))
             complete = tuple(replace(step, proof=verdict) for step, verdict in zip(complete, verdicts, strict=True))
+    captures = describe_captures(read_capture_witnesses(store)[0]) if proof else None
     incomplete = describe_steps(store, run.incomplete)
-    return StepList(root, complete, incomplete, list_durability(root) if durability else None)
+    return StepList(root, complete, incomplete, list_durability(root) if durability else None, captures)
 
 
 def open_run(root: str) -> tuple[Store, RunDirectory]:
@@ -314,3 +319,19 @@ def describe_steps(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo,
         steps: Steps of the run.
     """
     return tuple(StepInfo(s.number, _path(store, s), s.nbytes, s.saved_at, s.fault) for s in steps)
+
+
+def describe_captures(captures: Iterable[CaptureWitness]) -> tuple[StepProof, ...]:
+    """Return captures as results have them.
+
+    Args:
+        captures: Captures that a run was resumed from.
+    """
+    described = []
+    for each in captures:
+        last = each.resumes[-1]
+        ranks, style = last.rank_count_before, last.style_before
+        described.append(
+            StepProof(each.number, each.path, each.verdict, last.steps, ranks, style, each.resumes, tier=each.tier)
+        )
+    return tuple(described)

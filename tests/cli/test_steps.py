@@ -20,7 +20,8 @@ from shardckpt.format import apply_retention
 from shardckpt.format.native import run_directory
 from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.native.run_directory import step_name
-from shardckpt.format.witness.resume_file import add_resumes
+from shardckpt.format.witness.resume_file import add_capture_resume, add_resumes
+from shardckpt.plan.resume.resumes import CaptureResume
 from shardckpt.storage.local import LocalStore
 
 
@@ -98,6 +99,23 @@ def test_ls_and_prove_show_verdicts_on_resumes_and_prove_exits_1_for_a_divergenc
         f"{root}: 3 steps: 1 diverged, 1 proven, 1 no record",
     ]
     assert json.loads(run_here("prove", root, "--json").out)["ok"] is False
+
+
+def test_ls_and_prove_show_resumes_from_captures_that_the_run_does_not_have(root: Path) -> None:
+    captured = CaptureResume(12, "memory", "shardckpt-memory:1/step-00000012", "1" * 15, RESUME)
+    add_capture_resume(LocalStore(str(root)), captured)
+    assert run_here("ls", root, "--proof").out.splitlines()[-1] == "12 (memory)  proven"
+    assert json.loads(run_here("ls", root, "--json").out)["captures"][0]["verdict"] == "proven"
+    found = run_here("prove", root)
+    assert found.code == 0
+    assert found.out.splitlines()[-2:] == [
+        "12 (memory)  proven     1970-01-01 00:00:01Z  2      2 of 2",
+        f"{root}: 3 steps and 1 capture: 1 proven, 3 no record",
+    ]
+    add_capture_resume(LocalStore(str(root)), replace(captured, resume=replace(RESUME, id="2" * 15, divergence=FOUND)))
+    found = run_here("prove", root)
+    assert found.code == 1
+    assert "step 12 (memory), resumed" in found.out
     page = run_here("prove", root, "--html", root.parent / "page.html")
     assert (page.code, page.out.splitlines()[0]) == (1, f"wrote {root.parent}/page.html")
 

@@ -6,13 +6,14 @@ import logging
 import time
 from dataclasses import dataclass
 
+from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.errors import CheckpointError, StorageError
 from shardckpt.events import OnEvent, ResumeEvent, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.payload import new_save_id
-from shardckpt.format.witness.resume_file import add_resumes
-from shardckpt.plan.resume.resumes import Resume, add_compared_step, begin_resume
+from shardckpt.format.witness.resume_file import add_capture_resume, add_resumes
+from shardckpt.plan.resume.resumes import CaptureResume, Resume, add_compared_step, begin_resume
 from shardckpt.plan.resume.step_records import Environment, WitnessRecord
 from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence, explain_topology
 
@@ -34,11 +35,12 @@ class ResumeLog:
     A resume is in its file from the restore on, as unproven: so one that dies before it was compared is known too.
 
     Args:
+        finder: Finder of the run's steps. Its folder has the resumes from captures too.
         on_event: Function for the event of the verdict; None without one.
     """
 
-    def __init__(self, on_event: OnEvent | None) -> None:
-        self._on_event = on_event
+    def __init__(self, finder: StepFinder, on_event: OnEvent | None) -> None:
+        self._finder, self._on_event = finder, on_event
         self._compared: _Compared | None = None
 
     def begin(self, restored: RestoredStep, record: WitnessRecord, ranks: int) -> None:
@@ -91,5 +93,10 @@ class ResumeLog:
     def _write(self, restored: RestoredStep, resume: Resume) -> None:
         try:
             add_resumes(restored.finder.open_store(), restored.name, restored.save, resume)
+            if restored.finder.root != self._finder.root:
+                path, tier = restored.finder.path(restored.name), restored.finder.tier
+                add_capture_resume(
+                    self._finder.open_store(), CaptureResume(restored.number, tier, path, restored.save, resume)
+                )
         except (CheckpointError, StorageError) as error:
             warn_user(f"the verdict on the resume of {restored.name} could not be stored: {error}")

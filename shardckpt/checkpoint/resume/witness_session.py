@@ -97,7 +97,7 @@ class WitnessSession(NoWitness):
 
     def __init__(self, options: Witness, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._options, self._finder = options, finder
-        self._records = _RecordsOnRank0(finder, ResumeLog(on_event))
+        self._records = _RecordsOnRank0(finder, ResumeLog(finder, on_event))
         self._start: _Start | None = None
         self._fault: Exception | None = None
         self._due: dict[int, set[int]] = {}  # number of a step to the saved steps that it is behind

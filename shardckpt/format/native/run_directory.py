@@ -68,6 +68,10 @@ def resumes_name(step: str) -> str:
     return f"{step}{_RESUMES}"
 
 
+CAPTURE_RESUMES = f".captures{_RESUMES}"
+"""Name of the file with the verdicts on resumes from captures of tiers."""
+
+
 def is_step_name(name: str) -> bool:
     """Return True if a folder name is that of a step."""
     return _STEP.fullmatch(name) is not None

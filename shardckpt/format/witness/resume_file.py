@@ -1,11 +1,21 @@
-"""Files of verdicts: `step-00001000.resumes.json` beside the step, with the resumes that were compared."""
+"""Files of verdicts: `step-00001000.resumes.json` beside the step, with the resumes that were compared.
+
+A capture may be gone when the verdict on its resume is asked for, and the run may not have its step. So resumes from
+captures are in one more file, `.captures.resumes.json` in the folder of the run.
+"""
 
 from __future__ import annotations
 
-from shardckpt.format.native.run_directory import resumes_name
+from shardckpt.format.native.run_directory import CAPTURE_RESUMES, resumes_name
 from shardckpt.format.witness.line_file import line_url, read_line, write_line
-from shardckpt.format.witness.resume_json import SavedResumes, decode_resumes, encode_resumes
-from shardckpt.plan.resume.resumes import Resume, merge_resumes
+from shardckpt.format.witness.resume_json import (
+    SavedResumes,
+    decode_capture_resumes,
+    decode_resumes,
+    encode_capture_resumes,
+    encode_resumes,
+)
+from shardckpt.plan.resume.resumes import CaptureResume, Resume, merge_capture_resumes, merge_resumes
 from shardckpt.storage.store import Store
 
 _MOST_BYTES = 1 << 20
@@ -62,6 +72,37 @@ def copy_resumes(source: Store, step: str, target: Store, name: str) -> None:
     saved = _read(source, step)
     if saved is not None:
         add_resumes(target, name, saved.save, *saved.resumes)
+
+
+def read_capture_resumes(store: Store) -> tuple[CaptureResume, ...]:
+    """Return the resumes of a run from captures of its tiers, oldest first.
+
+    Args:
+        store: Store whose root is the run.
+
+    Raises:
+        CheckpointError: The file is damaged, or of a newer version.
+        StorageError: The store failed.
+    """
+    line = read_line(store, CAPTURE_RESUMES, "the file of resumes from captures", _MOST_BYTES)
+    return () if line is None else decode_capture_resumes(line, where=line_url(store, CAPTURE_RESUMES))
+
+
+def add_capture_resume(store: Store, resume: CaptureResume) -> None:
+    """Add a resume from a capture to the file of the run, in place of an earlier one with its id.
+
+    Args:
+        store: Store whose root is the run.
+        resume: The resume.
+
+    Raises:
+        CheckpointError: The file is damaged, or of a newer version; it stays as it is.
+        StorageError: The store failed; the file stays as it is.
+    """
+    known = read_capture_resumes(store)
+    merged = merge_capture_resumes(known, [resume])
+    if merged != known:
+        write_line(store, CAPTURE_RESUMES, encode_capture_resumes(merged))
 
 
 def _read(store: Store, step: str) -> SavedResumes | None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native.records import NEWER, read_fields, read_integer, read_save
-from shardckpt.plan.resume.resumes import MOST_RESUMES, Resume
+from shardckpt.plan.resume.resumes import MOST_RESUMES, CaptureResume, Resume
 from shardckpt.plan.resume.verdict import Cause, Divergence, Since
 
 VERSION = 1
@@ -50,14 +50,49 @@ def decode_resumes(data: bytes, *, where: str) -> SavedResumes:
         UnsupportedError: A newer version of shardckpt wrote it.
         UnsafeError: Its values would take far more memory than it.
     """
+    raw = _read_list(data, "resumes", {"save": str}, where)
+    return SavedResumes(read_save(raw["save"], where), tuple(_read_resume(each, where) for each in raw["resumes"]))
+
+
+def encode_capture_resumes(resumes: tuple[CaptureResume, ...]) -> bytes:
+    """Return resumes from captures as JSON."""
+    content = {"version": VERSION, "captures": [asdict(each) for each in resumes]}
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def decode_capture_resumes(data: bytes, *, where: str) -> tuple[CaptureResume, ...]:
+    """Return the resumes of `encode_capture_resumes`.
+
+    Args:
+        data: JSON, from a file that anybody may have written.
+        where: Name of the file, for messages.
+
+    Raises:
+        FormatError: The data is not a list of resumes.
+        UnsupportedError: A newer version of shardckpt wrote it.
+        UnsafeError: Its values would take far more memory than it.
+    """
+    found = _read_list(data, "captures", {}, where)["captures"]
+    return tuple(_read_capture_resume(each, where) for each in found)
+
+
+def _read_list(data: bytes, name: str, others: dict[str, type], where: str) -> dict[str, Any]:
+    """Return the fields of a file, of which one is a list of resumes."""
     content = parse_json(data, where=where)
     version = read_fields(content, {"version": int}, where)["version"]
     if version > VERSION:
         raise UnsupportedError("a newer version wrote these resumes", where=where, found=version, fix=NEWER)
-    raw = read_fields(content, {"save": str, "resumes": list}, where)
-    if len(raw["resumes"]) > MOST_RESUMES:
-        raise _error("too many", len(raw["resumes"]), where)
-    return SavedResumes(read_save(raw["save"], where), tuple(_read_resume(each, where) for each in raw["resumes"]))
+    raw: dict[str, Any] = read_fields(content, {name: list, **others}, where)
+    if len(raw[name]) > MOST_RESUMES:
+        raise _error("too many", len(raw[name]), where)
+    return raw
+
+
+def _read_capture_resume(value: object, where: str) -> CaptureResume:
+    raw = read_fields(value, {"number": int, "tier": str, "path": str, "save": str, "resume": dict}, where)
+    number = read_integer(raw["number"], "number", where, below=_MAX_STEP)
+    resume = _read_resume(raw["resume"], where)
+    return CaptureResume(number, raw["tier"], raw["path"], read_save(raw["save"], where), resume)
 
 
 def _error(what: str, found: object, where: str) -> FormatError:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shardckpt.errors import CheckpointError
 from shardckpt.format.native.run_directory import StepFolder
 from shardckpt.format.witness.record_file import read_record
-from shardckpt.format.witness.resume_file import read_resumes
-from shardckpt.plan.resume.resumes import Resume, StepVerdict, find_verdict
+from shardckpt.format.witness.resume_file import read_capture_resumes, read_resumes
+from shardckpt.plan.resume.resumes import CaptureResume, Resume, StepVerdict, Verdict, find_verdict
 from shardckpt.plan.resume.step_records import WitnessRecord
 from shardckpt.storage.store import Store
 
@@ -31,6 +31,49 @@ class StepWitness:
     def verdict(self) -> StepVerdict:
         """Verdict on the step: that of its last resume that was compared to the end."""
         return find_verdict(self.resumes) if self.record is not None or self.resumes else "no record"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureWitness:
+    """A capture of a tier that the run was resumed from; it may be gone.
+
+    Attributes:
+        number: Number of the captured step.
+        tier: Name of the tier.
+        path: Path or URL of the capture.
+        resumes: Resumes from it, oldest first.
+    """
+
+    number: int
+    tier: str
+    path: str
+    resumes: tuple[Resume, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Verdict on the capture: that of its last resume that was compared to the end."""
+        return find_verdict(self.resumes)
+
+
+def read_capture_witnesses(store: Store) -> tuple[tuple[CaptureWitness, ...], tuple[str, ...]]:
+    """Return the captures that a run was resumed from, by first resumes, and reasons why they cannot be read.
+
+    Args:
+        store: Store whose root is the run.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    captures: dict[tuple[int, str, str], list[CaptureResume]] = {}
+    try:
+        for each in read_capture_resumes(store):
+            captures.setdefault((each.number, each.save, each.tier), []).append(each)
+    except CheckpointError as error:
+        return (), (str(error),)
+    return tuple(
+        CaptureWitness(number, tier, found[-1].path, tuple(each.resume for each in found))
+        for (number, _, tier), found in captures.items()
+    ), ()
 
 
 def read_step_witness(store: Store, step: StepFolder) -> StepWitness:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardckpt.errors import escape
 from shardckpt.format.native.run_directory import StepFolder
-from shardckpt.format.witness.step_witness import read_step_witness
-from shardckpt.offline.prune import describe_steps, open_run
+from shardckpt.format.witness.step_witness import read_capture_witnesses, read_step_witness
+from shardckpt.offline.prune import describe_captures, describe_steps, open_run
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.report_html.proof_lines import describe_proof
 from shardckpt.offline.write.report import Proof, StepProof
@@ -28,7 +28,8 @@ def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") ->
         html: Path or URL of a file to write: one page with the steps on a line, and their resumes.
 
     Returns:
-        The complete steps with their resumes. A record or a verdict that cannot be read is one of the warnings.
+        The complete steps with their resumes, and the captures that the run was resumed from. A record or a verdict
+        that cannot be read is one of the warnings.
 
     Raises:
         UsageError: The folder does not exist or has no steps; `html` names another file than an earlier report.
@@ -42,7 +43,9 @@ def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") ->
         require_report_target(html)
     store, run = open_run(root)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-prove") as pool:
-        found = Proof(root, tuple(pool.map(lambda step: _read_step(store, step), run.complete)))
+        steps = tuple(pool.map(lambda step: _read_step(store, step), run.complete))
+    captures, faults = read_capture_witnesses(store)
+    found = Proof(root, steps, describe_captures(captures), faults)
     if html:
         write_page(render_page(escape(root), describe_proof(found)), html)
     return found

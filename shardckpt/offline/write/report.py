@@ -322,6 +322,7 @@ class StepProof:
         style: How the model was sharded; empty without a record.
         resumes: Resumes that were compared, or began to be, oldest first; the newest 64 are kept.
         faults: Reasons why the record or the verdicts cannot be read.
+        tier: Name of the tier of a capture; empty for a step of the run's folder.
     """
 
     number: int
@@ -332,6 +333,7 @@ class StepProof:
     style: str = ""
     resumes: tuple[Resume, ...] = ()
     faults: tuple[str, ...] = ()
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,20 +343,25 @@ class Proof:
     Attributes:
         root: Path or URL of the run.
         steps: Complete steps, oldest first.
+        captures: Captures in tiers that the run was resumed from, in the order of their first resumes; they may be
+            gone.
+        faults: Reasons why the resumes from captures cannot be read.
     """
 
     root: str
     steps: tuple[StepProof, ...]
+    captures: tuple[StepProof, ...] = ()
+    faults: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether no step is `diverged`."""
-        return all(step.verdict != "diverged" for step in self.steps)
+        """Whether no step and no capture is `diverged`."""
+        return all(step.verdict != "diverged" for step in (*self.steps, *self.captures))
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Files of verdicts and records that cannot be read, one sentence each."""
-        return tuple(fault for step in self.steps for fault in step.faults)
+        return (*(fault for step in self.steps for fault in step.faults), *self.faults)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,25 @@ class Resume:
         return "proven" if self.steps and self.compared >= len(self.steps) else "unproven"
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureResume:
+    """A resume from a capture of a tier, which may be gone before anybody asks for its verdict.
+
+    Attributes:
+        number: Number of the captured step.
+        tier: Name of the tier.
+        path: Path or URL of the capture.
+        save: Id of the save that captured it.
+        resume: The resume.
+    """
+
+    number: int
+    tier: str
+    path: str
+    save: str
+    resume: Resume
+
+
 def begin_resume(record: WitnessRecord, *, resume_id: str, began_at: float, ranks: int) -> Resume:
     """Return a resume that was not compared yet.
 
@@ -101,6 +120,13 @@ def merge_resumes(known: Iterable[Resume], newer: Iterable[Resume]) -> tuple[Res
     """Return the resumes of two lists, oldest first; of those with one id the newer, and at most `MOST_RESUMES`."""
     by_id = {resume.id: resume for resume in (*known, *newer)}
     return tuple(sorted(by_id.values(), key=lambda resume: (resume.began_at, resume.id)))[-MOST_RESUMES:]
+
+
+def merge_capture_resumes(known: Iterable[CaptureResume], newer: Iterable[CaptureResume]) -> tuple[CaptureResume, ...]:
+    """Return the resumes of two lists as `merge_resumes`; texts have a bounded length."""
+    by_id = {each.resume.id: replace(each, path=each.path[:_MOST_CHARACTERS]) for each in (*known, *newer)}
+    kept = merge_resumes((), (each.resume for each in by_id.values()))
+    return tuple(by_id[resume.id] for resume in kept)
 
 
 def find_verdict(resumes: Sequence[Resume]) -> Verdict:

@@ -72,6 +72,13 @@ def test_a_resume_from_a_tier_of_a_killed_job_is_proven(kinds: str, tmp_path: Pa
     other.restore()
     other.train()
     assert verdicts(other) == [("proven", 2)]
+    (capture,) = shardckpt.prove(tmp_path / "run").captures
+    assert (capture.number, capture.tier, capture.verdict) == (
+        SAVED_AT,
+        {"m": "memory", "l": "local"}[kinds[0]],
+        "proven",
+    )
+    assert [(each.verdict, each.compared) for each in capture.resumes] == [("proven", 2)]
     assert other.events[0].path.startswith({"m": "shardckpt-memory", "l": str(tmp_path / "local")}[kinds[0]][:4])
 
 
@@ -85,6 +92,7 @@ def test_a_fault_of_a_resume_from_a_tier_is_named_with_the_copy(kinds: str, tmp_
         other.train()
     assert NAME in str(caught.value)
     assert verdicts(other) == [("diverged", 0)]
+    assert [each.verdict for each in shardckpt.prove(tmp_path / "run").captures] == ["diverged"]
 
 
 def test_a_step_in_all_places_has_its_record_beside_each_copy_under_the_id_of_its_save(tmp_path: Path) -> None:

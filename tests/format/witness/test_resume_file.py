@@ -12,10 +12,23 @@ from typing import Any
 import pytest
 
 from shardckpt.errors import CheckpointError, ChecksumError, FormatError, UnsafeError, UnsupportedError
-from shardckpt.format.native.run_directory import resumes_name, step_name
-from shardckpt.format.witness.resume_file import add_resumes, copy_resumes, read_resumes
-from shardckpt.format.witness.resume_json import SavedResumes, decode_resumes, encode_resumes
-from shardckpt.plan.resume.resumes import MOST_RESUMES, Resume
+from shardckpt.format.native.run_directory import CAPTURE_RESUMES, resumes_name, step_name
+from shardckpt.format.witness.resume_file import (
+    add_capture_resume,
+    add_resumes,
+    copy_resumes,
+    read_capture_resumes,
+    read_resumes,
+)
+from shardckpt.format.witness.resume_json import (
+    SavedResumes,
+    decode_capture_resumes,
+    decode_resumes,
+    encode_capture_resumes,
+    encode_resumes,
+)
+from shardckpt.format.witness.step_witness import read_capture_witnesses
+from shardckpt.plan.resume.resumes import MOST_RESUMES, CaptureResume, Resume
 from shardckpt.plan.resume.verdict import Divergence
 from shardckpt.storage.local import LocalStore
 
@@ -63,6 +76,43 @@ def test_a_copy_has_the_resumes_of_both(tmp_path: Path) -> None:
     add_resumes(target, STEP, SAVE, DIVERGED)
     copy_resumes(source, STEP, target, STEP)
     assert read_resumes(target, STEP, SAVE) == (PROVEN, DIVERGED)
+
+
+CAPTURED = CaptureResume(8, "memory", "shardckpt-memory:1/step-00000008", SAVE, PROVEN)
+
+
+def test_resumes_from_captures_are_in_one_file_of_the_run(store: LocalStore) -> None:
+    add_capture_resume(store, replace(CAPTURED, resume=DIVERGED))
+    add_capture_resume(store, CAPTURED)
+    local = replace(CAPTURED, tier="local", resume=replace(PROVEN, id="2" * 15, began_at=7.5))
+    add_capture_resume(store, local)
+    assert read_capture_resumes(store) == (CAPTURED, replace(CAPTURED, resume=DIVERGED), local)
+    assert [entry.name for entry in store.list()] == [CAPTURE_RESUMES]
+    (first, second), faults = read_capture_witnesses(store)
+    assert (first.tier, first.verdict, len(first.resumes), second.tier) == ("memory", "diverged", 2, "local")
+    assert faults == ()
+
+
+def test_the_newest_resumes_from_captures_are_kept(store: LocalStore) -> None:
+    for at in range(MOST_RESUMES + 3):
+        resume = replace(PROVEN, id=f"{at:015d}", began_at=float(at))
+        add_capture_resume(store, replace(CAPTURED, path="x" * 5000, resume=resume))
+    kept = read_capture_resumes(store)
+    assert [each.resume.began_at for each in kept] == [float(at) for at in range(3, MOST_RESUMES + 3)]
+    assert {len(each.path) for each in kept} == {1000}
+
+
+def test_damaged_resumes_from_captures_are_a_fault_and_stay(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / CAPTURE_RESUMES).write_bytes(b"{}\nnone\n")
+    found, (fault,) = read_capture_witnesses(store)
+    assert (found, "SHA-256" in fault) == ((), True)
+    with pytest.raises(ChecksumError):
+        add_capture_resume(store, CAPTURED)
+    for change in ({"number": -1}, {"save": "?"}, {"resume": {}}, {"tier": 1}, {"path": None}):
+        content = json.loads(encode_capture_resumes((CAPTURED,)))
+        content["captures"][0].update(change)
+        with pytest.raises(CheckpointError):
+            decode_capture_resumes(json.dumps(content).encode(), where="x")
 
 
 def test_a_flipped_bit_and_a_file_of_megabytes_are_refused(store: LocalStore, tmp_path: Path) -> None:

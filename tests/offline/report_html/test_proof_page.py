@@ -52,6 +52,14 @@ def test_a_browser_marks_each_step_and_names_what_differed_first(page: Page, tmp
     assert [url for url in page.requests if not url.startswith("file:")] == []
 
 
+def test_captures_that_the_run_was_resumed_from_are_behind_its_steps(page: Page, tmp_path: Path) -> None:
+    capture = replace(STEPS[2], number=12, tier="memory")
+    write_page(render_page("run", describe_proof(Proof("run", STEPS[:2], (capture,)))), str(tmp_path / "proof.html"))
+    page.open((tmp_path / "proof.html").as_uri())
+    assert list_texts(page, ".chart .step title")[-1] == "step 12 (capture, memory): diverged, 2 resumes"
+    assert "memory" in list_texts(page, ".grid [role=rowgroup] .row")[0]
+
+
 def test_keys_walk_along_the_steps_and_say_their_verdicts(page: Page, tmp_path: Path) -> None:
     show(page, STEPS, tmp_path)
     status = "document.querySelector('[role=status]').textContent"

@@ -23,12 +23,14 @@ function formatTopology(resume) {
   return before === now ? now : `${before} → ${now}`;
 }
 
+const nameOf = (step) => `step ${formatCount(step.number)}${step.tier ? ` (capture, ${step.tier})` : ""}`;
+
 function describeStep(step) {
   const resumes = step.resumes.length ? `, ${formatPlural(step.resumes.length, "resume")}` : "";
-  return `step ${formatCount(step.number)}: ${step.verdict}${resumes}`;
+  return `${nameOf(step)}: ${step.verdict}${resumes}`;
 }
 
-// Steps in order, at equal distances: numbers of steps may jump, and begin anew on a branch.
+// Steps in order, then captures that the run was resumed from, at equal distances: numbers of steps may jump, and begin anew on a branch.
 const toX = (at) => (steps.length < 2 ? WIDTH / 2 : LEFT + (at / (steps.length - 1)) * (WIDTH - LEFT - RIGHT));
 let cursor = Math.max(steps.findIndex((step) => step.verdict === "diverged"), 0);
 const line = makeSvg("svg", { class: "chart proof", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "application", tabindex: 0,
@@ -77,7 +79,7 @@ function makeLegend() {
 }
 
 // Resumes, the newest first; those that diverged are listed above with their sentences.
-const resumes = steps.flatMap((step) => step.resumes.map((resume) => ({ ...resume, of: step.number })))
+const resumes = steps.flatMap((step) => step.resumes.map((resume) => ({ ...resume, of: step.number, from: step.tier, name_of_step: nameOf(step) })))
   .sort((a, b) => b.began_at - a.began_at);
 
 function makeFindings() {
@@ -87,11 +89,12 @@ function makeFindings() {
     diverged.slice(0, 50).map((resume) => make("article", { class: "finding" },
       make("h3", {}, `${resume.cause}: `, make("span", { class: "mono" }, resume.name)),
       make("p", {}, `${resume.sentence}.`), make("p", { class: "soft" }, `${resume.fix}.`),
-      make("p", { class: "soft" }, `Resumed from step ${formatCount(resume.of)} at ${formatTime(resume.began_at)} on ${formatTopology(resume)}.`))))];
+      make("p", { class: "soft" }, `Resumed from ${resume.name_of_step} at ${formatTime(resume.began_at)} on ${formatTopology(resume)}.`))))];
 }
 
 const table = new Grid("Resumes", [
   { name: "step", width: "90px", isNumber: true, value: (row) => row.of, text: (row) => formatCount(row.of) },
+  { name: "tier", width: "90px", value: (row) => row.from, text: (row) => row.from },
   { name: "verdict", width: "110px", value: (row) => row.verdict, text: (row) => `${MARKS[row.verdict]} ${row.verdict}` },
   { name: "resumed", width: "180px", value: (row) => row.began_at, text: (row) => formatTime(row.began_at) },
   { name: "equal steps", width: "160px", value: (row) => row.compared, text: (row) => `${row.compared} of ${row.steps}${row.is_exact ? ", bit for bit" : ""}` },
