@@ -194,7 +194,7 @@ def save_twice_as_number(rank: int, world: int, folder: Path) -> tuple[str, str]
 
 def test_a_numbered_folder_is_not_replaced(tmp_path: Path) -> None:
     ((missing, present),) = run(1, save_twice_as_number, tmp_path)
-    assert "no complete checkpoint" in missing
+    assert "checkpoint_0: this folder does not exist" in missing
     assert "this folder has a checkpoint" in present
 
 
@@ -296,7 +296,11 @@ def fail_and_remove(rank: int, world: int, folder: Path) -> list[str]:
     with pytest.raises(shardckpt.StorageError, match="No space left on device"):
         training.accelerator.end_training()
     os.write = write
-    register(training.accelerator).remove()
+    first, second = register(training.accelerator), register(training.accelerator)
+    first.remove()
+    training.accelerator.save_state(folder / "second")
+    assert (folder / "second" / "shardckpt").is_dir(), "the registration that replaced the first stays"
+    second.remove()
     training.accelerator.save_state(folder / "alone")
     return sorted(path.name for path in (folder / "alone").iterdir())
 
@@ -317,6 +321,8 @@ def test_unsupported_accelerators_are_refused() -> None:
             register(SimpleNamespace(distributed_type=kind))
     with pytest.raises(shardckpt.UnsupportedError, match="an Accelerator without save_state"):
         register(SimpleNamespace(distributed_type=DistributedType.NO))
+    with pytest.raises(shardckpt.UsageError, match=r"must be an accelerate\.Accelerator; found None"):
+        register(None)
     with pytest.raises(shardckpt.UsageError, match="`background` must be True or False"):
         register(SimpleNamespace(distributed_type=DistributedType.NO), background="yes")
 
@@ -335,6 +341,8 @@ def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
     (folder / "file").write_text("mine")
     with pytest.raises(shardckpt.TargetExistsError, match="a file is in place of the folder"):
         training.accelerator.save_state(folder / "file")
+    with pytest.raises(shardckpt.StorageError, match="/proc/none/a: rank 0 cannot make the folder; found No such file"):
+        training.accelerator.save_state("/proc/none/a")
     with pytest.raises(shardckpt.UsageError, match="must be a path or a URL; found 3"):
         training.accelerator.save_state(3)
     os.environ["HOME"] = str(folder)
@@ -342,6 +350,16 @@ def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
     for training.average.values in (torch.ones(2), torch.zeros(2)):
         (training.accelerator.load_state if training.average.values[0] == 0 else training.accelerator.save_state)("~/a")
     assert training.average.values[0] == 1
+    near = rf"\. Complete checkpoints in {folder}: a\."
+    for wrong, message in (
+        ("a/shardckpt", rf"not a folder of save_state\. Pass its folder, {folder}/a\."),
+        ("missing", f"this folder does not exist{near}"),
+        (".", f"no complete checkpoint{near}"),
+        ("~/file", f"this is a file{near}"),
+        ("/proc/none/a", r"this folder does not exist\. Check the path\."),
+    ):
+        with pytest.raises(shardckpt.SourceNotFoundError, match=message):
+            training.accelerator.load_state(wrong)
     project = ProjectConfiguration(project_dir="memory://run", automatic_checkpoint_naming=True, total_limit=1)
     remote = Accelerator(cpu=True, project_config=project)
     register(remote)

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from typing_extensions import Unpack
 
 import shardckpt
-from shardckpt import ResumeReport, RNGState, SaveHandle, SourceNotFoundError, UnsupportedError, UsageError
+from shardckpt import ResumeReport, RNGState, SaveHandle, UnsupportedError, UsageError
 from shardckpt.checkpoint.resume.framework_drill import run_drill
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
 from shardckpt.integrations.accelerate.loop_state import LoaderPosition, LoopState
@@ -25,6 +25,7 @@ from shardckpt.integrations.accelerate.state_folders import (
     Folder,
     NumberedFolders,
     as_text,
+    describe_missing,
     is_complete,
     is_url,
     make_folder,
@@ -54,7 +55,7 @@ def register(
 
     Raises:
         UnsupportedError: The accelerator uses DeepSpeed, Megatron-LM or XLA, or this version of Accelerate differs.
-        UsageError: `background` is not a bool.
+        UsageError: `background` is not a bool, or the accelerator is another object.
         TypeError: An option is unknown.
 
     Examples:
@@ -64,6 +65,8 @@ def register(
     if not isinstance(background, bool):
         raise UsageError("`background` must be True or False", found=repr(background))
     require_known_options("register", options, background=background)
+    if not hasattr(accelerator, "distributed_type"):
+        raise UsageError("the accelerator must be an accelerate.Accelerator", found=repr(accelerator))
     if accelerator.distributed_type in _REFUSED:
         raise UnsupportedError(
             f"register does not support {accelerator.distributed_type.value}",
@@ -93,9 +96,10 @@ class AcceleratorCheckpoints:
         vars(accelerator).update({name: getattr(self, name) for name in _METHODS})
 
     def remove(self) -> None:
-        """Wait for the last save, and give the accelerator its own methods again."""
+        """Wait for the last save, and give the accelerator its own methods again, unless it was registered again."""
         self.wait()
-        vars(self._accelerator).update(self._original)
+        if getattr(self._accelerator.save_state, "__self__", None) is self:
+            vars(self._accelerator).update(self._original)
 
     def wait(self) -> None:
         """Wait for the last save in the background, and raise its error if it failed."""
@@ -138,6 +142,7 @@ class AcceleratorCheckpoints:
         Raises:
             UsageError: The folder is a file; that of `automatic_checkpoint_naming` has a checkpoint, or is not local; a
                 hook changed weights.
+            StorageError: The folder cannot be made.
             ShardckptError: As for `shardckpt.save`.
         """
         self.wait()
@@ -174,7 +179,7 @@ class AcceleratorCheckpoints:
         is_step = is_url(folder) or os.path.isdir(f"{folder}/{STEP}")
         is_step, is_found = broadcast_object_list([(is_step, is_step or is_complete(folder))])[0]
         if not is_found:
-            raise SourceNotFoundError("this folder has no complete checkpoint", where=folder)
+            raise describe_missing(folder)
         if not is_step:
             self._load_folder(folder, load_kwargs, model_kwargs)
             return

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
-from shardckpt import TargetExistsError, UsageError
+from shardckpt import SourceNotFoundError, StorageError, TargetExistsError, UsageError
 from shardckpt.events.warn_user import warn_user
 
-__all__ = ["STEP", "Folder", "NumberedFolders", "as_text", "is_complete", "is_url", "make_folder"]
+__all__ = [
+    "STEP",
+    "Folder",
+    "NumberedFolders",
+    "as_text",
+    "describe_missing",
+    "is_complete",
+    "is_url",
+    "make_folder",
+]
 
 Folder = str | os.PathLike[str] | None
 
 STEP = "shardckpt"
 """Name of the checkpoint in the folder that `save_state` gets, beside files of hooks and of users."""
+
+_SHOWN = 8
+"""Maximum number of folders in a message."""
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -50,18 +63,50 @@ def as_text(folder: Folder) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Make a local folder unless it exists.
+    """Make a local folder unless it exists. Collective: an error of one rank is raised on all.
 
     Args:
         folder: Path.
 
     Raises:
         TargetExistsError: A file is there.
+        StorageError: The folder cannot be made.
     """
+    number, text = 0, ""
     try:
         os.makedirs(folder, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise TargetExistsError("a file is in place of the folder", where=folder) from error
+    except OSError as error:
+        number, text = error.errno or -1, str(error.strerror)
+    for rank, (found, why) in enumerate(gather_object([(number, text)])):
+        if found in (errno.EEXIST, errno.ENOTDIR):
+            raise TargetExistsError("a file is in place of the folder", where=folder)
+        if found:
+            raise StorageError(f"rank {rank} cannot make the folder", where=folder, found=why)
+
+
+def describe_missing(folder: str) -> SourceNotFoundError:
+    """Return the error for a folder without a complete checkpoint; it names those that are near.
+
+    Args:
+        folder: Path.
+    """
+    path = os.path.abspath(folder)
+    parent, name = os.path.split(path)
+    if os.path.isfile(f"{path}/COMMIT"):
+        what = "this is a checkpoint, not a folder of save_state"
+        fix = f"Pass its folder, {parent}." if name == STEP else "Load it with `shardckpt.load`."
+        return SourceNotFoundError(what, where=folder, fix=fix)
+    what, around = "this folder has no complete checkpoint", path
+    if not os.path.isdir(path):
+        what, around = "this is a file" if os.path.exists(path) else "this folder does not exist", parent
+    near = sorted(each for each in _list_names(around) if is_complete(f"{around}/{each}"))
+    shown = ", ".join(near[-_SHOWN:])
+    fix = f"Complete checkpoints in {around}: {shown}." if near else "Check the path."
+    return SourceNotFoundError(what, where=folder, fix=fix)
+
+
+def _list_names(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def is_complete(folder: str) -> bool:
@@ -133,5 +178,6 @@ class NumberedFolders:
     def _list(self) -> list[tuple[int, str]]:
         """Return numbers and paths of the folders."""
         parent = self._parent
-        names = os.listdir(parent) if os.path.isdir(parent) else []
-        return [(int(found[1]), f"{parent}/{name}") for name in names if (found := _NUMBERED.fullmatch(name))]
+        return [
+            (int(found[1]), f"{parent}/{name}") for name in _list_names(parent) if (found := _NUMBERED.fullmatch(name))
+        ]
