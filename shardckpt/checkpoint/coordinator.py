@@ -135,17 +135,27 @@ class Coordinator:
         with self._detect_lost_rank(src):
             self._link.recv(tensor, src)
 
-    def wait(self, work: Transfer, dst: int) -> None:
-        """Wait until a rank has received sent bytes.
+    def start_recv(self, tensor: torch.Tensor, src: int) -> Transfer:
+        """Start to receive the next bytes that a rank sends; `wait` for them in this order.
 
         Args:
-            work: Result of `send`.
-            dst: Index of the receiving rank.
+            tensor: Destination of the bytes.
+            src: Index of the sending rank.
+        """
+        with self._detect_lost_rank(src):
+            return self._link.start_recv(tensor, src)
+
+    def wait(self, work: Transfer, peer: int) -> None:
+        """Wait until sent bytes have been received.
+
+        Args:
+            work: Result of `send` or `start_recv`.
+            peer: Index of the other rank.
 
         Raises:
-            RankError: The rank is lost or did not receive in time.
+            RankError: The rank is lost or did not receive or send in time.
         """
-        with self._detect_lost_rank(dst):
+        with self._detect_lost_rank(peer):
             work.wait(self._link.timeout)
 
     @contextmanager
@@ -317,11 +327,12 @@ def _build_lost_error(text: str, rank: int) -> RankError:
     return RankError(text, rank=rank, fix=LOST_RANK_FIX)
 
 
-def new_coordinator(group: ProcessGroup | None = None) -> Coordinator:
+def new_coordinator(group: ProcessGroup | None = None, *, has_low_priority: bool = False) -> Coordinator:
     """Create a coordinator with a new link of the same ranks. Collective.
 
     Args:
         group: Ranks; None for all ranks.
+        has_low_priority: Whether the threads of the link run only while others of the machine do not need their cores.
 
     Raises:
         RankError: A rank did not call it in time.
@@ -330,7 +341,7 @@ def new_coordinator(group: ProcessGroup | None = None) -> Coordinator:
         return Coordinator(group.renew() if group.size > 1 else None)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return Coordinator(None)
-    return Coordinator(link_ranks(group))
+    return Coordinator(link_ranks(group, has_low_priority=has_low_priority))
 
 
 class Channels:
@@ -352,15 +363,18 @@ class Channels:
         """Whether a rank is lost; no more messages may be sent then."""
         return any(each.has_lost_rank for each in (self.main, *self._background.values()))
 
-    def background_coordinator(self, group: ProcessGroup | None, name: str = "") -> Coordinator:
+    def background_coordinator(
+        self, group: ProcessGroup | None, name: str = "", *, has_low_priority: bool = False
+    ) -> Coordinator:
         """Return the coordinator for a background thread. Collective at the first call.
 
         Args:
             group: Process group of these channels.
             name: Name of the thread's work, equal on all ranks; threads of other names may run at the same time.
+            has_low_priority: Whether bytes are sent and received only while others of the machine do not need the core.
         """
         if name not in self._background:
-            self._background[name] = new_coordinator(group)
+            self._background[name] = new_coordinator(group, has_low_priority=has_low_priority)
         return self._background[name]
 
 

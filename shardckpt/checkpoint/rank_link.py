@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.checkpoint.rendezvous import BoundedStore, make_group, meet
+from shardckpt.storage.linux_syscalls import lower_priority
 from shardckpt.torch_features import get_group_store
 
 _DATA = 1
@@ -22,10 +23,10 @@ _PACKET_BYTES = _SIZE_BYTES + _FIRST_BYTES
 
 
 class Transfer(Protocol):
-    """A tensor that is being sent."""
+    """A tensor that is being sent or received."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """Wait until the other rank has it. Raises RuntimeError."""
+        """Wait until the receiving rank has it. Raises RuntimeError."""
 
 
 class RankLink(ABC):
@@ -63,8 +64,12 @@ class RankLink(ABC):
         """Start to send the bytes of a tensor to a rank. Raises RuntimeError."""
 
     @abstractmethod
+    def start_recv(self, tensor: torch.Tensor, src: int) -> Transfer:
+        """Start to fill a tensor with the next bytes that a rank sends. Raises RuntimeError."""
+
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         """Fill a tensor with the bytes that a rank sends. Raises RuntimeError."""
+        self.start_recv(tensor, src).wait(self.timeout)
 
     @abstractmethod
     def leave_note(self, key: str, text: str) -> None:
@@ -125,11 +130,11 @@ class TorchLink(RankLink):
         assert work is not None
         return work
 
-    def recv(self, tensor: torch.Tensor, src: int) -> None:
+    def start_recv(self, tensor: torch.Tensor, src: int) -> dist.Work:
         """Receive with a tag that messages do not have."""
         work = dist.irecv(tensor, group=self._group, group_src=src, tag=_DATA)
         assert work is not None
-        work.wait(self.timeout)
+        return work
 
     def leave_note(self, key: str, text: str) -> None:
         """Set a key of the group's store, unless it does not answer."""
@@ -144,11 +149,12 @@ class TorchLink(RankLink):
         return link_ranks(self._ranks)
 
 
-def link_ranks(group: dist.ProcessGroup | None) -> RankLink:
+def link_ranks(group: dist.ProcessGroup | None, *, has_low_priority: bool = False) -> RankLink:
     """Create a link with a new process group of the same ranks. Collective.
 
     Args:
         group: Process group of the ranks; None for all ranks.
+        has_low_priority: Whether the threads of the link run only while others of the machine do not need their cores.
 
     Raises:
         RankError: A rank did not call it in time.
@@ -160,6 +166,8 @@ def link_ranks(group: dist.ProcessGroup | None) -> RankLink:
     ranks = None if group is None else dist.get_process_group_ranks(given)
 
     def make() -> dist.ProcessGroup | None:
+        if has_low_priority:
+            lower_priority()  # of this thread, which ends soon, and of those that the group starts
         local = group is not None
         created: dist.ProcessGroup | None
         created = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)

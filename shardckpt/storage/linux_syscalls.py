@@ -1,15 +1,25 @@
-"""Linux system calls that Python does not provide: renameat2, sync_file_range."""
+"""Linux system calls that Python does not provide, or not on other systems: renameat2, sync_file_range, setpriority."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import sys
+from contextlib import suppress
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
 """Start writing dirty pages without waiting. Gives no guarantee, unlike fsync."""
+
+LOW_PRIORITY = 10
+"""Niceness of threads beside the training: with it a thread gets a tenth of a core that others want too.
+
+A lower one would keep the interpreter's lock for longer whenever the thread is interrupted with it.
+"""
+
+_LOWEST_PRIORITY = 19
 
 STEP_BYTES = 1 << 25
 """Minimum bytes that are worth a call of `start_writeback`."""
@@ -52,3 +62,14 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
         call(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+
+def lower_priority() -> None:
+    """Run this thread, and those that it starts, after others of the machine that need its core; never fails.
+
+    Elsewhere than on Linux a priority belongs to the process, and nothing changes.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, 0, min(own + LOW_PRIORITY, _LOWEST_PRIORITY))

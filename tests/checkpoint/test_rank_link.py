@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from datetime import timedelta
@@ -14,6 +16,7 @@ from harness import run
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.rank_link import RankLink, Transfer, link_ranks
 from shardckpt.errors import RankError
+from shardckpt.storage.linux_syscalls import LOW_PRIORITY
 
 
 class QueueLink(RankLink):
@@ -34,7 +37,7 @@ class QueueLink(RankLink):
     def start_send(self, tensor: torch.Tensor, dst: int) -> Transfer:
         raise NotImplementedError
 
-    def recv(self, tensor: torch.Tensor, src: int) -> None:
+    def start_recv(self, tensor: torch.Tensor, src: int) -> Transfer:
         raise NotImplementedError
 
     def leave_note(self, key: str, text: str) -> None:
@@ -85,3 +88,20 @@ def test_messages_of_any_size_arrive_and_short_ones_are_one_packet() -> None:
         return lengths
 
     assert run(2, body) == [list(sizes), [1, 1, 1, 2, 2]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to the process")
+def test_the_threads_of_a_link_for_the_background_have_a_low_priority_and_those_of_others_have_not() -> None:
+    def body(rank: int, world: int) -> list[set[int]]:
+        own, found = os.getpriority(os.PRIO_PROCESS, 0), []
+        for has_low_priority in (True, False):
+            before = {*os.listdir("/proc/self/task")}
+            link = link_ranks(None, has_low_priority=has_low_priority)
+            new = {*os.listdir("/proc/self/task")} - before
+            found.append({os.getpriority(os.PRIO_PROCESS, int(thread)) - own for thread in new})
+            del link
+        assert os.getpriority(os.PRIO_PROCESS, 0) == own
+        return [min(LOW_PRIORITY, 19 - own), *found]
+
+    for low, background, other in run(2, body):
+        assert (background, other) == ({low}, {0})

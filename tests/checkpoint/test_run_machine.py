@@ -89,7 +89,7 @@ class OneRank(RankLink):
     def _refuse(self, *_: object, **__: object) -> Any:
         raise AssertionError("a single rank sends nothing")
 
-    send_message = recv_message = start_send = recv = leave_note = find_note = renew = _refuse
+    send_message = recv_message = start_send = start_recv = leave_note = find_note = renew = _refuse
 
 
 @contextmanager

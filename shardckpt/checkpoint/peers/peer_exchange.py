@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.checkpoint.peers.exchange_round import ROUND_BYTES, FilePiece, RoundAnswer, RoundRequest, plan_round
+from shardckpt.checkpoint.peers.exchange_round import (
+    PIECE_BYTES,
+    ROUND_BYTES,
+    FilePiece,
+    RoundAnswer,
+    RoundRequest,
+    plan_round,
+)
+from shardckpt.checkpoint.rank_link import Transfer
 from shardckpt.errors import RankError, ShardckptError, StorageError
 from shardckpt.storage.store import Read
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_MOST_SENDING = 2
+"""Pieces that a rank sends at a time, each from memory that is used again."""
 
 BUSY_S, IDLE_S = 0.001, 0.02
 """Seconds to wait for a request before the next round, after a round with pieces and after one without."""
@@ -38,6 +49,10 @@ class _PendingPiece:
     piece: FilePiece
     buffer: memoryview
     is_filled: bool | None = None
+
+    def end(self, *, is_filled: bool) -> None:
+        """Record whether the bytes came, and keep no memory of the caller."""
+        self.buffer, self.is_filled = memoryview(b""), is_filled
 
 
 class FileReader(Protocol):
@@ -98,6 +113,7 @@ class PeerExchange:
 
     def __init__(self, coordinator: Coordinator, own: FileReader, on_delete: Callable[[str], None]) -> None:
         self._coordinator, self._own, self._on_delete = coordinator, own, on_delete
+        self._sender = _PieceSender(coordinator, own)
         self._changed = threading.Condition()
         self._waiting: deque[_PendingPiece] = deque()
         self._deleted: list[str] = []
@@ -192,30 +208,90 @@ class PeerExchange:
         return wanted, RoundRequest(tuple(each.piece for each in wanted), tuple(deleted), is_done)
 
     def _transfer(self, sends: Sequence[FilePiece], wanted: Sequence[_PendingPiece]) -> None:
-        """Send pieces and receive others; the byte before each piece has whether its bytes follow."""
-        started = []
-        for piece in sends:
-            row = self._read(piece)
-            word = torch.tensor([_FAILED if row is None else _FINE], dtype=torch.uint8)
-            for tensor in (word,) if row is None else (word, row):
-                started.append((self._coordinator.send(tensor, piece.peer), piece.peer, tensor))
-        for each in wanted:
-            word = torch.empty(1, dtype=torch.uint8)
-            self._coordinator.recv(word, each.piece.peer)
-            if word.item() == _FINE:
-                self._coordinator.recv(torch.frombuffer(each.buffer, dtype=torch.uint8), each.piece.peer)
-                self.received_bytes += each.piece.nbytes
-            each.is_filled = word.item() == _FINE
-        for work, peer, _tensor in started:
-            self._coordinator.wait(work, peer)
+        """Send pieces and receive others at the same time.
 
-    def _read(self, piece: FilePiece) -> torch.Tensor | None:
-        """Return the bytes of a piece in the store of this node; None if they cannot be read."""
-        row = torch.empty(piece.nbytes, dtype=torch.uint8)
+        The receives start first on every rank, so that no send waits for another one. After the pieces for a rank comes
+        a word for each, whether its bytes are those of the file.
+        """
+        arriving = [
+            (self._coordinator.start_recv(torch.frombuffer(each.buffer, dtype=torch.uint8), each.piece.peer), each)
+            for each in wanted
+        ]
+        counts = Counter(each.piece.peer for each in wanted)
+        words = {peer: torch.empty(count, dtype=torch.uint8) for peer, count in counts.items()}
+        states = {peer: self._coordinator.start_recv(word, peer) for peer, word in words.items()}
+        sending = self._sender.send(sends)
+        for work, each in arriving:
+            self._coordinator.wait(work, each.piece.peer)
+        for peer, state in states.items():
+            self._coordinator.wait(state, peer)
+        left = {peer: iter(word.tolist()) for peer, word in words.items()}
+        for each in wanted:
+            each.end(is_filled=next(left[each.piece.peer]) == _FINE)
+            self.received_bytes += each.piece.nbytes * bool(each.is_filled)
+        for sent in sending:
+            self._sender.wait(sent)
+
+
+class _StartedSend(NamedTuple):
+    """Bytes that are being sent.
+
+    Attributes:
+        work: The transfer.
+        peer: The receiving rank.
+        tensor: The bytes, which must stay until then.
+    """
+
+    work: Transfer
+    peer: int
+    tensor: torch.Tensor
+
+
+class _PieceSender:
+    """Sends pieces of files of a node through little memory, which is used again: new memory costs more than a copy.
+
+    Args:
+        coordinator: Coordinator of the exchange.
+        own: Files of the node.
+    """
+
+    def __init__(self, coordinator: Coordinator, own: FileReader) -> None:
+        self._coordinator, self._own = coordinator, own
+        self._rows = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(_MOST_SENDING)]
+
+    def send(self, pieces: Sequence[FilePiece]) -> deque[_StartedSend]:
+        """Send pieces, then for each rank the words of its pieces; return what is still being sent, to `wait` for.
+
+        Args:
+            pieces: Pieces, with the ranks that receive them.
+
+        Raises:
+            RankError: A rank is lost.
+        """
+        sending: deque[_StartedSend] = deque()
+        words: dict[int, list[int]] = {}
+        for number, piece in enumerate(pieces):
+            if number >= len(self._rows):
+                self.wait(sending.popleft())
+            row = self._rows[number % len(self._rows)][: piece.nbytes]
+            words.setdefault(piece.peer, []).append(_FINE if self._read(piece, row) else _FAILED)
+            sending.append(self._start(row, piece.peer))
+        sending.extend(self._start(torch.tensor(found, dtype=torch.uint8), peer) for peer, found in words.items())
+        return sending
+
+    def wait(self, sent: _StartedSend) -> None:
+        """Wait until bytes have been received. Raises RankError."""
+        self._coordinator.wait(sent.work, sent.peer)
+
+    def _start(self, tensor: torch.Tensor, peer: int) -> _StartedSend:
+        return _StartedSend(self._coordinator.send(tensor, peer), peer, tensor)
+
+    def _read(self, piece: FilePiece, row: torch.Tensor) -> bool:
+        """Read a piece from the store of this node; return False if it cannot be read."""
         try:
             self._own.read([Read(piece.name, piece.offset, memoryview(row.numpy()))])  # type: ignore[arg-type]
         except ShardckptError as error:
             if isinstance(error, RankError):
                 raise
-            return None
-        return row
+            return False
+        return True

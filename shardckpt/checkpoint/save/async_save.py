@@ -82,17 +82,19 @@ class SaveLane(NamedTuple):
         pending: The running save.
         buffers: Staging buffers.
         savers: Savers, with their cached plans.
+        has_low_priority: Whether its threads run only while others of the machine do not need their cores.
     """
 
     name: str
     pending: PendingSave
     buffers: BufferPool[StagingBuffer]
     savers: SaverCache
+    has_low_priority: bool = False
 
 
 SAVES = SaveLane("", PENDING_SAVE, BUFFERS, SAVERS)
-CAPTURES = SaveLane("captures", PendingSave(), BufferPool(make_buffer, is_unpinned), SaverCache())
-LOCAL_CAPTURES = SaveLane("local captures", PendingSave(), BufferPool(make_buffer, is_unpinned), SaverCache())
+CAPTURES = SaveLane("captures", PendingSave(), BufferPool(make_buffer, is_unpinned), SaverCache(), True)
+LOCAL_CAPTURES = SaveLane("local captures", PendingSave(), BufferPool(make_buffer, is_unpinned), SaverCache(), True)
 
 for _lane in (SAVES, CAPTURES, LOCAL_CAPTURES):
     os.register_at_fork(after_in_child=_lane.buffers.forget)
@@ -161,7 +163,7 @@ def start_async_save(
         _require_way_when_busy(on_busy)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         fault = fault or error
-    task = AsyncSaveTask(checked.path, checked.on_event)
+    task = AsyncSaveTask(checked.path, checked.on_event, has_low_priority=lane.has_low_priority)
     try:
         _copy_and_start(lane, state, task, checked, most, options.get("process_group"), fault, on_busy)
     except BaseException as error:
@@ -187,7 +189,7 @@ def _copy_and_start(
         with task.phase("capture"):
             saver = lane.savers.get(group, refusal)
             task.recorder.values["rank"] = saver.channels.main.rank
-            last = saver.channels.background_coordinator(group, lane.name)
+            last = saver.channels.background_coordinator(group, lane.name, has_low_priority=lane.has_low_priority)
             copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most))
             lane.pending.begin(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardckpt.errors import RankError, ShardckptError, UsageError
 from shardckpt.events import OnEvent, Recorder, SaveEvent, emit
+from shardckpt.storage.linux_syscalls import lower_priority
 
 _LOG = logging.getLogger("shardckpt")
 
@@ -47,13 +48,14 @@ class AsyncSaveTask:
     Args:
         path: Target of the save.
         on_event: Called with the event of the save, on its thread; None without a callback.
+        has_low_priority: Whether the thread runs only while others of the machine do not need its core.
 
     Attributes:
         recorder: Measurement of the save.
     """
 
-    def __init__(self, path: str, on_event: OnEvent | None) -> None:
-        self.path = path
+    def __init__(self, path: str, on_event: OnEvent | None, *, has_low_priority: bool = False) -> None:
+        self.path, self._has_low_priority = path, has_low_priority
         self.recorder = Recorder(SaveEvent, path, {"is_background": True})
         self._on_event = on_event
         self._emitting = threading.Lock()
@@ -98,6 +100,8 @@ class AsyncSaveTask:
         def run() -> None:
             if not self.claim():
                 return
+            if self._has_low_priority:
+                lower_priority()
             try:
                 work()
             except BaseException as error:  # noqa: BLE001  (raised by whoever asks)

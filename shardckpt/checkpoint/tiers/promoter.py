@@ -60,7 +60,8 @@ class Promoter:
             self._waiting.append(promotion)
             if len(self._waiting) > _MOST_WAITING:
                 given_up = self._waiting.popleft()
-            if self._thread is None:  # not a daemon: an exiting process waits for it
+            # Not a daemon: an exiting process waits for it. Its priority is that of the thread of the capture.
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shardckpt-promote", daemon=False)
                 self._thread.start()
         if given_up is not None:

@@ -94,8 +94,12 @@ class SimulatedLink(RankLink):
         self._send(tensor.numpy().tobytes(), dst, "data")
         return _Sent()
 
-    def recv(self, tensor: torch.Tensor, src: int) -> None:
-        """Fill a tensor."""
+    def start_recv(self, tensor: torch.Tensor, src: int) -> Transfer:
+        """Return a transfer that fills a tensor when somebody waits for it."""
+        return _Arriving(self, tensor, src)
+
+    def fill(self, tensor: torch.Tensor, src: int) -> None:
+        """Fill a tensor with the next bytes of a rank."""
         data = self._recv(src, "data", self._ranks.timeout_s)
         if len(data) != tensor.numel() * tensor.element_size():
             raise RuntimeError(f"{len(data)} bytes came for {tensor.numel()}")
@@ -185,4 +189,23 @@ class _Sent:
     def wait(self, timeout: timedelta = timedelta(0)) -> object:
         """Return at once."""
         del timeout
+        return True
+
+
+class _Arriving:
+    """A tensor that is received.
+
+    Args:
+        link: Link of the receiving rank.
+        tensor: The tensor.
+        src: Index of the sending rank.
+    """
+
+    def __init__(self, link: SimulatedLink, tensor: torch.Tensor, src: int) -> None:
+        self._link, self._tensor, self._src = link, tensor, src
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> object:
+        """Wait until the bytes are there."""
+        del timeout
+        self._link.fill(self._tensor, self._src)
         return True

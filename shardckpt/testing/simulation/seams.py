@@ -33,7 +33,7 @@ from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpi
 from shardckpt.checkpoint.tiers.peer_memory import find_node, find_node_id
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.local_shards import get_tensor_shards
-from shardckpt.storage.linux_syscalls import exchange, start_writeback
+from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
 from shardckpt.storage.resolve_url import MOUNTED
 from shardckpt.storage.retry import PAUSES
 from shardckpt.testing.simulation.scheduler import Process, Scheduler, Task
@@ -144,6 +144,7 @@ class Machine:
             (shutil, _Twin(shutil, rmtree=system.rmtree)),
             (exchange, system.exchange),
             (start_writeback, lambda *_: None),
+            (lower_priority, lambda: None),
             (time, _Twin(time, **self._clocks())),
             (PAUSES, chance),
             (secrets, _Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),

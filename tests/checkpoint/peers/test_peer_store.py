@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,6 +101,43 @@ def test_a_file_that_a_node_has_lost_is_read_from_the_next_one_and_an_error_if_n
         return found, str(caught.value)
 
     assert [found for found, _ in run(3, body)] == [content(0)] * 3
+
+
+def test_each_piece_of_a_request_comes_or_not_whatever_the_others_do(tmp_path):
+    held = {"a": [0, 1, 2, 3], "b": []}
+    write_nodes(tmp_path, held)
+    for lost in (1, 3):
+        (tmp_path / "a" / FOLDER / f"f{lost}").unlink()
+
+    def body(rank: int, world: int) -> list:
+        _, exchange = join(rank, tmp_path, "ab", held)
+        with exchange:
+            if rank == 0:
+                return []
+            buffers = [memoryview(bytearray(3000)) for _ in range(4)]
+            pieces = [exchange_round.FilePiece(0, f"{FOLDER}/f{number}", 0, 3000) for number in range(4)]
+            came = exchange.pull([*zip(pieces, buffers, strict=True)])
+        good = [bytes(buffer) == content(number)[:3000] for number, buffer in enumerate(buffers)]
+        return [came, good, exchange.received_bytes]
+
+    came = [True, False, True, False]
+    assert run(2, body)[1] == [came, came, 6000]
+
+
+def test_a_rank_sends_many_pieces_from_the_memory_of_two(tmp_path):
+    sent, page = 12 * exchange_round.PIECE_BYTES, 4096
+
+    def body(rank: int, world: int) -> int:
+        channels, own = get_channels(None), MemoryStore(bytes(range(256)) * (exchange_round.PIECE_BYTES >> 8))
+        row = memoryview(bytearray(exchange_round.PIECE_BYTES)) if rank else None
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        with PeerExchange(channels.background_coordinator(None, "peers"), own, str) as exchange:
+            if row is not None:
+                assert exchange.pull([(exchange_round.FilePiece(0, "x", 0, len(row)), row)] * 12) == [True] * 12
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults, _ = run(2, body)
+    assert faults < sent // page // 2, faults
 
 
 def test_a_folder_that_rank_0_deletes_disappears_on_all_nodes(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionE
 from shardckpt.checkpoint.tiers import promoter
 from shardckpt.errors import ChecksumError, NoSpaceError
 from shardckpt.storage.holder import holder_connection
+from shardckpt.storage.linux_syscalls import LOW_PRIORITY
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
 
@@ -145,3 +147,20 @@ def test_a_step_that_memory_does_not_take_is_captured_in_the_folder_itself(tmp_p
     run.ck.wait()
     assert run.list_local() == [2, 6]
     assert [event.step for event in run.list(PromotionEvent)] == [6]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to the process")
+def test_captures_and_promotions_run_below_the_training_and_a_save_in_the_root_beside_it(tmp_path):
+    own, found = os.getpriority(os.PRIO_PROCESS, 0), set()
+
+    def note(event: shardckpt.OperationEvent) -> None:
+        found.add((event.operation, event.path.partition("://")[0], os.getpriority(os.PRIO_PROCESS, 0) - own))
+
+    tiers = [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]
+    ck = Checkpointer(tmp_path / "run", save_every=1, tiers=tiers, on_event=note)
+    ck.save(1, make_state(1))
+    ck.wait()
+    low = min(LOW_PRIORITY, 19 - own)
+    local, root = str(tmp_path / "local" / "step-00000001"), str(tmp_path / "run" / "step-00000001")
+    assert found == {("save", "shardckpt-memory", low), ("promotion", local, low), ("save", root, 0)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own

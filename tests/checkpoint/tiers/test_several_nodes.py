@@ -208,15 +208,15 @@ def test_more_copies_than_other_machines_are_one_warning_and_a_lower_claim(tmp_p
 
 def flip_what_is_sent() -> None:
     """Damage every large piece that this rank sends, as a fault of its memory or of the network would."""
-    read = peer_exchange.PeerExchange._read
+    read = peer_exchange._PieceSender._read
 
-    def flipped(self, piece):
-        row = read(self, piece)
-        if row is not None and piece.nbytes > 100_000:
+    def flipped(self, piece, row):
+        is_read = read(self, piece, row)
+        if piece.nbytes > 100_000:
             row[piece.nbytes // 2] ^= 1
-        return row
+        return is_read
 
-    peer_exchange.PeerExchange._read = flipped
+    peer_exchange._PieceSender._read = flipped
 
 
 def test_a_copy_that_arrives_damaged_is_not_acknowledged_and_the_copied_capture_before_it_is_kept(tmp_path):
