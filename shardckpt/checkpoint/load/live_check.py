@@ -14,14 +14,13 @@ Three ways prove that memory has the saved elements, and each part of it takes t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from shardckpt.boxes import Box, contiguous_blocks, narrow_to_box, shift
-from shardckpt.checkpoint.load.load_plan import LoadItem
 from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.checkpoint.load.tensor_loader import ReadRequest, plan_straight
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
@@ -33,7 +32,7 @@ from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
-from shardckpt.storage.store import Read, Store
+from shardckpt.storage.store import Read
 
 BATCH_BYTES = 32 << 20
 """Bytes that are read again at a time."""
@@ -48,20 +47,24 @@ class _LivePart(NamedTuple):
         path: Path of the array in the state.
         entry: Entry of the saved array, with located pieces.
         shard: The elements, with their box.
+        filled: Shard that the load filled.
     """
 
     path: Path
     entry: TensorEntry
     shard: LocalShard
+    filled: LocalShard
 
 
-def check_live(state: Any, saved: CheckpointSource, items: Iterable[LoadItem], rank: int, world: int) -> None:
+def check_live(
+    state: Any, saved: CheckpointSource, items: Iterable[tuple[Path, ReadRequest]], rank: int, world: int
+) -> None:
     """Compare the memory of a state with the checkpoint that was loaded into it.
 
     Args:
         state: The loaded state.
         saved: Open checkpoint.
-        items: Arrays of the load, with located pieces.
+        items: Paths of the arrays in the state, with the requests of the load.
         rank: Index of this rank.
         world: Number of ranks.
 
@@ -71,12 +74,12 @@ def check_live(state: Any, saved: CheckpointSource, items: Iterable[LoadItem], r
     """
     flat = flatten_state(state, rank, world)
     parts = [
-        _LivePart(item.path, item.entry, shard)
-        for item in items
-        for shard in flat.arrays.get(flat.ties.get(item.path, item.path), item.array).shards
+        _LivePart(path, entry, shard, filled)
+        for path, (entry, array) in items
+        for shard, filled in _pair(flat.arrays.get(flat.ties.get(path, path), array), array)
         if shard.box.volume
     ]
-    again, others = _check_blocks(parts, saved.reader.store)
+    again, others = _check_blocks(parts, saved)
     digests = _read_digests(saved) if others else {}
     for part in others:
         digest = digests.get((part.entry.path, part.shard.box))
@@ -87,13 +90,20 @@ def check_live(state: Any, saved: CheckpointSource, items: Iterable[LoadItem], r
     _Rereader(flat, saved).compare(again)
 
 
-def _check_blocks(parts: Iterable[_LivePart], store: Store) -> tuple[list[_LivePart], list[_LivePart]]:
+def _pair(now: TensorShards, then: TensorShards) -> Iterable[tuple[LocalShard, LocalShard]]:
+    """Return each shard of an array with the one that the load filled; with itself if there are other shards."""
+    is_equal = len(now.shards) == len(then.shards)
+    return zip(now.shards, then.shards if is_equal else now.shards, strict=True)
+
+
+def _check_blocks(parts: Iterable[_LivePart], saved: CheckpointSource) -> tuple[list[_LivePart], list[_LivePart]]:
     """Return the parts that are in a block that differs from its hash, and those that are not bytes of the files."""
     reads: list[Read] = []
     owners: list[_LivePart] = []
     others = []
+    store, known = saved.reader.store, saved.elements.planned
     for part in parts:
-        planned = plan_straight(part.shard, part.entry) if isinstance(store, VerifiedStore) else None
+        planned = _plan(part, known) if isinstance(store, VerifiedStore) else None
         if planned is None:
             others.append(part)
         else:
@@ -101,6 +111,16 @@ def _check_blocks(parts: Iterable[_LivePart], store: Store) -> tuple[list[_LiveP
             owners += [part] * len(planned)
     unequal = store.find_unequal(reads) if isinstance(store, VerifiedStore) else []
     return list({id(owners[number]): owners[number] for number in unequal}.values()), others
+
+
+def _plan(part: _LivePart, known: Mapping[int, list[Read]]) -> list[Read] | None:
+    """Return the reads that fill a part: those of the load, if the part is the memory that it filled."""
+    reads = known.get(id(part.filled))
+    if reads is None:
+        return plan_straight(part.shard, part.entry)
+    (box, tensor), (filled_box, filled) = part.shard, part.filled
+    is_same = tensor.data_ptr() == filled.data_ptr() and tensor.dtype == filled.dtype and box == filled_box
+    return reads if is_same and is_flat_on_cpu(tensor) else plan_straight(part.shard, part.entry)
 
 
 def _read_digests(saved: CheckpointSource) -> dict[tuple[Path, Box], bytes]:

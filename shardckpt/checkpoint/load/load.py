@@ -366,8 +366,7 @@ def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordi
     """Compare the memory of the state with the checkpoint; all ranks raise the error of one. Collective."""
     message: bytes | Exception = b""
     try:
-        entries = (entry for entry, _ in session.requests)
-        items = [item._replace(entry=entry) for item, entry in zip(session.plan.arrays, entries, strict=True)]
+        items = zip((item.path for item in session.plan.arrays), session.requests, strict=True)
         check_live(state, session.saved, items, coordinator.rank, coordinator.size)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         message = error

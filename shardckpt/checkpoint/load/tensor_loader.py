@@ -51,6 +51,8 @@ class ElementReader:
 
     Attributes:
         meter: Counts the bytes that are read; None if nobody asks.
+        planned: Reads into the memory of shards, by the id of the shard, of bytes that the caller checks afterwards;
+            the shards have to stay.
     """
 
     def __init__(self, store: Store) -> None:
@@ -58,6 +60,7 @@ class ElementReader:
         self._pieces = PieceReader(store)
         self._buffers: UploadBuffers | None = None
         self.meter: Meter | None = None
+        self.planned: dict[int, list[Read]] = {}
 
     def read(self, wanted: Sequence[ReadRequest], straight: Store | None = None) -> None:
         """Read the elements of requests; they are in their targets when this returns.
@@ -81,7 +84,7 @@ class ElementReader:
         if straight is not None:
             self._in_threads(self._planned([request for request in wanted if not request[0].shape]))
             wanted = [request for request in wanted if request[0].shape]
-        self._in_threads(self._planned(wanted), straight)
+        self._in_threads(self._planned(wanted, None if straight is None else self.planned), straight)
 
     def read_straight(self, reads: Sequence[Read]) -> None:
         """Read bytes directly into their targets.
@@ -92,13 +95,13 @@ class ElementReader:
         """
         self._in_threads(_batches_of_reads(reads))
 
-    def _planned(self, wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
+    def _planned(self, wanted: Sequence[ReadRequest], kept: dict[int, list[Read]] | None = None) -> Iterator[_Batch]:
         """Yield batches of reads, with a bounded number of pieces planned ahead.
 
         An array may have a million pieces.
         """
         for some in _windows(wanted):
-            reads, rest = _divided(some)
+            reads, rest = _divided(some, kept)
             yield from _batches_of_reads(reads)
             yield from _batches(rest)
 
@@ -181,8 +184,8 @@ def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], 
     return pending, rest
 
 
-def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadRequest]]:
-    """Return reads directly into targets, and all other requests."""
+def _divided(wanted: Sequence[ReadRequest], kept: dict[int, list[Read]] | None) -> tuple[list[Read], list[ReadRequest]]:
+    """Return reads directly into targets, and all other requests; add the former to `kept` by the ids of shards."""
     reads: list[Read] = []
     rest: list[ReadRequest] = []
     for entry, array in wanted:
@@ -193,6 +196,8 @@ def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadReques
                 others.append(shard)
             else:
                 reads += straight
+                if kept is not None:
+                    kept[id(shard)] = straight
         if others:
             rest.append((entry, array._replace(shards=tuple(others))))
     return reads, rest
