@@ -11,6 +11,7 @@ from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.errors import CheckpointError, StorageError
 from shardckpt.events import OnEvent, ResumeEvent, emit
 from shardckpt.events.warn_user import warn_user
+from shardckpt.format.native.commit import find_save
 from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.witness.resume_file import add_capture_resume, add_resumes
 from shardckpt.plan.resume.resumes import CaptureResume, Resume, add_compared_step, begin_resume
@@ -91,12 +92,13 @@ class ResumeLog:
         emit(event, self._on_event)
 
     def _write(self, restored: RestoredStep, resume: Resume) -> None:
+        number, name, save, place = restored.number, restored.name, restored.save, restored.finder
         try:
-            add_resumes(restored.finder.open_store(), restored.name, restored.save, resume)
-            if restored.finder.root != self._finder.root:
-                path, tier = restored.finder.path(restored.name), restored.finder.tier
-                add_capture_resume(
-                    self._finder.open_store(), CaptureResume(restored.number, tier, path, restored.save, resume)
-                )
+            if place.root != self._finder.root:
+                capture = CaptureResume(number, place.tier, place.path(name), save, resume)
+                add_capture_resume(self._finder.open_store(), capture)
+            store = place.open_store()
+            if find_save(store, name) == save:  # the node of rank 0 may be new, and have read the step from others
+                add_resumes(store, name, save, resume)
         except (CheckpointError, StorageError) as error:
             warn_user(f"the verdict on the resume of {restored.name} could not be stored: {error}")

@@ -35,6 +35,7 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.commit import find_save
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.format.witness.record_file import read_record, write_record
+from shardckpt.format.witness.record_json import decode_record, encode_record
 from shardckpt.plan.resume.step_records import (
     BatchDigests,
     Observation,
@@ -97,7 +98,7 @@ class WitnessSession(NoWitness):
 
     def __init__(self, options: Witness, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._options, self._finder = options, finder
-        self._records = _RecordsOnRank0(finder, ResumeLog(finder, on_event))
+        self._records = _Records(finder, ResumeLog(finder, on_event))
         self._start: _Start | None = None
         self._fault: Exception | None = None
         self._due: dict[int, set[int]] = {}  # number of a step to the saved steps that it is behind
@@ -142,8 +143,9 @@ class WitnessSession(NoWitness):
         self._begin(number, state, last)
         for step in range(number + 1, number + self._options.steps + 1):
             self._due.setdefault(step, set()).add(number)
-        if self._coordinator.rank == 0:
-            self._records.open(number, self._options.steps, places)
+        own = places if self._coordinator.rank == 0 else [place for place in places if place.has_own_record]
+        if own:
+            self._records.open(number, self._options.steps, own)
 
     def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
         """Compare the steps behind a restored step with its record, if it has one. Collective.
@@ -154,13 +156,39 @@ class WitnessSession(NoWitness):
         """
         self._is_new, self._first_batch = False, None
         self._due.clear()
-        ranks = self._coordinator.size
-        steps = self._finder.ask_rank0("reading the witness", lambda: self._records.read(restored, ranks))
+        self._records.forget()
+        ranks, found = self._coordinator.size, self._find_record(restored)
+        steps = self._finder.ask_rank0("reading the witness", lambda: self._records.begin(restored, found, ranks))
         if steps:
             self._begin(restored.number, state, None)
             self._due.update({step: {restored.number} for step in steps})
             if self._start is not None and self._options.deep:
                 self._first_use = FirstUse(self._start.objects, partial(self._start.reader.digest, is_deep=True))
+
+    def _find_record(self, restored: RestoredStep) -> WitnessRecord | None:
+        """Return the record of a restored step on rank 0: its own, or that of another node. Collective."""
+        rank, is_capture = self._coordinator.rank, restored.finder.root != self._finder.root
+        record = self._records.read(restored) if rank == 0 or is_capture else None
+        if not is_capture:
+            return record
+
+        def choose(messages: list[bytes]) -> list[bytes]:
+            first = next((number for number, message in enumerate(messages) if message), 0)
+            return [b"1" if number == first else b"" for number in range(len(messages))]
+
+        is_sender = self._coordinator.coordinate("looking for the witness", b"1" if record else b"", choose)
+        found = record
+
+        def receive(messages: list[bytes]) -> list[bytes]:
+            nonlocal found
+            if found is None:
+                data = next(filter(None, messages), b"")
+                found = decode_record(data, where=restored.path) if data else None
+            return [b""] * len(messages)
+
+        own = encode_record(record) if record is not None and is_sender and rank > 0 else b""
+        self._coordinator.coordinate("sending the witness", own, receive)
+        return found
 
     def write_finished(self) -> None:
         """Write the records that waited for the end of their saves."""
@@ -198,19 +226,31 @@ class WitnessSession(NoWitness):
             if self._fault is not None:
                 raise self._fault
             is_deep = any(self._options.is_deep(number - saved) for saved in self._due[number])
-            message = encode_rank_step(self._observe(number, loss, grad_norm, batch, is_deep=is_deep))
+            observed = encode_rank_step(self._observe(number, loss, grad_norm, batch, is_deep=is_deep))
+            message = (_WANTS_RECORDS if self._has_own_records else b"") + observed
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            found = self._records.add(merge_rank_steps(messages))
-            return [b"" if found is None else json.dumps(asdict(found)).encode()] * len(messages)
+            found = self._records.add(merge_rank_steps([each.removeprefix(_WANTS_RECORDS) for each in messages]))
+            divergence = None if found is None else asdict(found)
+            answers = {False: json.dumps([divergence, []]).encode() if found else b""}
+            if any(each.startswith(_WANTS_RECORDS) for each in messages):
+                answers[True] = json.dumps([divergence, self._records.encode_newest(number)]).encode()
+            return [answers[each.startswith(_WANTS_RECORDS)] for each in messages]
 
         del self._due[number]
         answer = self._coordinator.coordinate(f"the witness of step {number}", message, decide)
         if answer:
-            raw = json.loads(answer)
-            self._act_on(Divergence(**{**raw["divergence"], "ranks": tuple(raw["divergence"]["ranks"])}), raw)
+            raw, records = json.loads(answer)
+            self._records.take(records)
+            if raw is not None:
+                self._act_on(Divergence(**{**raw["divergence"], "ranks": tuple(raw["divergence"]["ranks"])}), raw)
+
+    @property
+    def _has_own_records(self) -> bool:
+        """Whether this rank, which is not rank 0, keeps copies of records on its node."""
+        return self._coordinator.rank > 0 and self._records.is_open
 
     def _act_on(self, divergence: Divergence, raw: dict[str, Any]) -> None:
         error = ResumeDivergence(divergence, raw["where"])
@@ -295,8 +335,20 @@ class _Finding:
     is_noise: bool
 
 
-class _RecordsOnRank0:
-    """Records of a run on rank 0: those that are written, and the one that is compared."""
+_WANTS_RECORDS = b"+"
+"""Prefix of the message of a rank that keeps copies of records on its node."""
+
+
+_UNKNOWN = "0" * 15
+"""Id of a save that each place has its own of."""
+
+
+class _Records:
+    """Records of a run: those that are written, and on rank 0 the one that is compared.
+
+    Rank 0 writes the records of all places that it sees. Where each node has its own place, a rank of a few other nodes
+    writes there the records that rank 0 sends.
+    """
 
     def __init__(self, finder: StepFinder, log: ResumeLog) -> None:
         self._finder, self._log = finder, log
@@ -311,22 +363,34 @@ class _RecordsOnRank0:
         """Whether a record waits for the end of its save."""
         return any(each.behind for each in self._open.values())
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a record is being written."""
+        return bool(self._open)
+
     def open(self, number: int, steps: int, places: Sequence[SavedPlace]) -> None:
         """Begin the record of a save."""
         self.write_finished()
         self._open = {at: each for at, each in self._open.items() if each.behind or at + each.steps > number}
         self._open[number] = _OpenRecord(steps, places)
 
-    def read(self, restored: RestoredStep, ranks: int) -> list[int]:
-        """Return the numbers of the steps that the record of a restored step has, and begin its resume."""
-        self._compared, self._restored = None, restored
+    def forget(self) -> None:
+        """Write no more into the records that are open: the run goes on from another step."""
         self._open.clear()
+
+    def read(self, restored: RestoredStep) -> WitnessRecord | None:
+        """Return the record of a restored step in the place that it was in, as this rank sees it."""
         try:
             record = read_record(restored.finder.open_store(), restored.name)
         except (CheckpointError, StorageError) as error:
             warn_user(f"the resume is not compared, since its record cannot be read: {error}")
-            return []
-        if record is None or record.save != restored.save:
+            return None
+        return record if record is not None and record.save == restored.save else None
+
+    def begin(self, restored: RestoredStep, record: WitnessRecord | None, ranks: int) -> list[int]:
+        """Begin the comparison of a resume with a record; return the numbers of its steps."""
+        self._compared, self._restored = None, restored
+        if record is None:
             _LOG.info("step %d has no witness record: the resume is not compared", restored.number)
             return []
         self._compared, self._first_batch, self._noise = record, record.first_batch, record.noise
@@ -380,6 +444,28 @@ class _RecordsOnRank0:
                 record = WitnessRecord("", number, merged.environment, (), first, last, self._noise)
             kept = replace(step, before=step.before if step.step == number + 1 else None, used=None)
             each.record, each.behind = replace(record, steps=(*record.steps, kept)), [*each.places]
+
+    def encode_newest(self, step: int) -> list[tuple[int, str]]:
+        """Return the records that have a step, which is their newest, by the number of their saved step.
+
+        Args:
+            step: Number of the step.
+        """
+        newest = {at: each.record for at, each in self._open.items() if each.record and each.record.find(step)}
+        return [(at, encode_record(replace(record, save=_UNKNOWN)).decode("ascii")) for at, record in newest.items()]
+
+    def take(self, records: Sequence[tuple[int, str]]) -> None:
+        """Take records that rank 0 sent, and write them.
+
+        Args:
+            records: Result of `encode_newest`.
+        """
+        for number, data in records:
+            each = self._open.get(number)
+            if each is not None:
+                each.record = decode_record(data.encode("ascii"), where=f"the witness of step {number}")
+                each.behind = [*each.places]
+        self.write_finished()
 
     def write_finished(self) -> None:
         """Write the records whose saves have ended."""

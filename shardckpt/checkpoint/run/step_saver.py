@@ -30,10 +30,13 @@ class SavedPlace(NamedTuple):
     Attributes:
         finder: Finder of the steps there.
         is_over: Returns True when the save has ended there, on this rank.
+        has_own_record: Whether this rank, which is not rank 0, writes the record of the step there too: each node has
+            its own place, and that of rank 0 may be lost.
     """
 
     finder: StepFinder
     is_over: Callable[[], bool]
+    has_own_record: bool = False
 
 
 OnSaved = Callable[[int, Any, Sequence[SavedPlace]], None]

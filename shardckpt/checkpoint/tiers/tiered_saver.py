@@ -48,6 +48,10 @@ _FOR_COPY = ("max_staging_bytes", "on_busy")
 """Options of a save that apply to a capture too."""
 
 
+RECORD_COPIES = 4
+"""Maximum number of nodes with a copy of the witness record of a step, that of rank 0 too."""
+
+
 class _Places(NamedTuple):
     """Places of a step on which the ranks have agreed.
 
@@ -58,6 +62,7 @@ class _Places(NamedTuple):
         tiers: Indexes of the tiers that take it: the first captures it, its files are copied to the others.
         in_root: Whether it is saved in the root.
         share: `NodeShare` of the rank.
+        has_own_record: Whether the rank keeps a copy of the witness record on its node.
     """
 
     number: int
@@ -66,6 +71,7 @@ class _Places(NamedTuple):
     tiers: list[int]
     in_root: bool
     share: tuple[int, bool] = (1, False)
+    has_own_record: bool = False
 
 
 class RunParts(NamedTuple):
@@ -216,15 +222,16 @@ class TieredSaver:
                     self._promoter.add(Promotion(number, source, target, coordinator.rank))
 
             source.capture(places.number, state, notes, copy_options, share, promote)
-            self._captured_in = self._list_captured(places.number, source, targets)
+            self._captured_in = self._list_captured(places, source, targets)
         if places.in_root:
             return self._save_in_root(places, state, metrics, options)
         self._saver.record_save(places.number, places.branch, None)
         self._add_saved(places.number, state, [])
         return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
 
-    def _list_captured(self, number: int, source: CaptureTier, targets: Sequence[CaptureTier]) -> list[SavedPlace]:
+    def _list_captured(self, places: _Places, source: CaptureTier, targets: Sequence[CaptureTier]) -> list[SavedPlace]:
         """Return the tiers to which a step is captured or copied."""
+        number, is_kept = places.number, places.has_own_record
 
         def is_captured() -> bool:
             return source.is_over(number)
@@ -232,8 +239,8 @@ class TieredSaver:
         def is_promoted() -> bool:
             return is_captured() and number not in self._promoter.list_promoted(source)
 
-        promoted = [SavedPlace(target.place.finder, is_promoted) for target in targets]
-        return [SavedPlace(source.place.finder, is_captured), *promoted]
+        promoted = [SavedPlace(target.place.finder, is_promoted, is_kept) for target in targets]
+        return [SavedPlace(source.place.finder, is_captured, is_kept), *promoted]
 
     def _add_saved(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
         """Report that a step is saved to tiers and to other places, if it is saved anywhere."""
@@ -292,8 +299,24 @@ class TieredSaver:
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
         places = _Places(number, branch, position.encode(secrets.token_hex(8)), ready, in_root)
-        shares = [(len(first), first[node] == rank) for rank, node in enumerate(nodes)]
-        return [json.dumps(places._replace(share=share)).encode() for share in shares]
+        keepers = choose_record_keepers(list(first.values()))
+        return [
+            json.dumps(
+                places._replace(share=(len(first), first[node] == rank), has_own_record=rank in keepers)
+            ).encode()
+            for rank, node in enumerate(nodes)
+        ]
+
+
+def choose_record_keepers(first: Sequence[int]) -> set[int]:
+    """Return the ranks that keep copies of a witness record, on a few nodes that are far apart.
+
+    Args:
+        first: Lowest rank of each node.
+    """
+    ranks = sorted(first)
+    at = {len(ranks) * each // RECORD_COPIES for each in range(RECORD_COPIES)}
+    return {ranks[each] for each in at} - {0}
 
 
 def _find_other_folder(first: Sequence[int], folders: Sequence[str | None]) -> str:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from faults import SAVED_AT, STEPS, Job
 from forks import is_killed
-from harness import run
+from harness import outcomes, run
+from tier_runs import kill_holder
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory, ResumeEvent, Witness
 from shardckpt.checkpoint.resume.witness_session import read_record
+from shardckpt.checkpoint.tiers.tiered_saver import choose_record_keepers
 from shardckpt.format.native.commit import find_save
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.storage.holder import holder_connection
@@ -27,13 +29,17 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder of sockets for one test; the holders of all nodes are ended after it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     yield
-    for node in ("a", "b", ""):
+    for node in ("a", "b", "c", ""):
         monkeypatch.setenv("SHARDCKPT_NODE", node) if node else monkeypatch.delenv("SHARDCKPT_NODE")
         shardckpt.stop_tiers()
 
 
 def tiers(folder: Path, kinds: str) -> list[PeerMemory | Local]:
-    built = {"m": PeerMemory(max_bytes="1GB"), "l": Local(folder / "local", every=1)}
+    built = {
+        "m": PeerMemory(max_bytes="1GB"),
+        "c": PeerMemory(max_bytes="1GB", copies=1),
+        "l": Local(folder / "local", every=1),
+    }
     return [built[kind] for kind in kinds]
 
 
@@ -142,10 +148,56 @@ def resume_on_nodes(rank: int, world: int, folder: Path) -> tuple[int, list[tupl
     return start, verdicts(other)
 
 
-def test_on_several_nodes_the_node_of_rank_0_has_the_record_and_drops_it_with_its_capture(tmp_path: Path) -> None:
+def test_on_several_nodes_each_has_the_record_and_drops_it_with_its_capture(tmp_path: Path) -> None:
     first, second = run(2, train_on_nodes, tmp_path)
     kept = steps_in(first)
     assert [name for name in first if "." in name] == [f"{step_name(number)}.witness.json" for number in kept]
-    assert [name for name in second if "." in name] == []
+    assert sorted(second) == sorted(first)
     (start, found), _ = run(2, resume_on_nodes, tmp_path)
     assert (start, found) == (4, [("proven", 2)])
+
+
+def train_with_copies(rank: int, world: int, folder: Path, nodes: str) -> None:
+    os.environ["SHARDCKPT_NODE"] = nodes[rank]
+    made = job(folder, "c", rank=rank, world=world)
+    made.train(SAVED_AT, SAVED_AT)
+    made.checkpointer.wait()
+    made.train(STEPS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_with_copies(
+    rank: int, world: int, folder: Path, nodes: str, fault: str = ""
+) -> tuple[int, list[tuple[str, int]]]:
+    os.environ["SHARDCKPT_NODE"] = nodes[rank]
+    other = job(folder, "c", 2, rank=rank, world=world)
+    other.restore()
+    start = other.step
+    if fault:
+        other.change(lambda shard: shard.tensor.mul_(0.5), "model", "head.weight")
+        with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight"):
+            other.train(STEPS)
+    else:
+        other.train(STEPS)
+    return start, verdicts(other)
+
+
+@pytest.mark.parametrize("nodes", ["bc", "cb"])
+def test_a_resume_without_the_node_of_rank_0_is_compared_with_the_record_of_another_node(
+    nodes: str, tmp_path: Path
+) -> None:
+    assert all("died" in (each.waits or "") for each in outcomes(2, train_with_copies, tmp_path, "ab"))
+    kill_holder("a")
+    (start, found), (other_start, none) = run(2, resume_with_copies, tmp_path, nodes, "fault")
+    assert (start, other_start, found, none) == (SAVED_AT, SAVED_AT, [("diverged", 0)], [])
+    (start, found), _ = run(2, resume_with_copies, tmp_path, nodes)
+    assert (start, found) == (SAVED_AT, [("proven", 2)])
+    (capture,) = shardckpt.prove(tmp_path / "run").captures
+    assert [each.verdict for each in capture.resumes] == ["diverged", "proven"]
+
+
+def test_copies_of_a_record_are_on_few_nodes_that_are_far_apart() -> None:
+    assert choose_record_keepers([0]) == set()
+    assert choose_record_keepers([0, 8]) == {8}
+    assert choose_record_keepers(range(0, 8000, 8)) == {2000, 4000, 6000}
+    assert all(len(choose_record_keepers(range(count))) == min(count, 4) - 1 for count in range(1, 70))
