@@ -169,6 +169,28 @@ def test_the_strategy_best_saves_the_best_steps_only(tmp_path: Path) -> None:
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [1, 3]
 
 
+def save_by_strategy(rank: int, world: int, folder: Path) -> list[Any]:
+    """Train by each strategy, and resume; the steps of each run, and the parts and losses of a step of the model."""
+    import trainers
+
+    def steps(name: str) -> list[int]:
+        return [step.number for step in shardckpt.ls(folder / name / "run").complete]
+
+    trainers.train(rank, world, "ddp", folder / "epoch", None, save_strategy="epoch", num_train_epochs=1)
+    first = steps("epoch")
+    losses = trainers.train(rank, world, "ddp", folder / "epoch", True, save_strategy="epoch")
+    trainers.train(rank, world, "ddp", folder / "no", None, save_strategy="no", max_steps=2)
+    trainers.train(rank, world, "ddp", folder / "model", None, save_only_model=True, max_steps=3)
+    parts = sorted(shardckpt.load(folder / "model" / "run" / "step-00000003"))
+    resumed = trainers.train(rank, world, "ddp", folder / "model", True, save_only_model=True, max_steps=5)
+    return [first, steps("epoch"), list(losses), (folder / "no" / "run").exists(), parts, list(resumed)]
+
+
+def test_steps_are_saved_at_the_ends_of_epochs_never_or_without_an_optimizer(tmp_path: Path) -> None:
+    (found,) = run(1, save_by_strategy, tmp_path)
+    assert found == [[4], [4, 8], [5, 6, 7, 8], False, ["model", "trainer"], [4, 5]]
+
+
 def start_again(rank: int, world: int, folder: Path) -> str:
     import trainers
 

@@ -64,7 +64,6 @@ def build(
     losses, world = Losses(), int(os.environ["WORLD_SIZE"])
     given = TrainingArguments(
         output_dir=str(folder),
-        num_train_epochs=2,
         per_device_train_batch_size=BATCH // world,
         learning_rate=1e-2,
         seed=11,
@@ -73,7 +72,7 @@ def build(
         use_cpu=True,
         ddp_find_unused_parameters=False,
         disable_tqdm=True,
-        **{"save_strategy": "steps", "save_steps": 3, **SHARDING[kind], **arguments},
+        **{"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, **SHARDING[kind], **arguments},
     )
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, attention_dropout=dropout, use_cache=False))
