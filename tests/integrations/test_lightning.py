@@ -210,6 +210,15 @@ def test_a_killed_training_leaves_no_step_that_is_not_one_of_the_best(kill_at: s
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [20, 24]
 
 
+def test_a_run_that_was_moved_keeps_the_best_of_all_its_steps(tmp_path: Path) -> None:
+    outcomes(1, train_with_scores, tmp_path, "save")
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "run").rename(tmp_path / "moved" / "run")
+    assert run(1, train_with_scores, tmp_path / "moved", "") == [[20, 24]]
+    assert [step.number for step in shardckpt.ls(tmp_path / "moved" / "run").complete] == [20, 24]
+    assert not (tmp_path / "run").exists()
+
+
 def resume_from_a_path(rank: int, world: int, folder: Path) -> None:
     saving = {"save_top_k": 1}
     fit(rank, world, "one", folder, None, saving=saving, max_epochs=1)

@@ -17,7 +17,15 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, model_state_dict
 
-__all__ = ["COMMIT", "StepLoading", "build_state", "has_hook", "pop_strange_hparams", "replace_methods"]
+__all__ = [
+    "COMMIT",
+    "StepLoading",
+    "build_state",
+    "has_hook",
+    "move_paths",
+    "pop_strange_hparams",
+    "replace_methods",
+]
 
 COMMIT = "COMMIT"
 """File of a step, for a store whose folders have no times."""
@@ -65,6 +73,24 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) in (list, tuple, set) else type(value) in _PLAIN
 
 
+def move_paths(state: Mapping[str, Any], checkpointer: Checkpointer, folder: str) -> dict[str, Any]:
+    """Return the state of a callback whose run was copied or moved, with the paths of the steps that are here now.
+
+    Args:
+        state: State of a `ModelCheckpoint`.
+        checkpointer: Manager of the run.
+        folder: Folder of the run, as the callback has it.
+    """
+    paths = [checkpointer.path(number) for number in checkpointer.steps()]
+    moved = {os.path.join(state["dirpath"], os.path.basename(path)): path for path in paths}
+    names = ("best_model_path", "kth_best_model_path", "last_model_path")
+    best = {moved.get(path, path): score for path, score in state["best_k_models"].items()}
+    return {**state, **{name: moved.get(state[name], state[name]) for name in names}} | {
+        "best_k_models": best,
+        "dirpath": folder,
+    }
+
+
 @contextmanager
 def replace_methods(strategy: Strategy, **methods: Any) -> Iterator[None]:
     """Replace methods of a strategy, until the context ends.
@@ -94,6 +120,11 @@ class StepLoading:
         self._checkpointers = checkpointers if trainer.state.fn == TrainerFn.FITTING else ()
         self._path = ""
         self._generators: dict[str, Any] | None = None
+
+    @property
+    def folder(self) -> str:
+        """Folder of the step that was loaded; empty without one."""
+        return os.path.dirname(self._path)
 
     def attach(self) -> None:
         """Replace the methods of the strategy, and the one of the loop that loads states of data loaders."""

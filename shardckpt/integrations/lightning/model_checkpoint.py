@@ -33,6 +33,7 @@ from shardckpt.integrations.lightning.lightning_state import (
     StepLoading,
     build_state,
     has_hook,
+    move_paths,
     pop_strange_hparams,
     replace_methods,
 )
@@ -200,6 +201,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of `ModelCheckpoint`, and the steps that the saving training may not have removed."""
+        if self._loading is not None and self._loading.folder == self.dirpath != state_dict.get("dirpath"):
+            state_dict = move_paths(state_dict, self.checkpointer, self.dirpath)  # the run is a copy, or was moved
         super().load_state_dict(state_dict)
         self._kept = self._list_kept()
         self._unremoved = set(state_dict.get("unremoved", ()) if state_dict.get("dirpath") == self.dirpath else ())
