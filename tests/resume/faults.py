@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,7 @@ class LoadedData(Data):
 
     def draw(self) -> Iterator[list[int]]:
         while self.at < SAMPLES:
-            chosen = self.order[self.at : self.at + BATCH * 2]
+            chosen = self.order[self.at : self.at + BATCH * 2][self.rank :: self.world]
             self.at += BATCH * 2
             yield chosen.tolist()
 
@@ -280,7 +280,7 @@ class Fault:
         ranks: Ranks that differ, in two; None for any.
         net: Kind of the job that saved.
         resumed_net: Kind of the job that resumes; empty for the same.
-        styles: Styles of sharding in which the fault can occur; empty for all.
+        holes: Styles of sharding in which the fault cannot occur, with the reason.
     """
 
     origin: str
@@ -290,7 +290,7 @@ class Fault:
     ranks: tuple[int, ...] | None = None
     net: str = "plain"
     resumed_net: str = ""
-    styles: tuple[str, ...] = ()
+    holes: Mapping[str, str] = field(default_factory=dict)
 
 
 def lose_rows_of_an_uneven_vocabulary(job: Job) -> None:
@@ -436,7 +436,8 @@ def train_without_the_tie(job: Job) -> None:
 
 def keep_a_graph(job: Job) -> None:
     job.net.factor = 1.0
-    job.model = torch.fx.symbolic_trace(job.net)  # holds the factor as a constant, and has no guard
+    graph = torch.fx.symbolic_trace(lambda hidden: ScaledNet.drop(job.net, hidden))
+    object.__setattr__(job.net, "drop", graph)  # holds the factor as a constant, and has no guard
     job.restore()
 
 
@@ -444,7 +445,11 @@ def restore(job: Job) -> None:
     job.restore()
 
 
-SEVERAL = tuple(style for style in STYLES if style not in WORLDS)
+ONE_RANK = {"plain": "one rank has nothing to share"}
+NO_MODEL = dict.fromkeys(
+    ("wrapper", "originals", "fully_shard", "torch fsdp2"),
+    "a new optimizer of shards is not restored without its model, so that a wrapped model is refused",
+)
 
 FAULTS: Mapping[str, Fault] = {
     "uneven vocabulary": Fault("torchtitan#1136", lose_rows_of_an_uneven_vocabulary, "parameter", "model.embed.weight"),
@@ -455,17 +460,17 @@ FAULTS: Mapping[str, Fault] = {
     "from scratch": Fault("DeepSpeed#6691", begin_from_scratch, "parameter", "model.embed.weight"),
     "other permutation": Fault("VeOmni#853", shuffle_in_another_way, "batch", "other samples"),
     "other share": Fault(
-        "VeOmni#853", number_ranks_in_another_way, "batch", "other ranks' share", (0, 1), styles=SEVERAL
+        "VeOmni#853", number_ranks_in_another_way, "batch", "other ranks' share", (0, 1), holes=ONE_RANK
     ),
     "workers ran ahead": Fault("prime-rl#3299", run_ahead, "batch", "skipped"),
-    "a worker ran ahead": Fault("prime-rl#3299", restore, "batch", "skipped", net="loader", styles=("plain",)),
+    "a worker ran ahead": Fault("prime-rl#3299", restore, "batch", "skipped", net="loader"),
     "cached state dict": Fault(
         "torchtitan#1702",
         restore_into_a_cache,
         "parameter",
         "model.model.embed.weight",
         net="wrapped",
-        styles=("plain", "ddp"),  # optimizers of shards are not saved without their model
+        holes=NO_MODEL,
     ),
     "initialized norm": Fault("to_empty", initialize_a_norm_again, "parameter", "model.norm.weight"),
     "missing tie": Fault(
@@ -487,7 +492,7 @@ FAULTS: Mapping[str, Fault] = {
     "evaluation mode": Fault("a validation before the first step", evaluate, "random state", "torch"),
     "lost buffer": Fault("persistent=False", forget_a_buffer, "parameter", "model.temperature", net="buffers"),
     "shared dropout": Fault(
-        "rng.pt of rank 0", share_the_generator_of_dropout, "random state", "torch", (1,), styles=SEVERAL
+        "rng.pt of rank 0", share_the_generator_of_dropout, "random state", "torch", (1,), holes=ONE_RANK
     ),
     "shared generator": Fault(
         "rng.pt of rank 0",
@@ -496,7 +501,7 @@ FAULTS: Mapping[str, Fault] = {
         "model.generator",
         (1,),
         net="buffers",
-        styles=SEVERAL,
+        holes=ONE_RANK,
     ),
     "counts of batch norm": Fault(
         "integers left out", forget_the_counts, "parameter", "model.batch_norm.num_batches_tracked", net="buffers"
@@ -505,7 +510,5 @@ FAULTS: Mapping[str, Fault] = {
     "lost masters": Fault(
         "masters made from bfloat16", rebuild_masters, "optimizer", "optim.state.*.weight.master", net="masters"
     ),
-    "stale graph": Fault(
-        "guards that are not evaluated", keep_a_graph, "loss", "loss", net="scaled", styles=("plain",)
-    ),
+    "stale graph": Fault("guards that are not evaluated", keep_a_graph, "loss", "loss", net="scaled"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import multiprocessing
 import random
 from pathlib import Path
 
@@ -17,7 +18,7 @@ Verdict = tuple[str, str, tuple[int, ...], int]
 
 
 def list_faults(style: str) -> list[str]:
-    return [name for name, fault in FAULTS.items() if not fault.styles or style in fault.styles]
+    return [name for name, fault in FAULTS.items() if style not in fault.holes]
 
 
 def resume_with(fault: Fault, style: str, rank: int, world: int, root: Path) -> Verdict:
@@ -53,6 +54,7 @@ def resume_cleanly(rank: int, world: int, style: str, root: Path, resumes: int) 
 
 def train_and_resume(rank: int, world: int, style: str, root: Path) -> dict[str, Verdict]:
     faults = {name: FAULTS[name] for name in list_faults(style)}
+    multiprocessing.current_process().daemon = False  # a daemon may not start the worker of a loader
     with whole_dtensors():
         for net in {fault.net: None for fault in faults.values()}:
             Job(style, rank, world, 1, root / net, net).train(saved_at=SAVED_AT)
@@ -67,8 +69,7 @@ def train_and_resume(rank: int, world: int, style: str, root: Path) -> dict[str,
 @pytest.mark.parametrize("style", STYLES)
 def test_each_fault_is_named_on_every_rank_and_a_clean_resume_is_not(style: str, tmp_path: Path) -> None:
     world = WORLDS.get(style, 2)
-    # A rank is a daemon, which may not start the worker of a loader.
-    found = [train_and_resume(0, 1, style, tmp_path)] if world == 1 else run(world, train_and_resume, style, tmp_path)
+    found = run(world, train_and_resume, style, tmp_path)
     assert all(each == found[0] for each in found), "one verdict for all ranks"
     for name in list_faults(style):
         fault, (cause, what, ranks, step) = FAULTS[name], found[0][name]
@@ -83,3 +84,21 @@ def test_each_fault_is_named_on_every_rank_and_a_clean_resume_is_not(style: str,
 @pytest.mark.parametrize("style", STYLES)
 def test_of_two_hundred_clean_resumes_none_is_reported(style: str, tmp_path: Path) -> None:
     assert run(WORLDS.get(style, 2), resume_cleanly, style, tmp_path, 34) == [[]] * WORLDS.get(style, 2)
+
+
+def resume_wrapped(rank: int, world: int, style: str, root: Path) -> str:
+    with pytest.raises(shardckpt.ShardckptError) as caught:
+        Job(style, rank, world, 1, root, "wrapped").train(saved_at=SAVED_AT)
+        Job(style, rank, world, 2, root, "wrapped").restore()
+    return str(caught.value)
+
+
+def test_every_fault_occurs_in_every_style_or_has_a_reason_why_not() -> None:
+    holes = {(name, style): reason for name, fault in FAULTS.items() for style, reason in fault.holes.items()}
+    assert all(style in STYLES and reason for (_, style), reason in holes.items())
+    assert len(holes) == 7, "each is a reason that somebody has looked at"
+
+
+@pytest.mark.parametrize("style", FAULTS["cached state dict"].holes)
+def test_a_state_that_a_fault_needs_is_refused_where_it_has_a_hole(style: str, tmp_path: Path) -> None:
+    assert all("optim" in message for message in run(2, resume_wrapped, style, tmp_path))
