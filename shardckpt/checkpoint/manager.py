@@ -58,9 +58,8 @@ class Checkpointer:
         mode: Whether the best step has the smallest or the largest metric.
         keep_for: Age up to which steps are kept: a timedelta, seconds, or text such as `"7d"`.
         save_every: `should_save` returns True for multiples of this.
-        dedup: Write only tensors that changed since the newest complete step, and refer to older steps for the others.
-            After a restore only the loaded step and later ones count, so the first save after a restore from a tier is
-            complete. Removing a step keeps the files that other steps refer to.
+        dedup: Write only tensors that changed since the newest complete step, after a restore from the root since the
+            loaded one, and refer to older steps for the others. Removing a step keeps the files that others refer to.
         tiers: Tiers in front of the root, the nearest first, such as `[PeerMemory(every=10), Local("/nvme/run",
             every=100)]`; they need `save_every`. Then saves return when the state is copied, each tier takes the steps
             that its `every` names, the root takes all others and those of `save_every`, and `restore` loads the newest
@@ -165,7 +164,7 @@ class Checkpointer:
     ) -> None:
         """Save a step, then remove the steps that no rule keeps. Collective.
 
-        An existing step of this number is replaced if it is incomplete or if `restore` found it damaged.
+        An existing step is replaced if it is incomplete, or if `restore` found it damaged or passes over it.
 
         Args:
             step: Number of the step, equal on every rank.
@@ -184,6 +183,7 @@ class Checkpointer:
             UserWarning: The step is saved, but old ones could not be removed.
         """
         self._saver.save(step, state, metrics, options)
+        self._claims.forget(step)
 
     @renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
     def async_save(
@@ -204,7 +204,9 @@ class Checkpointer:
         Raises:
             ShardckptError: As for `save` and `shardckpt.async_save`; for a missing metric, after the save is complete.
         """
-        return self._saver.async_save(step, state, metrics, options)
+        handle = self._saver.async_save(step, state, metrics, options)
+        self._claims.forget(step)
+        return handle
 
     @renamed_params(**EARLIER_PARAMS)
     def restore(
@@ -283,10 +285,7 @@ class Checkpointer:
         Raises:
             ShardckptError: As for `steps`.
         """
-        number = require_step_number(step)
-        copies = self._finder.find_copies(number)
-        self._claims.replace(number, copies)
-        return Durability(number, tuple(copies))
+        return self._claims.claim(require_step_number(step))
 
     def wait(self, step: int | None = None, *, survives: Literal["process", "node", "2 nodes"] = "process") -> None:
         """Wait for the saves in the background that this object started. Collective.

@@ -14,9 +14,12 @@ from shardckpt.checkpoint.load import source
 from shardckpt.checkpoint.peers import copy_step
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
 from shardckpt.checkpoint.run import step_restore
+from shardckpt.checkpoint.run.base_finder import BaseFinder
+from shardckpt.checkpoint.run.restore_attempts import RestoreAttempts
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.tiers import tiered_finder
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
+from shardckpt.checkpoint.tiers.promoter import Promoter
 from shardckpt.errors import StorageError
 from shardckpt.format import apply_retention
 from shardckpt.format.durability.step_copies import PROCESS, StepCopy
@@ -220,6 +223,32 @@ def copies_are_acknowledged_before_the_hash(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(copy_step, "VerifiedStore", _DamagingStore)
 
 
+def captures_go_before_they_are_promoted(patch: pytest.MonkeyPatch) -> None:
+    """The rules of a tier do not know which captures are still being copied to the next one."""
+    patch.setattr(Promoter, "list_promoted", lambda self, tier: frozenset())
+
+
+def bases_are_not_read(patch: pytest.MonkeyPatch) -> None:
+    """After a restore from memory, saves refer to a step of the root that nobody has read."""
+    patch.setattr(BaseFinder, "record_restore", lambda *_: None)
+
+
+def failed_restores_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RestoreAttempts, "begin", lambda *_: None)
+
+
+def overwritten_files_go_first(patch: pytest.MonkeyPatch) -> None:
+    """On a store without rename an overwritten step is removed before the new one is complete."""
+    flip = RemoteFolder._flip
+
+    def remove_first(self, last: Any) -> None:
+        for name in self._old:
+            self._store.delete(name)
+        flip(self, last)
+
+    patch.setattr(RemoteFolder, "_flip", remove_first)
+
+
 class _DamagingStore:
     def __init__(self, store: Any, hashed: Any) -> None:
         self._store = store
@@ -230,30 +259,34 @@ class _DamagingStore:
 
 
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    without_fsync: 18,
+    without_fsync: 122,
     pruning_deletes_bases: 0,
     ranks_are_answered_before_the_commit: 0,
     hashes_are_not_checked: 63,
-    a_lost_answer_is_a_failure: 67,
+    a_lost_answer_is_a_failure: 160,
     commit_comes_first: 0,
     the_newest_step_may_go: 1,
-    rank_0_alone_gives_the_verdict: 25,
+    rank_0_alone_gives_the_verdict: 31,
     each_rank_decides_alone: 25,
     a_read_error_is_damage: 76,
     a_rank_removes_its_files: 49,
-    captures_are_claimed_before_they_are_complete: 43,
+    captures_are_claimed_before_they_are_complete: 0,
     captures_of_another_course_stay: 53,
-    captures_go_with_their_trainers: 11,
+    captures_go_with_their_trainers: 18,
     copies_are_claimed_before_they_are_made: 0,
-    partners_are_on_the_own_machine: 43,
-    copies_are_acknowledged_before_the_hash: 0,
+    partners_are_on_the_own_machine: 115,
+    copies_are_acknowledged_before_the_hash: 2,
+    captures_go_before_they_are_promoted: 765,
+    bases_are_not_read: 798,
+    failed_restores_are_not_counted: 6,
+    overwritten_files_go_first: 9,
 }
-"""Mutants, and the seed of the search for each: all others follow if the code changes and it holds no longer."""
+"""Mutants, and a seed that finds each: the first 150 follow if the code changes and it does not any more."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_found(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     first = MUTANTS[mutant]
     mutant(monkeypatch)
-    seeds = (*range(first, HISTORIES), *range(first))
+    seeds = (first, *range(HISTORIES))
     assert any(run_history(seed).failure is not None for seed in seeds)

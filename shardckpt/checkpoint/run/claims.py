@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.events import OnEvent, WithdrawalEvent, emit
-from shardckpt.format.durability.step_copies import StepCopy, find_survived_by
+from shardckpt.format.durability.step_copies import Durability, StepCopy, find_survived_by
 
 _MOST_CLAIMS = 4096
 """Maximum number of steps whose claims are remembered."""
@@ -25,13 +25,13 @@ class DurabilityClaims:
         self._finder, self._on_event = finder, on_event
         self._claimed: dict[int, Sequence[StepCopy]] = {}
 
-    def replace(self, step: int, copies: Sequence[StepCopy]) -> None:
-        """Claim the complete copies of a step, and withdraw earlier claims of those that are lost. On all ranks.
+    def claim(self, step: int) -> Durability:
+        """Claim the complete copies of a step, and withdraw earlier claims of those that are lost. Collective.
 
         Args:
             step: Number of the step.
-            copies: Its complete copies.
         """
+        copies = self._finder.find_copies(step)
         is_first = get_channels(self._finder.group).main.rank == 0
         present = {(copy.path, copy.save) for copy in copies}
         for copy in self._claimed.pop(step, ()) if is_first else ():
@@ -41,3 +41,8 @@ class DurabilityClaims:
         self._claimed[step] = copies
         if len(self._claimed) > _MOST_CLAIMS:
             del self._claimed[next(iter(self._claimed))]
+        return Durability(step, tuple(copies))
+
+    def forget(self, step: int) -> None:
+        """Forget the claims of a step that was saved again, whose earlier copies are replaced."""
+        self._claimed.pop(step, None)

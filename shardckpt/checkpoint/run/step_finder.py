@@ -299,16 +299,20 @@ class StepFinder:
                 found=step.fault,
                 fix="Update shardckpt, or choose another folder.",
             )
-        return bool(step.held) and step.is_ours and not self.is_good(step)
+        return bool(step.held) and step.is_ours and not self._is_needed(step)
 
-    def require_incomplete(self, number: int) -> None:
-        """Require that the stored step of a number is not complete, or was found damaged. On rank 0.
+    def require_replaceable(self, number: int) -> None:
+        """Require that a save may still replace the stored step of a number. On rank 0.
 
         Raises:
             TargetExistsError: Another process has completed it.
         """
-        if self.is_good(read_step(self.open_store(), number)):
+        if self._is_needed(read_step(self.open_store(), number)):
             raise target_exists_error(self.path(step_name(number)))
+
+    def _is_needed(self, step: StepFolder) -> bool:
+        """Return True if a restore may load a step: it is good, and the run did not fail after it too often."""
+        return self.is_good(step) and (step.branch, step.number) not in self.find_failed()
 
     def build_no_checkpoint_error(self, wanted: int | None, damages: list[str], faults: list[str]) -> Exception:
         """Return the error for a run without a step that can be loaded.

@@ -172,7 +172,7 @@ class StepSaver:
         if branch:
             notes[BRANCH] = str(branch)
         if replaces and not options.get("overwrite", False):
-            notes.require_replaceable = lambda: self._finder.require_incomplete(number)
+            notes.require_replaceable = lambda: self._finder.require_replaceable(number)
         if self._dedup:
             options = {"base": lambda: self._bases.find_base(number), "store_digests": True, **options}
         options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}

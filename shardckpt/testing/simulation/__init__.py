@@ -1,8 +1,9 @@
 """Simulation of saves, restores and removals under faults: histories that a seed gives and repeats; large jobs."""
 
 from shardckpt.testing.simulation.large_job import PhaseCost, run_large_job
+from shardckpt.testing.simulation.scenario import Scenario
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent
-from shardckpt.testing.simulation.simulated_history import Scenario, SimulatedHistory, run_history
+from shardckpt.testing.simulation.simulated_history import SimulatedHistory, run_history
 
 __all__ = [
     "HistoryError",

@@ -14,12 +14,13 @@ from shardckpt.offline.prune import prune
 from shardckpt.testing.simulation.auditor import Auditor
 from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scheduler import Scheduler
-from shardckpt.testing.simulation.trained_state import build_state
+from shardckpt.testing.simulation.trained_state import build_state, find_content
 
 _STAGING_BYTES = 1 << 20
 _LONGEST_PAUSE_S = 5.0
 _STEPS_OF_A_START = 100
-_WITHDRAWAL = "WithdrawalEvent"
+_WITHDRAWAL, _PROMOTION = "WithdrawalEvent", "PromotionEvent"
+_FAILS_AFTER_S = 5.0
 
 
 @dataclass
@@ -40,7 +41,12 @@ class Job:
         local: Settings of the tier on the disk of its node; None without one.
         nodes: Node of each rank.
         root_every: With tiers, steps whose number is a multiple of this are saved in the root.
+        overwrite_every: Steps whose number is a multiple of this are saved, then overwritten; None for no step.
+        has_waits: Whether its ranks wait for each save before the next, and ask what it survives.
+        most_failed: Failures after a restore of a step, before `restore` passes over it; None for the default.
+        bad_content: Attempt after whose restore it fails; None without one.
         errors: Errors of the ranks, in order.
+        lost_copies: Errors of promotions.
         withdrawals: Number of claims that were withdrawn.
         saved: Steps whose save succeeded on a rank.
     """
@@ -58,9 +64,14 @@ class Job:
     local: Local | None = None
     nodes: tuple[Node, ...] = ()
     root_every: int = 2
+    overwrite_every: int | None = None
+    has_waits: bool = True
+    most_failed: int | None = None
+    bad_content: int | None = None
 
     def __post_init__(self) -> None:
         self.errors: list[ShardckptError] = []
+        self.lost_copies: list[BaseException] = []
         self.withdrawals = 0
         self.saved: list[int] = []
 
@@ -73,6 +84,11 @@ class Job:
     def has_tiers(self) -> bool:
         """Whether it has tiers in front of the root."""
         return self.memory is not None or self.local is not None
+
+    @property
+    def counts_restores(self) -> bool:
+        """Whether restores are counted in the root until a further step is completed."""
+        return self.has_tiers if self.most_failed is None else self.most_failed > 0
 
     @property
     def node_names(self) -> frozenset[str]:
@@ -100,6 +116,7 @@ class Trainer:
         self._scheduler, self._auditor, self._job = scheduler, auditor, job
         self._ranks, self._rank = ranks, rank
         self._calls = 0
+        self._unsettled: list[tuple[int, int]] = []
 
     def run(self) -> None:
         """Restore, then save step after step; end when a rank is lost."""
@@ -111,68 +128,114 @@ class Trainer:
             tiers=job.build_tiers(self._rank),
             keep_last=job.keep_last,
             dedup=job.dedup,
+            max_failed_restores=job.most_failed,
             process_group=link,
-            on_event=self._record_withdrawal,
+            on_event=self._watch,
         )
         try:
-            step = self._restore(checkpointer)
-            if job.is_last:  # steps that the run has left for an older one may have the next numbers
-                step = max(step, job.start * _STEPS_OF_A_START)
-            for number in range(step + 1, step + 1 + job.saves):
-                self._save(checkpointer, number)
+            step, content = self._restore(checkpointer)
+            if content == job.bad_content:
+                self._scheduler.sleep(_FAILS_AFTER_S)  # all ranks end the restore
+                self._scheduler.record("fails", f"after step {step}")
+                return
+            self._train(checkpointer, step)
         except ShardckptError as error:
             self._fail("job", error)
         finally:
             self._ranks.processes[self._rank].die()
 
-    def _restore(self, checkpointer: Checkpointer) -> int:
+    def _restore(self, checkpointer: Checkpointer) -> tuple[int, int]:
+        """Restore, and return the step and the attempt; zeros for a new run."""
         self._calls += 1
         least, state = self._auditor.newest(), self._build_state(0)
         nodes = self._job.node_names
-        claim = None
-        if self._job.has_tiers:
-            claim = self._auditor.claims.newest(nodes)
-            if not self._rank:
-                self._auditor.begin_restore()
+        claim = self._auditor.claims.newest(nodes) if self._job.has_tiers else None
+        is_counted = self._job.counts_restores and not self._rank
+        if is_counted:
+            self._auditor.restores.begin()
         try:
             number = checkpointer.restore(state)
         except NoCompleteCheckpoint:
             if least is not None or claim is not None or not self._job.is_last:
                 raise
-            return 0
-        self._auditor.accept((self._job.name, self._calls), number, state, least, claim, nodes)
+            return 0, 0
+        content = self._auditor.accept((self._job.name, self._calls), number, state, least, claim, nodes)
+        if is_counted and content:
+            self._auditor.end_restore(content)
         self._scheduler.record("restored", f"step {number}")
-        return number or 0
+        return number or 0, content
 
-    def _save(self, checkpointer: Checkpointer, number: int) -> None:
+    def _train(self, checkpointer: Checkpointer, step: int) -> None:
+        """Save the steps behind a restored one."""
+        job = self._job
+        if job.is_last:  # steps that the run has left for an older one may have the next numbers
+            step = max(step, job.start * _STEPS_OF_A_START)
+        for number in range(step + 1, step + 1 + job.saves):
+            self._save(checkpointer, number)
+            if job.overwrite_every is not None and not number % job.overwrite_every:
+                self._save(checkpointer, number, is_overwrite=True)
+        if self._unsettled:
+            self._settle(checkpointer)
+
+    def _save(self, checkpointer: Checkpointer, number: int, *, is_overwrite: bool = False) -> None:
         self._calls += 1
-        content = self._job.start * 1000 + number
-        self._auditor.begin(content, number)
+        content = find_content(self._job.start, number, is_overwrite=is_overwrite)
+        self._auditor.begin(content, number, is_overwrite=is_overwrite)
         self._auditor.claims.give_up(self._job.node_names if self._job.has_tiers else None)
         self._scheduler.record("save", f"step {number} as attempt {content}")
         try:
-            if self._job.background:
-                handle = checkpointer.async_save(number, self._build_state(content), max_staging_bytes=_STAGING_BYTES)
-                self._scheduler.sleep(0.01)
-                handle.result()
-            else:
-                checkpointer.save(number, self._build_state(content))
-                checkpointer.wait()
-            if self._job.has_tiers:
+            self._write(checkpointer, number, content, is_overwrite=is_overwrite)
+            if self._job.has_tiers and self._job.has_waits:
                 self._claim(checkpointer, number, content)
         except RankError:
             raise
         except ShardckptError as error:
+            self._unsettled.clear()
             self._fail(f"step {number}", error)
             return
+        if self._job.has_waits:
+            self._confirm(number, content)
+        else:
+            self._unsettled.append((number, content))
+
+    def _write(self, checkpointer: Checkpointer, number: int, content: int, *, is_overwrite: bool) -> None:
+        state = self._build_state(content)
+        if self._job.background:
+            handle = checkpointer.async_save(number, state, max_staging_bytes=_STAGING_BYTES, overwrite=is_overwrite)
+            self._scheduler.sleep(0.01)
+            handle.result()
+            return
+        checkpointer.save(number, state, overwrite=is_overwrite)
+        if self._job.has_waits:
+            checkpointer.wait()
+
+    def _settle(self, checkpointer: Checkpointer) -> None:
+        """Wait for the saves that ran beside the training, then confirm all of them."""
+        self._calls += 1
+        try:
+            checkpointer.wait()
+            self._claim(checkpointer, *self._unsettled[-1])
+        except RankError:
+            raise
+        except ShardckptError as error:
+            self._fail("saves in the background", error)
+            return
+        for number, content in self._unsettled:
+            self._confirm(number, content)
+
+    def _confirm(self, number: int, content: int) -> None:
+        """Record that a step was saved."""
         if not number % self._job.save_every:
             self._auditor.acknowledge(content)
             self._job.saved.append(number)
+        if self._job.counts_restores and not self._rank:
+            self._auditor.complete_step()
         self._scheduler.record("saved", f"step {number}")
 
     def _claim(self, checkpointer: Checkpointer, number: int, content: int) -> None:
         """Ask what the saved step survives; all ranks get the same answer."""
-        checkpointer.durability(number - 1)  # a copy that is lost, other than by retention, is withdrawn
+        if not number % 2:
+            checkpointer.durability(number - 1)  # a copy that is lost, other than by retention, is withdrawn
         holders = self._auditor.claims.find_holders()
         durability = checkpointer.durability(number)
         self._auditor.agree((f"{self._job.name} claims", self._calls), durability)
@@ -180,10 +243,15 @@ class Trainer:
         places = ", ".join(f"{copy.tier} ({copy.survives[-1]})" for copy in durability.copies)
         self._scheduler.record("claims", f"step {number} in {places or 'no place'}")
 
-    def _record_withdrawal(self, event: Any) -> None:
-        if type(event).__name__ == _WITHDRAWAL:
+    def _watch(self, event: Any) -> None:
+        """Record a claim that is withdrawn, or a promotion that failed."""
+        kind = type(event).__name__
+        if kind == _WITHDRAWAL:
             self._job.withdrawals += 1
             self._scheduler.record("withdrawn", f"step {event.step} in {event.tier}")
+        elif kind == _PROMOTION and event.error is not None:
+            self._job.lost_copies.append(event.error)
+            self._scheduler.record("failed", f"copy of step {event.step}", str(event.error))
 
     def _build_state(self, content: int) -> dict[str, Any]:
         ranks = self._ranks.processes

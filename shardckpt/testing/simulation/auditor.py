@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardckpt.checkpoint.load.load import load
 from shardckpt.errors import ShardckptError
+from shardckpt.format.durability.run_record import read_run_record
 from shardckpt.format.durability.step_copies import Durability
 from shardckpt.format.native.base_refs import resolve_base
 from shardckpt.format.native.commit import COMMIT, decode_commit
+from shardckpt.storage.resolve_url import open_store
 from shardckpt.testing.simulation.memory_claims import Claims, MemoryClaim
 from shardckpt.testing.simulation.scheduler import HistoryError, Process, Scheduler
 from shardckpt.testing.simulation.stores.run_storage import RunStorage
-from shardckpt.testing.simulation.trained_state import read_content
-
-_MOST_FAILED = 2
-"""Number of restores without a saved step after which a run with tiers passes over the step."""
+from shardckpt.testing.simulation.trained_state import find_start, read_content
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -57,6 +56,41 @@ class CommittedStep:
 
 
 @dataclass
+class RestoreCounts:
+    """Restores since a step was completed last, by jobs that count them in the root.
+
+    Attributes:
+        most_failed: Failures after a restore of a step, before it is passed over; 0 to count nothing.
+    """
+
+    most_failed: int = 0
+    _begun: int = 0
+    _ended: dict[int, int] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Record that a restore begins: it may be of any step."""
+        self._begun += 1
+
+    def end(self, content: int) -> bool:
+        """Record that an attempt was restored; return True if it had to be passed over."""
+        self._ended[content] = self._ended.get(content, 0) + 1
+        return self._ended[content] > self.most_failed
+
+    def may_pass_over(self) -> bool:
+        """Return True if the run may have failed often enough after a step."""
+        return self._begun > self.most_failed > 0
+
+    def complete(self, recorded: Iterable[int]) -> None:
+        """Record that a step was completed.
+
+        Args:
+            recorded: Failures that a fault has left in the root.
+        """
+        self._ended.clear()
+        self._begun = max(recorded, default=0)
+
+
+@dataclass
 class Auditor:
     """Auditor of one run.
 
@@ -69,6 +103,11 @@ class Auditor:
         steps: Committed steps by the name of their folder.
         ever: Attempts that were ever committed.
         has_captures: Whether attempts may be in memory and not in the root.
+        is_quiet: Returns whether no fault has shown, and no other job runs beside a job.
+        is_alone: Whether jobs run one after another.
+        has_rivals: Whether several jobs with tiers run at once, which replace the captures of each other.
+        is_replaced_by_rivals: Whether several jobs run at once on a store on which the later of two saves stays.
+        restores: Restores that are counted in the root.
     """
 
     scheduler: Scheduler
@@ -79,21 +118,42 @@ class Auditor:
     steps: dict[str, CommittedStep] = field(default_factory=dict)
     ever: set[int] = field(default_factory=set)
     has_captures: bool = False
+    is_quiet: Callable[[], bool] = bool
+    is_alone: bool = True
+    has_rivals: bool = False
+    is_replaced_by_rivals: bool = False
+    restores: RestoreCounts = field(default_factory=RestoreCounts)
     _acknowledged: dict[int, None] = field(default_factory=dict)
-    _restores: int = 0
+    _overwrites: set[int] = field(default_factory=set)
     _verdicts: dict[tuple[str, int], tuple[str, object]] = field(default_factory=dict)
     _version: int = -1
     _flipped: list[object] = field(default_factory=list)
+    _flips_before: dict[int, int] = field(default_factory=dict)
 
     # Reports of actors
 
-    def begin_restore(self) -> None:
-        """Record that a job with tiers restores: two that are not followed by a saved step may be passed over."""
-        self._restores += 1
+    def begin_job(self, start: int) -> None:
+        """Record that a start of the job begins: it has to find what was damaged before."""
+        self._flips_before[start] = len(self._flipped)
 
-    def begin(self, content: int, number: int) -> None:
+    def end_restore(self, content: int) -> None:
+        """Record that a job that counts its restores has restored an attempt. Raises HistoryError."""
+        is_too_often = self.restores.end(content)
+        others = [step for step in self.steps.values() if step.content != content and step.is_acknowledged]
+        if self.is_quiet() and others and is_too_often:
+            raise HistoryError(f"attempt {content} is restored again, although the run failed after it")
+
+    def complete_step(self) -> None:
+        """Record that a job that counts its restores has completed a step."""
+        newest = self.newest()
+        recorded = read_failures(self.scheduler, self.storage)
+        self.restores.complete(n for order, n in recorded.items() if newest is None or order >= newest.order)
+
+    def begin(self, content: int, number: int, *, is_overwrite: bool = False) -> None:
         """Record an attempt to save."""
         self.attempts[content] = number
+        if is_overwrite:
+            self._overwrites.add(content)
 
     def acknowledge(self, content: int) -> None:
         """Record that a rank knows that an attempt is committed.
@@ -128,8 +188,7 @@ class Auditor:
             HistoryError: A claimed copy cannot be there.
         """
         self.check()
-        self._restores = 0
-        for copy in durability.copies:
+        for copy in () if self.has_rivals else durability.copies:
             if copy.tier == "root" and not self._was_committed(content):
                 raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
             if copy.tier == "memory":
@@ -150,8 +209,8 @@ class Auditor:
         least: CommittedStep | None,
         claim: MemoryClaim | None = None,
         nodes: Collection[str] = (),
-    ) -> None:
-        """Check what a restore returned.
+    ) -> int:
+        """Check what a restore returned, and return the attempt; 0 for a new run.
 
         Args:
             call: Job and number of the collective call.
@@ -166,23 +225,25 @@ class Auditor:
         """
         content = 0 if number is None else read_content(state)
         self.agree(call, (number, content))
-        if self._restores > _MOST_FAILED:
+        if self.restores.may_pass_over():
             least = claim = None
         still = least is not None and any(step is least for step in self.steps.values()) and not least.is_damaged
         if number is None:
             if least is not None and still:
                 raise HistoryError(f"a restore found nothing, but step {least.number} is complete")
             self._require_claimed(claim, nodes, 0)
-            return
+            return 0
         is_known = content in self.ever or self.has_captures
         if not is_known or self.attempts.get(content) != number:
             raise HistoryError(f"a restore of step {number} got attempt {content}, which was never that step")
         self._require_claimed(claim, nodes, content)
-        if still and least is not None and content not in self.ever:
+        is_known_order = content in self.ever and number != (least and least.number)
+        if still and least is not None and not is_known_order and not self.has_rivals:
             self._require_later(content, least.content, f"step {least.number} of the root")
         got = [step.order for step in self.steps.values() if step.content == content]
         if least is not None and still and got and got[0] < least.order:
             raise HistoryError(f"a restore got step {number}, but step {least.number} is newer and complete")
+        return content
 
     def _require_claimed(self, claim: MemoryClaim | None, nodes: Collection[str], content: int) -> None:
         if claim is not None and self.claims.holds(claim, nodes):
@@ -253,13 +314,14 @@ class Auditor:
             commit = decode_commit(self.storage.read(f"{folder}/{COMMIT}"))
             content = read_content(self.scheduler.observe(lambda: load(url)))
         except ShardckptError as error:
-            if not any(each in self._flipped for each in files.values()):
+            if not any(each in self._flipped for each in files.values()) or self._has_read_damage(number):
                 raise HistoryError(f"{folder} is committed, but cannot be loaded: {error}") from error
             self.steps[folder] = CommittedStep(number, 0, 0, mark, {}, is_damaged=True)
             return
         if self.attempts.get(content) != number:
             raise HistoryError(f"{folder} has attempt {content}, which was not a save of this step")
-        if old is not None and old.is_acknowledged and not old.is_damaged and old.content != content:
+        is_good = old is not None and old.is_acknowledged and not old.is_damaged
+        if old is not None and is_good and old.content != content and not self._may_replace(old, content):
             raise HistoryError(f"attempt {content} replaced step {number} of attempt {old.content}")
         needed = [f"{folder}/{name}" for name in (*commit.files, commit.manifest)]
         for base, held in commit.bases.items():
@@ -267,8 +329,19 @@ class Auditor:
         found = {name: files[name] for name in needed}
         self.ever.add(content)
         self.steps[folder] = CommittedStep(
-            number, content, commit.branch, mark, found, is_acknowledged=content in self._acknowledged
+            number, content, commit.branch, mark, found, is_acknowledged=is_good or content in self._acknowledged
         )
+
+    def _has_read_damage(self, number: int) -> bool:
+        """Return True if the newest attempt to save a step is of a job that started after the last flipped bit."""
+        content = next(each for each in reversed(self.attempts) if self.attempts[each] == number)
+        return self.is_alone and self._flips_before[find_start(content)] == len(self._flipped)
+
+    def _may_replace(self, old: CommittedStep, content: int) -> bool:
+        """Return True if an attempt may replace a good step: it overwrites it, or the run failed after its restore."""
+        if content in self._overwrites or self.is_replaced_by_rivals:
+            return True
+        return read_failures(self.scheduler, self.storage).get(old.order, 0) >= self.restores.most_failed > 0
 
     # Faults
 
@@ -307,5 +380,20 @@ class Auditor:
                 continue
             self._add_step(folder, mark, files)
         for folder, old in before.items():
-            if old.is_acknowledged and not old.is_damaged and folder not in self.steps:
-                raise HistoryError(f"step {old.number} was saved, but a power failure lost it")
+            if old.is_acknowledged and not old.is_damaged:
+                self._require_survived(old, self.steps.get(folder))
+
+    def _require_survived(self, old: CommittedStep, new: CommittedStep | None) -> None:
+        if new is None:
+            raise HistoryError(f"step {old.number} was saved, but a power failure lost it")
+        if old.content in self._acknowledged and not new.is_damaged:
+            self._require_later(new.content, old.content, "a step that a power failure had to leave")
+
+
+def read_failures(scheduler: Scheduler, storage: RunStorage) -> dict[tuple[int, int], int]:
+    """Return the failures after restores that the root records, by the orders of the steps."""
+    try:
+        record = scheduler.observe(lambda: read_run_record(open_store(storage.root)))
+    except ShardckptError:  # it counts as nothing
+        return {}
+    return {(attempt.branch, attempt.number): attempt.failures for attempt in record.attempts}

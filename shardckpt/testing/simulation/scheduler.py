@@ -140,8 +140,10 @@ class WaitingTasks:
         self._by_thing: dict[Hashable, dict[int, Task]] = {}
         self._deadlines: list[tuple[float, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._tasks)
+    @property
+    def has_tasks(self) -> bool:
+        """Whether a task has not ended."""
+        return bool(self._tasks)
 
     @property
     def tasks(self) -> list[Task]:
@@ -190,7 +192,9 @@ class WaitingTasks:
 
     def notify(self, thing: Hashable) -> None:
         """Record that a thing has changed."""
-        self._doubtful.update(self._by_thing.get(thing, {}))
+        waiting = self._by_thing.get(thing)
+        if waiting:
+            self._doubtful.update(waiting)
 
     def find_ready(self, now: float) -> Sequence[int]:
         """Return the numbers of the tasks that can run, in ascending order.
@@ -202,9 +206,10 @@ class WaitingTasks:
             number = heappop(self._deadlines)[1]
             if number in self._tasks:
                 self._doubtful[number] = self._tasks[number]
-        for number, task in (*self._doubtful.items(), *self._polled.items()):
-            self._set_ready(number, is_ready=task.can_run(now))
-        self._doubtful.clear()
+        if self._doubtful or self._polled:
+            for number, task in (*self._doubtful.items(), *self._polled.items()):
+                self._set_ready(number, is_ready=task.can_run(now))
+            self._doubtful.clear()
         return self._ready
 
     def _set_ready(self, number: int, *, is_ready: bool) -> None:
@@ -243,6 +248,7 @@ class Scheduler:
         after_event: Called after each event took effect.
         current: Running task; None outside the simulation.
         failure: First violation of an invariant, or error of an actor.
+        processes: Processes so far, in the order of their start.
     """
 
     def __init__(
@@ -261,14 +267,15 @@ class Scheduler:
         self._count = 0
         self._is_observed = False
         self._end = threading.Lock()
-        self._processes = self._spawned = 0
+        self.processes: list[Process] = []
+        self._spawned = 0
 
     # Processes and tasks
 
     def new_process(self, name: str) -> Process:
         """Return a new process without threads."""
-        self._processes += 1
-        process = Process(name, 1000 + self._processes)
+        process = Process(name, 1001 + len(self.processes))
+        self.processes.append(process)
         process.at_death.append(lambda: self.notify(process))
         return process
 
@@ -461,16 +468,16 @@ class Scheduler:
         chosen.baton.release()
 
     def _choose(self, task: Task | None) -> Task | None:
-        waits = self._waits
-        while len(waits):
-            while self._timers and self._timers[0][0] <= self.now:
-                heappop(self._timers)[2]()
-            if task is not None and self.random.random() < self._stay and task.can_run(self.now):
+        waits, timers, chance = self._waits, self._timers, self.random.random
+        while waits.has_tasks:
+            while timers and timers[0][0] <= self.now:
+                heappop(timers)[2]()
+            if task is not None and chance() < self._stay and task.can_run(self.now):
                 return task
             ready = waits.find_ready(self.now)
             if ready:
-                return waits.get_task(ready[int(self.random.random() * len(ready))])
-            times = [*waits.next_deadline(), *(each[0] for each in self._timers[:1])]
+                return waits.get_task(ready[int(chance() * len(ready))])
+            times = [*waits.next_deadline(), *(each[0] for each in timers[:1])]
             if times:
                 self.now = max(self.now, min(times))
                 continue

@@ -31,6 +31,7 @@ from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
 from shardckpt.checkpoint.save.save import SAVERS, SaverCache
 from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpinned, make_buffer
 from shardckpt.checkpoint.tiers.peer_memory import find_node, find_node_id
+from shardckpt.format.native.commit import decode_commit
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.local_shards import get_tensor_shards
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
@@ -58,6 +59,9 @@ _READS_BACK = "shardckpt.format.encodings.safetensors_check"
 
 
 _MOST_BUFFER_BYTES = 1 << 16
+
+_MOST_DECODED = 64
+"""Maximum number of `COMMIT` files whose content is remembered: each is read about a hundred times."""
 
 
 def _make_small_buffer(nbytes: int) -> StagingBuffer:
@@ -153,6 +157,7 @@ class Machine:
             (queue.SimpleQueue, lambda: SimulatedQueue(scheduler)),
             (ThreadPoolExecutor, InlineExecutor),
             *self._holders.twins(_Twin),
+            (decode_commit, lru_cache(_MOST_DECODED)(decode_commit)),
             (get_tensor_shards, find_tensor_shards),
             (find_node, self.find_node),
             (find_node_id, lambda: self.process.node),

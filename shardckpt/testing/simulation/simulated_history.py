@@ -7,31 +7,19 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from random import Random
-from typing import Literal
 
 from shardckpt.checkpoint.peers import peer_exchange
 from shardckpt.checkpoint.peers.node_files import Node
+from shardckpt.checkpoint.run.restore_attempts import MOST_FAILED
 from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.storage import fsspec_writer
 from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
 from shardckpt.testing.simulation.auditor import Auditor
-from shardckpt.testing.simulation.faults import (
-    BUCKET,
-    CLOCK_JUMPS_S,
-    COMMON,
-    DISK,
-    LONGEST_STALL_S,
-    MEMORY,
-    SEVERAL_NODES,
-    FaultKind,
-    Faults,
-    PlannedFault,
-    plan_faults,
-)
+from shardckpt.testing.simulation.faults import CLOCK_JUMPS_S, LONGEST_STALL_S, FaultKind, Faults, PlannedFault
 from shardckpt.testing.simulation.memory_claims import Claims
 from shardckpt.testing.simulation.network import SimulatedRanks
+from shardckpt.testing.simulation.scenario import Scenario
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent, Process, Scheduler, Task
 from shardckpt.testing.simulation.seams import Machine, simulated
 from shardckpt.testing.simulation.stores.bucket import SimulatedBucket, mount
@@ -39,8 +27,7 @@ from shardckpt.testing.simulation.stores.disk import Disk
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 from shardckpt.testing.simulation.stores.run_storage import BucketStorage, DiskStorage, RunStorage
 from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
-
-StoreKind = Literal["disk", "bucket"]
+from shardckpt.testing.simulation.trained_state import find_content
 
 _TIMEOUT_S = 20.0
 _DAYS_S = 3 * 86_400.0
@@ -54,132 +41,6 @@ _IDLE_S = 1.0
 
 _FINAL_EVENTS = 8_000
 """Number of events within which saving has to work again after the last fault."""
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Actors and faults of a history.
-
-    Attributes:
-        store: Kind of store.
-        worlds: Number of ranks at each start of the job.
-        saves: Number of saves of each start.
-        keep_last: Number of newest steps to keep.
-        dedup: Whether saves are incremental.
-        background: Whether saves run in the background.
-        is_sharded: Whether each rank has some rows of some tensors, and not all of them.
-        has_zombies: Whether a start of the job begins before the previous one has ended.
-        memory_bytes: Maximum bytes of the tier in memory; None for jobs without one.
-        without_memory: Jobs without the tier, by their number among those of the history.
-        nodes: Machine of each node, by their numbers.
-        places: Node of each rank at each start of the job; without one all ranks are on node 0.
-        copies: Number of other machines that keep a copy of each capture.
-        local_every: Steps whose number is a multiple of this are on the disk of the node too; None without this tier.
-        root_every: With tiers, steps whose number is a multiple of this are saved in the root.
-        later_saves: Number of saves in the days after the last fault, which have to remove what no step needs.
-        readers: Number of restores beside the job.
-        prunes: Number of prunes beside the job.
-        faults: Planned faults.
-        stay: Probability that a thread continues at a scheduling point.
-        part_bytes: Bytes of one part of an upload.
-    """
-
-    store: StoreKind
-    worlds: tuple[int, ...] = (2, 2)
-    saves: int = 2
-    keep_last: int = 2
-    dedup: bool = True
-    background: bool = False
-    is_sharded: bool = False
-    has_zombies: bool = False
-    memory_bytes: int | None = None
-    without_memory: frozenset[int] = frozenset()
-    nodes: tuple[int, ...] = (0,)
-    places: tuple[tuple[int, ...], ...] = ()
-    copies: int = 0
-    local_every: int | None = None
-    root_every: int = 2
-    later_saves: int = 0
-    readers: int = 0
-    prunes: int = 0
-    faults: tuple[PlannedFault, ...] = ()
-    stay: float = 0.8
-    part_bytes: int = 16 << 20
-
-    @classmethod
-    def from_seed(cls, seed: int) -> Scenario:
-        """Choose a scenario."""
-        random = Random(f"scenario {seed}")  # noqa: S311
-        scenario = cls(
-            random.choice(("disk", "bucket")),
-            worlds=tuple(random.choice((1, 2, 2, 3)) for _ in range(random.choice((1, 2, 2, 3)))),
-            saves=random.choice((1, 2, 2, 3)),
-            keep_last=random.choice((1, 2, 2, 3)),
-            dedup=random.random() < 0.6,
-            background=random.random() < 0.3,
-            is_sharded=random.random() < 0.5,
-            has_zombies=random.random() < 0.2,
-            readers=random.choice((0, 0, 1, 2)),
-            prunes=random.choice((0, 0, 1, 2)),
-            stay=random.choice((0.5, 0.8, 0.95)),
-            part_bytes=random.choice((16 << 20, 4096)),
-        )
-        if random.random() < 0.35:
-            scenario = replace(
-                scenario,
-                memory_bytes=random.choice((1 << 30, 1 << 30, 12_000, 5_000)),
-                without_memory=frozenset(at for at in range(1, 4) if random.random() < 0.3),
-                background=False,
-                has_zombies=False,
-            )
-            scenario = _choose_nodes(seed, scenario)
-        if random.random() < 0.1:
-            scenario = replace(scenario, later_saves=3)
-        kinds = COMMON + (DISK if scenario.store == "disk" else BUCKET)
-        kinds += DISK if scenario.store == "bucket" and scenario.local_every is not None else ()
-        kinds += MEMORY if scenario.memory_bytes is not None else ()
-        kinds += SEVERAL_NODES if len(scenario.nodes) > 1 else ()
-        count = random.choice((0, 1, 1, 2, 2, 3, 5))
-        return replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
-
-    @property
-    def has_tiers(self) -> bool:
-        """Whether jobs have tiers in front of the root."""
-        return self.memory_bytes is not None or self.local_every is not None
-
-    @property
-    def expected_events(self) -> int:
-        """Approximate number of events before the last fault."""
-        each_save = 60 if self.store == "disk" else 30
-        if len(self.nodes) > 1:
-            each_save *= 3
-        return sum(20 + 25 * world + self.saves * (each_save + 15 * world) for world in self.worlds)
-
-
-def _choose_nodes(seed: int, scenario: Scenario) -> Scenario:
-    """Place the ranks of a scenario with captures in memory on several nodes, or leave them on one."""
-    random = Random(f"nodes {seed}")  # noqa: S311
-    count = random.choice((1, 2, 2, 3))
-    if count == 1:
-        memory = random.choice((scenario.memory_bytes, scenario.memory_bytes, None))
-        every = random.choice((1, 1, 2) if memory is None else (None, 1, 1, 2))
-        return replace(scenario, memory_bytes=memory, local_every=every, root_every=random.choice((2, 4)))
-    machines = (0, 0, 1)[:count] if random.random() < 0.15 else tuple(range(count))
-    worlds, places = [], []
-    for _ in scenario.worlds:
-        used = sorted(random.sample(range(count), random.choice((count, count, random.randint(1, count)))))
-        world = random.choice((len(used), len(used) + 1))
-        worlds.append(world)
-        places.append(tuple(used[rank * len(used) // world] for rank in range(world)))
-    return replace(
-        scenario,
-        worlds=tuple(worlds),
-        nodes=machines,
-        places=tuple(places),
-        copies=random.choice((0, 1, 1, 2)),
-        memory_bytes=random.choice((1 << 30, 1 << 30, 1 << 30, 15_500, 12_000)),
-        root_every=random.choice((2, 2, 4)),
-    )
 
 
 @dataclass
@@ -252,17 +113,28 @@ class _HistoryRun:
             self.storage = DiskStorage(self.disk, "/disk/run")
         else:
             mount(self.bucket)
-            self.storage = BucketStorage(self.bucket, "sim://bucket/run")
+            scheme = "sim" if self.scenario.store == "bucket" else "plain"
+            self.storage = BucketStorage(self.bucket, f"{scheme}://bucket/run")
         machines = enumerate(self.scenario.nodes)
         self.nodes = {f"node{at}": Node(f"node{at}", f"machine{each}", f"rack{at // 2}") for at, each in machines}
         self.holders = SimulatedHolders(self.scheduler, self.system, self._new_process)
         claims = Claims(self.nodes, self.holders)
         self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims)
-        self.auditor.has_captures = self.scenario.has_tiers
+        self._set_promises()
+        self._clock_shifts = dict.fromkeys(self.nodes, 0.0)
         self._harness = self._new_process("harness", _FIRST_NODE)
         self._starts = 0
         self._jobs: list[Job] = []
         self._processes: list[Process] = []
+
+    def _set_promises(self) -> None:
+        """Set what the auditor requires: less is promised for jobs that run beside each other."""
+        scenario, auditor = self.scenario, self.auditor
+        auditor.has_captures, auditor.is_alone = scenario.has_tiers, not scenario.has_zombies
+        auditor.is_quiet = lambda: not (self.faults.fired or scenario.has_zombies)
+        auditor.has_rivals = scenario.has_zombies and scenario.has_tiers
+        auditor.is_replaced_by_rivals = scenario.has_zombies and scenario.store == "plain"
+        auditor.restores.most_failed = MOST_FAILED if scenario.most_failed is None else scenario.most_failed
 
     def run(self) -> None:
         """Run the history to its end. Raises the error that ended it."""
@@ -316,6 +188,7 @@ class _HistoryRun:
         self.faults.stop()
         for process in self._processes:
             process.die()
+        self._shift_clocks(self.nodes, None)
         self.disk.is_full = False
         self.scheduler.record("calm", "no more faults")
         began = len(self.scheduler.events)
@@ -344,7 +217,9 @@ class _HistoryRun:
     def _save_again(self) -> Job:
         """Run a job that has to save a step, and return it. Raises HistoryError."""
         for _ in range(2):
-            placed = tuple(range(len(self.nodes))) if len(self.nodes) > 1 else (0, 0)
+            placed = (
+                tuple(range(len(self.nodes))) if len(self.nodes) > 1 else self.scheduler.random.choice(((0,), (0, 0)))
+            )
             job, tasks = self._start_job(f"final{self._starts}", placed, 1, background=False, is_last=True)
             self._wait_for(tasks)
             if job.errors:
@@ -356,9 +231,14 @@ class _HistoryRun:
     def _require_reasons(self) -> None:
         """Require that no operation failed without a fault and without another job. Raises HistoryError."""
         errors = [error for job in self._jobs for error in job.errors]
-        if any(job.withdrawals for job in self._jobs) and not self.faults.fired:
+        lost = [error for job in self._jobs for error in job.lost_copies]
+        if not self.auditor.is_quiet():
+            return
+        if any(job.withdrawals for job in self._jobs):
             raise HistoryError("a claim is withdrawn without a fault")
-        if errors and not self.faults.fired and not self.scenario.has_zombies:
+        if lost:
+            raise HistoryError(f"a capture is not promoted without a fault: {lost[0]}")
+        if errors:
             raise HistoryError(f"an operation failed without a fault: {errors[0]}") from errors[0]
 
     def _start_job(
@@ -367,7 +247,9 @@ class _HistoryRun:
         """Start the ranks of a job on the nodes of some numbers."""
         scenario, world = self.scenario, len(placed)
         self._starts += 1
+        self.auditor.begin_job(self._starts)
         has_tiers = self._starts not in scenario.without_memory
+        is_spared = self._starts == 1 or self._starts >= len(scenario.worlds) or not scenario.bad_step
         memory, local = scenario.memory_bytes, scenario.local_every
         job = Job(
             name,
@@ -383,6 +265,10 @@ class _HistoryRun:
             Local(_LOCAL_FOLDER, local) if has_tiers and local is not None else None,
             tuple(self.nodes[f"node{at}"] for at in placed),
             scenario.root_every,
+            None if is_last else scenario.overwrite_every,
+            is_last or scenario.has_waits,
+            scenario.most_failed,
+            None if is_spared else find_content(1, scenario.bad_step),
         )
         self._jobs.append(job)
         ranks = self._make_ranks(name, [node.name for node in job.nodes])
@@ -397,7 +283,7 @@ class _HistoryRun:
 
     def _new_process(self, name: str, node: str) -> Process:
         process = self.scheduler.new_process(name)
-        process.node = node
+        process.node, process.clock_shift = node, self._clock_shifts[node]
         process.at_death.append(lambda: self.system.close_all(process))
         return process
 
@@ -434,7 +320,7 @@ class _HistoryRun:
             self.auditor.claims.lose(task.process)  # a holder may hang
             self.scheduler.sleep(random.random() * LONGEST_STALL_S)
         elif kind.name == "clock jump":
-            task.process.clock_shift += random.choice(CLOCK_JUMPS_S)
+            self._shift_clocks([task.process.node], random.choice(CLOCK_JUMPS_S))
         elif kind.name == "flip in memory":
             self.scheduler.record("flip", self.auditor.claims.flip(random))
         elif kind.name.startswith("flip"):
@@ -447,6 +333,13 @@ class _HistoryRun:
         elif kind.name.startswith("loss of two nodes"):
             for node in random.sample(sorted(self.nodes), 2):
                 self._lose_node(node)
+
+    def _shift_clocks(self, nodes: Collection[str], seconds: float | None) -> None:
+        """Shift the clocks of some nodes, which all their processes read; None sets them to the correct time."""
+        for node in nodes:
+            self._clock_shifts[node] = 0.0 if seconds is None else self._clock_shifts[node] + seconds
+        for process in self.scheduler.processes:
+            process.clock_shift = self._clock_shifts.get(process.node, 0.0)
 
     def _lose_node(self, name: str) -> None:
         """Lose the machine of a node; with a single node, its disk too."""

@@ -12,6 +12,8 @@ from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_ten
 from shardckpt.testing.simulation.scheduler import HistoryError
 
 _ROWS = 7
+_STEPS, _OVERWRITE = 1000, 500
+"""Number of attempts of a start, and the first of those that overwrite."""
 
 
 class RowShard(torch.Tensor):
@@ -49,6 +51,22 @@ def find_tensor_shards(tensor: torch.Tensor) -> TensorShards:
         return get_tensor_shards(tensor)
     own = tensor.detach().as_subclass(torch.Tensor)
     return TensorShards(tensor.full, own.dtype, (LocalShard(tensor.box, own),) if tensor.box.volume else ())
+
+
+def find_content(start: int, number: int, *, is_overwrite: bool = False) -> int:
+    """Return the number that identifies an attempt to save a step.
+
+    Args:
+        start: Number of the start of the job.
+        number: Number of the step.
+        is_overwrite: Whether the attempt overwrites the step that the same start has saved.
+    """
+    return start * _STEPS + number + is_overwrite * _OVERWRITE
+
+
+def find_start(content: int) -> int:
+    """Return the number of the start that an attempt is of."""
+    return content // _STEPS
 
 
 def build_state(content: int, rank: int = 0, size: int = 1, *, is_sharded: bool = False) -> dict[str, Any]:

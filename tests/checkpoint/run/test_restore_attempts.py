@@ -14,7 +14,7 @@ from forks import is_killed
 from harness import run
 
 from shardckpt import Checkpointer, Local
-from shardckpt.errors import StorageError, UsageError
+from shardckpt.errors import StorageError, TargetExistsError, UsageError
 from shardckpt.format.durability.run_record import RECORD
 from shardckpt.storage.local import LocalStore
 
@@ -57,6 +57,22 @@ def test_a_step_after_whose_restore_the_run_was_killed_twice_is_passed_over_and_
     assert ck.should_save(3)
     save(ck, 3, 4)
     assert restore(make(tmp_path)) == (4, False), "what was saved since is newer than the step that was passed over"
+
+
+def test_the_number_of_a_step_that_is_passed_over_is_saved_again_and_that_of_another_is_not(tmp_path):
+    def start() -> Checkpointer:
+        return Checkpointer(tmp_path, max_failed_restores=1)
+
+    save(start(), 1, 2, 3)
+    assert restore(start()) == (3, False)
+    ck = start()
+    assert restore(ck) == (2, True)
+    save(ck, 3)
+    assert restore(start()) == (3, False)
+    ck = start()
+    assert restore(ck, step=1) == (1, False)
+    with pytest.raises(TargetExistsError):
+        save(ck, 2)
 
 
 def test_a_step_that_was_completed_after_the_restore_ends_the_count(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from forks import is_killed
 from harness import run
-from tier_runs import restore, save
+from tier_runs import make_state, restore, save
 
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, WithdrawalEvent
@@ -95,6 +95,16 @@ def test_after_a_restore_from_a_tier_no_save_refers_to_files_that_nobody_has_rea
     assert [bool(each.problems) for each in verified] == [True, False, False]
     (base,) = [json.loads(line) for line in (tmp_path / "run/step-00000006/COMMIT").read_text().splitlines()[:1]]
     assert [url for url, _ in base["bases"]] == ["../step-00000004"], "later saves are bases again"
+
+
+def test_copies_that_are_overwritten_are_not_withdrawn(tmp_path):
+    events: list[object] = []
+    ck = make(tmp_path, save_every=1, on_event=events.append)
+    for _ in range(2):
+        ck.save(1, make_state(), overwrite=True)
+        ck.wait()
+        assert [copy.tier for copy in ck.durability(1).copies] == ["local", "root"]
+    assert not [event for event in events if isinstance(event, WithdrawalEvent)]
 
 
 def test_of_three_equal_copies_the_nearest_that_verifies_is_restored(tmp_path):

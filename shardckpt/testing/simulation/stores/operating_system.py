@@ -9,6 +9,7 @@ import posixpath
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -75,6 +76,11 @@ class OpenMemory(NamedTuple):
 
     node: File
     path: str
+
+
+@lru_cache(maxsize=1024)
+def _resolve(path: str) -> str:
+    return posixpath.normpath(posixpath.join(_HOME, path))
 
 
 class SimulatedPath:
@@ -149,7 +155,7 @@ class NameCalls:
 
     def resolve(self, path: str) -> str:
         """Return a path from the root."""
-        return posixpath.normpath(posixpath.join(_HOME, os.fspath(path)))
+        return _resolve(os.fspath(path))
 
     def stat(self, path: str, *, follow_symlinks: bool = True) -> Status:
         """Return the status of a path."""
