@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import Generator
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler, swa_utils
@@ -267,6 +268,71 @@ class Adversarial(Training):
         return loss
 
 
+class NoiseGenerator(Training):
+    """Noise from a generator of its own, which an object in the state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state["noise"] = Generator(torch.Generator().manual_seed(int(torch.randint(1000, ()))))
+
+    def next(self) -> torch.Tensor:
+        return super().next() + torch.randn((BATCH, 6), generator=self.state["noise"].generator)
+
+
+class CachedBuffer(Training):
+    """A buffer that is not saved, and that the first forward pass of a process computes."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("cache", torch.zeros(0), persistent=False)
+        return model
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        if not len(self.model.cache):
+            self.model.cache = torch.arange(6.0)
+        return (self.model(batch) * self.model.cache).square().mean()
+
+
+class Curriculum(Training):
+    """Batches that grow from step to step."""
+
+    def next(self) -> torch.Tensor:
+        at = int(self.at)
+        self.at += 1
+        return DATA[at * (at + 1) :][: 2 + at]
+
+
+class LayerThatUnfreezes(Training):
+    def step(self) -> tuple[Any, Any]:
+        self.model[0].requires_grad_(int(self.at) > SAVED_AT)
+        return super().step()
+
+
+class OptimizerThatBeginsAnew(Training):
+    """Slots that the run itself drops, behind the save."""
+
+    def step(self) -> tuple[Any, Any]:
+        if int(self.at) == SAVED_AT + 1:
+            self.optims[0].state.clear()
+        return super().step()
+
+
+class GradientPenalty(Training):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = batch.clone().requires_grad_(True)
+        out = self.model(batch).square().mean()
+        (gradient,) = torch.autograd.grad(out, batch, create_graph=True)
+        return out + gradient.square().sum()
+
+
+class GroupOfEachParameter(Training):
+    def build_optims(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW([{"params": [each]} for each in self.model.parameters()])]
+
+    def build_schedule(self) -> Any:
+        return lr_scheduler.LambdaLR(self.optims[0], [lambda at, n=n: 0.9 ** (at * n) for n in range(4)])
+
+
 TRAININGS: Mapping[str, type[Training]] = {each.__name__: each for each in (Training, *Training.__subclasses__())}
 
 
@@ -357,6 +423,23 @@ def skip_a_batch(made: Training) -> None:
     made.at += 1
 
 
+def make_the_optimizer_anew(made: Training) -> None:
+    made.optims[0] = torch.optim.AdamW(made.model.parameters(), lr=0.01)
+
+
+def keep_a_gradient(made: Training) -> None:
+    made.model[0].weight.grad = torch.ones_like(made.model[0].weight)
+
+
+def normalize_samples(made: Training) -> None:
+    exact = made.next
+    made.next = lambda: exact() / 2
+
+
+def change_dropout(made: Training) -> None:
+    made.model[2].p = 0.5
+
+
 FAULTS: Mapping[str, tuple[str, Callable[[Training], None], str, str]] = {
     "slots of two parameters swapped": ("Training", swap_slots, "optimizer", "exp_avg"),
     "other betas": ("Training", change_betas, "optimizer", "betas.0"),
@@ -370,6 +453,10 @@ FAULTS: Mapping[str, tuple[str, Callable[[Training], None], str, str]] = {
     "noise from another seed": ("Augmented", seed_numpy, "batch", ""),
     "half of the batches": ("Accumulation", accumulate_once, "batch", ""),
     "statistics of batch norm": ("SpectralNorm", lose_statistics, "parameter", "model.1.num_batches_tracked"),
+    "an optimizer made after the restore": ("Training", make_the_optimizer_anew, "optimizer", "step"),
+    "a gradient from before the restore": ("Training", keep_a_gradient, "optimizer", "0.weight.exp_avg"),
+    "samples normalized otherwise": ("Training", normalize_samples, "batch", "other samples"),
+    "another rate of dropout": ("Training", change_dropout, "loss", "loss"),
     "networks out of turn": ("Adversarial", skip_a_batch, "batch", "skipped"),
 }
 """Training, fault, cause, and a part of the name."""

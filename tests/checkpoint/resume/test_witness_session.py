@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults import SAVED_AT, STEPS, Job
-from harness import run
+from harness import recorded, run
 
 import shardckpt
 from shardckpt.checkpoint.resume import state_digests, witness_session
@@ -354,3 +354,31 @@ def test_a_resume_on_other_ranks_is_compared_by_samples_and_mean_loss(tmp_path: 
     assert run(2, on_two) == [["", "", "batch repeated"]] * 2
     assert without_dropout(0, 1, "plain", tmp_path / "two", resumes=True) == ""
     assert without_dropout(0, 1, "plain", tmp_path / "two", resumes=True, fault=True) == "batch repeated"
+
+
+def count_calls(rank: int, world: int, folder: Path) -> dict[str, list[int]]:
+    """Return the numbers of collectives of a save and of the steps behind it, with a witness and without one."""
+    counts = {}
+    for name, witness in (("with", shardckpt.Witness(steps=2)), ("without", None)):
+        checkpointer = shardckpt.Checkpointer(folder / name, witness=witness)
+        state = {"w": torch.ones(4)}
+        checkpointer.save(1, state)  # the first makes groups and the folder
+        found = []
+        with recorded() as calls:
+            checkpointer.save(10, state)
+        found.append(len(calls))
+        for step in (11, 12, 13):
+            with recorded() as calls:
+                checkpointer.witness(step, loss=1.0, batch=torch.ones(2))
+            found.append(len(calls))
+        counts[name] = found
+    return counts
+
+
+def test_a_save_has_no_message_for_its_witness_and_each_recorded_step_has_one_each_way(tmp_path: Path) -> None:
+    for counts in run(2, count_calls, tmp_path):
+        with_witness, without = counts["with"], counts["without"]
+        assert with_witness[0] == without[0], "the save itself sends nothing more"
+        assert without[1:] == [0, 0, 0]
+        assert with_witness[3] == 0, "the third step is not due"
+        assert 0 < with_witness[1] == with_witness[2] <= 4
