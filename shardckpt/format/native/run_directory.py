@@ -430,7 +430,7 @@ def _describe_unfinished(store: Store, step: StepFolder, newest: int) -> str:
         IncompleteError(
             f"this step has no {COMMIT}, and step {newest} after it is complete",
             where=f"{store.url.rstrip('/')}/{step.name}",
-            found=f"{len(step.held)} files",
+            found="1 file" if len(step.held) == 1 else f"{len(step.held)} files",
             fix=(
                 "Its save or its removal was interrupted, or goes on: a prune or a save removes it a day after its last"
                 " change. `shardckpt repair` brings it back if no file is missing."
