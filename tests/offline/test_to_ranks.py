@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return found.detach()
 
 
+reads_meshes_of_today = pytest.mark.skipif(
+    find_spec("torch.distributed._mesh_layout") is None, reason="torch must read meshes that torch 2.13 pickles"
+)
+
+
+@reads_meshes_of_today
+def test_the_mesh_has_the_field_that_torch_2_15_reads(ranks: Path, tmp_path: Path) -> None:
+    shardckpt.reshard(ranks, tmp_path / "one", world_size=1, to="torch")
+    state = torch.load(tmp_path / "one" / "rank0.pt", weights_only=True)
+    assert state["model"]["head.weight"].device_mesh._preserve_rank_order is False
+
+
+@reads_meshes_of_today
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_torch_loads_them_into_a_sharded_model(weights_only: bool, ranks: Path, tmp_path: Path) -> None:
     """Model and optimizer of two ranks go to three; every bit is that of the two."""

@@ -121,6 +121,7 @@ def _mesh(rank: int, world: int) -> GlobalCall:
         "_rank_map": TensorValue(0, "int32", (world,)),
         "_mesh_dim_names": None,
         "_root_mesh": None,
+        "_preserve_rank_order": False,  # read by torch 2.15; earlier ones ignore it
         "_flatten_rank_map": tuple(range(world)),
         "_thread_id": None,
         "_flatten_mapping": {},
