@@ -60,6 +60,7 @@ class _Places(NamedTuple):
         branch: Branch of the run that the step belongs to.
         after: Position in the root, and the id of this attempt to save, as text.
         tiers: Indexes of the tiers that take it: the first captures it, its files are copied to the others.
+        opened: Indexes of those of them that all nodes have made ready.
         in_root: Whether it is saved in the root.
         share: `NodeShare` of the rank.
         has_own_record: Whether the rank keeps a copy of the witness record on its node.
@@ -69,6 +70,7 @@ class _Places(NamedTuple):
     branch: int
     after: str
     tiers: list[int]
+    opened: list[int]
     in_root: bool
     share: tuple[int, bool] = (1, False)
     has_own_record: bool = False
@@ -173,6 +175,7 @@ class TieredSaver:
         self._saver, self._schedule, self._tiers, self._finder = saver, schedule, tuple(tiers), finder
         self._promoter, self._on_saved = promoter, on_saved
         self._captured_in: list[SavedPlace] = []
+        self._is_first = False
         saver.on_saved = self._add_saved
         for tier in self._tiers:
             tier.list_needed = partial(promoter.list_promoted, tier)
@@ -202,7 +205,8 @@ class TieredSaver:
             given = check_options(async_save, options, self._finder.group)
             notes = build_notes(metrics, given.get("custom_metadata"))
             folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
-            message = json.dumps([require_step_number(step), find_node_id(), folders]).encode()
+            number = require_step_number(step)
+            message = json.dumps([number, find_node_id(), folders, self._open_again(number)]).encode()
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
         coordinator = get_channels(self._finder.group).main
@@ -213,7 +217,7 @@ class TieredSaver:
         copy_options = {name: given[name] for name in _FOR_COPY if name in given}
         share = NodeShare(*places.share)
         self._captured_in = []
-        opened = [tier for tier in map(self._tiers.__getitem__, places.tiers) if tier.open_nodes(places.number, share)]
+        opened = self._open_tiers(places, share)
         if opened:
             source, *targets = opened
 
@@ -228,6 +232,25 @@ class TieredSaver:
         self._saver.record_save(places.number, places.branch, None)
         self._add_saved(places.number, state, [])
         return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
+
+    def _open_again(self, number: int) -> dict[str, str]:
+        """Make the tiers of a step ready that were ready on all nodes at the last one; return why one is not, by name.
+
+        So steps are captured without a further message unless something changes.
+        """
+        tiers = [tier for tier in self._tiers if self._is_first and tier.is_ready and tier.takes(number)]
+        return {tier.place.name: tier.find_fault() for tier in tiers}
+
+    def _open_tiers(self, places: _Places, share: NodeShare) -> list[CaptureTier]:
+        """Make the chosen tiers ready on all nodes; return those that can take the step. Collective."""
+        self._is_first = share.is_first and get_channels(self._finder.group).main.rank > 0
+        opened = []
+        for index, tier in enumerate(self._tiers):
+            if index not in places.tiers:
+                tier.is_ready = tier.is_ready and not tier.takes(places.number)
+            elif tier.open_nodes(places.number, share, is_open=index in places.opened):
+                opened.append(tier)
+        return opened
 
     def _list_captured(self, places: _Places, source: CaptureTier, targets: Sequence[CaptureTier]) -> list[SavedPlace]:
         """Return the tiers to which a step is captured or copied."""
@@ -284,21 +307,28 @@ class TieredSaver:
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose the places of a step. On rank 0."""
-        numbers, nodes, folders = zip(*map(json.loads, messages), strict=True)
+        numbers, nodes, folders, faults = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
-        ready = []
+        ready, opened = [], []
         for index, tier in enumerate(self._tiers):
-            other = _find_other_folder([first[node] for node in nodes], [each.get(tier.place.name) for each in folders])
-            if tier.takes(number) and tier.prepare(number, set(nodes), other):
-                ready.append(index)
+            name = tier.place.name
+            other = _find_other_folder([first[node] for node in nodes], [each.get(name) for each in folders])
+            found = {rank: faults[rank].get(name) for rank in first.values() if rank}
+            if not tier.takes(number) or not tier.prepare(number, set(nodes), other):
+                continue
+            if tier.refuse_on(number, ((rank, fault or "") for rank, fault in found.items())):
+                continue
+            ready.append(index)
+            if None not in found.values():
+                opened.append(index)
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
         self._finder.record_start(number)
         position = self._finder.find_position()
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
-        places = _Places(number, branch, position.encode(secrets.token_hex(8)), ready, in_root)
+        places = _Places(number, branch, position.encode(secrets.token_hex(8)), ready, opened, in_root)
         keepers = choose_record_keepers(list(first.values()))
         return [
             json.dumps(

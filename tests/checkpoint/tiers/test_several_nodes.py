@@ -16,6 +16,7 @@ from tier_runs import BLOCKS, NODES, VALUES, enter, holders, is_step, kill_holde
 from tier_runs import sharded_state as state
 
 from shardckpt import Checkpointer, FallbackEvent, PeerMemory
+from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers import open_peers, peer_exchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.tiers import memory_tier
@@ -108,6 +109,38 @@ def test_a_node_without_a_holder_is_one_warning_with_an_event_and_steps_are_capt
         return [*claims, ck.durability(5).survives, ["rank 1" in text for text in texts], passed]
 
     assert run(2, body) == [[set(), {"process"}, [True], [1]], [set(), {"process"}, [], []]]
+
+
+def test_ranks_agree_twice_on_a_capture_once_all_nodes_were_ready_and_three_times_before_or_after_a_failure(tmp_path):
+    def body(rank: int, world: int) -> tuple:
+        enter("aab"[rank])
+        events, agreements = [], []
+        ck, folder, coordinate = (
+            make(tmp_path / "run", on_event=events.append),
+            tmp_path / "shardckpt-b",
+            Coordinator.coordinate,
+        )
+
+        def count(self, *args):
+            agreements[-1] += threading.current_thread() is threading.main_thread()
+            return coordinate(self, *args)
+
+        Coordinator.coordinate = count
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(1, 7):
+                if (rank, step) == (2, 4):
+                    kill_holder("b")
+                    folder.chmod(0o777)
+                agreements.append(0)
+                ck.save(step, state(world, step))
+                ck.wait()
+                if (rank, step) == (2, 4):
+                    folder.chmod(0o700)
+        return agreements[1:], ck.durability(6).survives, [e.step for e in events if isinstance(e, FallbackEvent)]
+
+    agreements = [2, 2, 1, 1, 3]  # of steps 2 to 6; step 4 fails, and step 5 is passed over since it did
+    assert run(3, body) == [(agreements, {"process"}, [4])] + [(agreements, {"process"}, [])] * 2
 
 
 def test_a_rank_that_is_killed_leaves_the_capture_before_it_on_every_node(tmp_path):
