@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
+from shardckpt.checkpoint.tiers.node_opening import NodeOpening, NodeShare
 from shardckpt.checkpoint.tiers.part_finder import PartFinder
 from shardckpt.errors import RankError, ShardckptError, StorageError, UsageError
 from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, OperationEvent, deliver, emit
@@ -27,18 +28,6 @@ from shardckpt.storage.store import Store
 
 _MOST_SKIPPED = 64
 """Maximum number of captures that are left out after a failure, before the next attempt."""
-
-
-class NodeShare(NamedTuple):
-    """Part of a rank in a capture.
-
-    Attributes:
-        nodes: Number of nodes of all ranks.
-        is_first: Whether this rank acts for its node.
-    """
-
-    nodes: int
-    is_first: bool
 
 
 class TierPlace(NamedTuple):
@@ -78,7 +67,7 @@ class CaptureTier(ABC):
     Attributes:
         place: The tier as restores and claims see it.
         every: Steps whose number is a multiple of this are captured.
-        is_ready: Whether all nodes could take the last step of this tier, as every rank knows.
+        opening: Opening of the tier on all nodes.
         list_needed: Returns the numbers of the steps that stay regardless of the rules. On the ranks that act for
             nodes.
     """
@@ -99,7 +88,8 @@ class CaptureTier(ABC):
         self._retention = StepRetention(rules, place.finder, on_event, self._list_needed)
         self._rules = rules
         self._failures = self._skipped = 0
-        self._is_spread = self.is_ready = False
+        self._is_spread = False
+        self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self._pending: tuple[int, SaveHandle] | None = None
 
     def _list_needed(self) -> Collection[int]:
@@ -124,48 +114,10 @@ class CaptureTier(ABC):
         """
         self.open_node()
 
-    def find_fault(self) -> str:
-        """Make the tier ready on the node of this rank; return why it is not, or empty text."""
-        try:
-            self.open_node()
-        except ShardckptError as error:
-            return str(error)
-        return ""
-
     def open_nodes(self, number: int, share: NodeShare, *, is_open: bool) -> bool:
-        """Make the tier ready on all nodes; return whether it can take a step. Collective.
-
-        Args:
-            number: Number of the step.
-            share: Part of this rank.
-            is_open: Whether all nodes have made it ready for this step.
-        """
+        """Make the tier ready on all nodes, as `NodeOpening.open_nodes`. Collective."""
         self._is_spread = share.nodes > 1
-        self.is_ready = is_open or self._agree_on_start(number, share)
-        return self.is_ready
-
-    def _agree_on_start(self, number: int, share: NodeShare) -> bool:
-        coordinator = get_channels(self._group).main
-        fault = self.find_fault() if share.is_first and coordinator.rank else ""
-
-        def decide(messages: list[bytes]) -> list[bytes]:
-            is_refused = self.refuse_on(number, enumerate(message.decode() for message in messages))
-            return [b"" if is_refused else b"1"] * len(messages)
-
-        what = f"opening {self.place.finder.root} on all nodes"
-        return bool(coordinator.coordinate(what, fault.encode(), decide))
-
-    def refuse_on(self, number: int, faults: Iterable[tuple[int, str]]) -> bool:
-        """Refuse a step if a node cannot take it; return True if so. On rank 0.
-
-        Args:
-            number: Number of the step.
-            faults: Ranks, each with the reason why its node cannot; empty text if it can.
-        """
-        first = next((f"rank {rank}: {fault}" for rank, fault in faults if fault), "")
-        if first:
-            self.refuse(number, StorageError(first))
-        return bool(first)
+        return self.opening.open_nodes(number, share, is_open=is_open)
 
     def finish(self, coordinator: Coordinator, number: int, share: NodeShare) -> None:
         """Complete a capture that rank 0 has committed, on several nodes; remove older ones. Collective.
@@ -355,7 +307,7 @@ class CaptureTier(ABC):
 
     def _withdraw(self, number: int, error: Exception) -> None:
         """Emit that a step is not in this tier; on rank 0 warn too."""
-        self.is_ready = False
+        self.opening.is_ready = False
         self._emit_fallback(number, error)
         if get_channels(self._group).main.rank == 0:
             self.note_failure(error)

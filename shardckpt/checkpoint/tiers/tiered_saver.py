@@ -30,10 +30,11 @@ from shardckpt.checkpoint.run.step_saver import (
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
 from shardckpt.checkpoint.save.save import RunNotes, read_notes
-from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, NodeShare
+from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
 from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.local_tier import LocalTier
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
+from shardckpt.checkpoint.tiers.node_opening import NodeShare
 from shardckpt.checkpoint.tiers.peer_memory import find_node_id
 from shardckpt.checkpoint.tiers.promoter import Promoter, Promotion
 from shardckpt.checkpoint.tiers.tier_settings import TierSettings
@@ -238,8 +239,8 @@ class TieredSaver:
 
         So steps are captured without a further message unless something changes.
         """
-        tiers = [tier for tier in self._tiers if self._is_first and tier.is_ready and tier.takes(number)]
-        return {tier.place.name: tier.find_fault() for tier in tiers}
+        tiers = [tier for tier in self._tiers if self._is_first and tier.opening.is_ready and tier.takes(number)]
+        return {tier.place.name: tier.opening.find_fault() for tier in tiers}
 
     def _open_tiers(self, places: _Places, share: NodeShare) -> list[CaptureTier]:
         """Make the chosen tiers ready on all nodes; return those that can take the step. Collective."""
@@ -247,7 +248,7 @@ class TieredSaver:
         opened = []
         for index, tier in enumerate(self._tiers):
             if index not in places.tiers:
-                tier.is_ready = tier.is_ready and not tier.takes(places.number)
+                tier.opening.is_ready = tier.opening.is_ready and not tier.takes(places.number)
             elif tier.open_nodes(places.number, share, is_open=index in places.opened):
                 opened.append(tier)
         return opened
@@ -317,7 +318,7 @@ class TieredSaver:
             found = {rank: faults[rank].get(name) for rank in first.values() if rank}
             if not tier.takes(number) or not tier.prepare(number, set(nodes), other):
                 continue
-            if tier.refuse_on(number, ((rank, fault or "") for rank, fault in found.items())):
+            if tier.opening.refuse_on(number, ((rank, fault or "") for rank, fault in found.items())):
                 continue
             ready.append(index)
             if None not in found.values():

@@ -1,0 +1,88 @@
+"""`NodeOpening`: make a tier ready on all nodes before a step, with a message of its own only if something changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.errors import ShardckptError, StorageError
+
+
+class NodeShare(NamedTuple):
+    """Part of a rank in a capture.
+
+    Attributes:
+        nodes: Number of nodes of all ranks.
+        is_first: Whether this rank acts for its node.
+    """
+
+    nodes: int
+    is_first: bool
+
+
+class NodeOpening:
+    """Opening of a tier on the nodes of all ranks.
+
+    Args:
+        root: Path or URL of the tier, for messages.
+        open_node: Makes the tier ready on the node of this rank, unless it is. Raises ShardckptError.
+        refuse: Called on rank 0 with the number of a step and the reason why the tier does not take it.
+        group: Process group of the ranks; None for all ranks.
+
+    Attributes:
+        is_ready: Whether all nodes could take the last step of this tier, as every rank knows.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        open_node: Callable[[], object],
+        refuse: Callable[[int, Exception], object],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._root, self._open_node, self._refuse, self._group = root, open_node, refuse, group
+        self.is_ready = False
+
+    def find_fault(self) -> str:
+        """Make the tier ready on the node of this rank; return why it is not, or empty text."""
+        try:
+            self._open_node()
+        except ShardckptError as error:
+            return str(error)
+        return ""
+
+    def open_nodes(self, number: int, share: NodeShare, *, is_open: bool) -> bool:
+        """Make the tier ready on all nodes; return whether it can take a step. Collective.
+
+        Args:
+            number: Number of the step.
+            share: Part of this rank.
+            is_open: Whether all nodes have made it ready for this step.
+        """
+        self.is_ready = is_open or self._agree(number, share)
+        return self.is_ready
+
+    def _agree(self, number: int, share: NodeShare) -> bool:
+        coordinator = get_channels(self._group).main
+        fault = self.find_fault() if share.is_first and coordinator.rank else ""
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            is_refused = self.refuse_on(number, enumerate(message.decode() for message in messages))
+            return [b"" if is_refused else b"1"] * len(messages)
+
+        return bool(coordinator.coordinate(f"opening {self._root} on all nodes", fault.encode(), decide))
+
+    def refuse_on(self, number: int, faults: Iterable[tuple[int, str]]) -> bool:
+        """Refuse a step if a node cannot take it; return True if so. On rank 0.
+
+        Args:
+            number: Number of the step.
+            faults: Ranks, each with the reason why its node cannot; empty text if it can.
+        """
+        first = next((f"rank {rank}: {fault}" for rank, fault in faults if fault), "")
+        if first:
+            self._refuse(number, StorageError(first))
+        return bool(first)
