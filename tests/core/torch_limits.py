@@ -26,6 +26,7 @@ def find_limits() -> dict[str, str]:
         _StridedShard(0, split_factor=2)._split_tensor(torch.ones(6), 2)
     except AssertionError:
         found["_StridedShard requires even sharding"] = "this torch gathers no uneven rows of two mesh dimensions"
+        found["sharding does not support uneven sharding"] = "this torch shards no uneven rows over two mesh dimensions"
     return found
 
 
@@ -38,7 +39,8 @@ def complete_fully_shard_on_cpu() -> None:
     """
     if hasattr(torch.cpu.Stream, "record_event"):
         return
-    torch.cpu.Stream.record_event = torch.cpu.Stream.wait_event = lambda self, event=None: None
+    torch.cpu.Stream.record_event = lambda self, event=None: event or object()
+    torch.cpu.Stream.wait_event = lambda self, event: None
     module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     copy_out = module.foreach_all_gather_copy_out
 
@@ -59,6 +61,8 @@ def divide_after_sum(scattering: dist.ProcessGroup, replicas: dist.ProcessGroup 
 
 
 LIMITS = find_limits()
+SHARDS_UNEVEN_ROWS_TWICE = not any("uneven sharding" in message for message in LIMITS)
+"""True if torch's `fully_shard` takes tensor-parallel parameters whose rows the ranks do not divide."""
 complete_fully_shard_on_cpu()
 
 compares_with_newer_torch = pytest.mark.skipif(

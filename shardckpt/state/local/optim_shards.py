@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box
+from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.adapters.base import local
@@ -142,6 +143,17 @@ def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
     """Return True if a value has the shape and the placements of its parameter."""
     is_placed = is_placed_as(parameter, value)
     return value.shape == parameter.shape and is_placed and (isinstance(value, DTensor) or value.dim() > 0)
+
+
+def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros of a parameter's shape and placements.
+
+    `torch.zeros_like` of a DTensor would note the dtype of an earlier result, not of this one, in torch 2.6.
+    """
+    zeros = torch.zeros_like(local(parameter.detach()), dtype=dtype)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    return wrap_local(zeros, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
 
 def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
@@ -308,7 +320,7 @@ class _TargetBuilder:
                 self.targets.arrays.append((next(iter(saved)), slot, get_tensor_shards(own)))
                 return own
         elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
-            own = torch.zeros_like(parameter.detach(), dtype=dtype)
+            own = _make_zeros(parameter, dtype)
         elif len(saved) < len(params.names(position)) and not self.keeps_rest:
             own = own.detach().clone().zero_()
         for name, array in _shaped(params, position, own.detach()):

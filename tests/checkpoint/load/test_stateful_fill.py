@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 import shardckpt
+from shardckpt import core
 from shardckpt.state import model_state_dict, optim_state_dict
 
 SHARDED = {name: FRONT_ENDS[name] for name in ("flat", "orig", "in place", "torch in place", "ddp")}
@@ -323,3 +324,23 @@ def test_a_container_of_optimizers_is_not_saved_without_their_state(tmp_path: Pa
     shardckpt.save({"model": net, "optim": optims}, tmp_path / "c")
     assert any("exp_avg" in name for name in shardckpt.open(tmp_path / "c"))
     assert not any(isinstance(value, DTensor) for value in net.state_dict().values())
+
+
+def test_new_optimizer_state_of_two_dtypes_is_what_its_placement_says(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> dict[str, set[torch.dtype]]:
+        def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = core.fully_shard(nn.Linear(4, 4, bias=False).bfloat16())
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        model, optim = build()
+        (parameter,) = model.parameters()
+        kept = {"average": parameter.detach().clone(), "master": parameter.detach().float()}
+        optim.state[parameter] = kept
+        shardckpt.save({"model": model, "optim": optim}, tmp_path / "step")
+        model, optim = build()
+        shardckpt.load({"model": model, "optim": optim}, tmp_path / "step")
+        (found,) = optim.state.values()
+        assert torch.equal(found["master"].to_local(), kept["master"].to_local())
+        return {name: {value.dtype, value._spec.tensor_meta.dtype} for name, value in found.items()}
+
+    assert run(1, body) == [{"average": {torch.bfloat16}, "master": {torch.float32}}]
