@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -83,7 +82,7 @@ def save_dcp(state: dict[str, DTensor], folder: Path) -> None:
 
 def save_hf(state: dict[str, DTensor], folder: Path) -> None:
     """Save with torch's Hugging Face writer, one file for each rank."""
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def torch_checkpointing(**layout: object) -> CheckpointManager:
@@ -170,7 +169,7 @@ def make(kind: str, folder: Path, nbytes: int) -> None:
         make_listed(folder)
     elif kind == "tiny":
         tensors = {name: truth(name, shape) for name, shape in shapes("tiny", nbytes).items()}
-        dcp.save({"model": tensors}, checkpoint_id=folder, no_dist=True)
+        dcp.save({"model": tensors}, checkpoint_id=folder)
     else:
         make_sharded(kind, folder, nbytes)
 

@@ -364,7 +364,9 @@ def torch_free_modules(found: list[Import]) -> set[str]:
 def third_party(found: list[Import], modules: set[str]) -> set[str]:
     """Return the distributions that modules import; each is called like its module."""
     tops = {each.target.partition(".")[0] for each in found if each.by in modules}
-    return {top.replace("_", "-") for top in tops - set(PACKAGES) - sys.stdlib_module_names}
+    return {
+        top.replace("_", "-") for top in tops - set(PACKAGES) - sys.stdlib_module_names - {"tomllib"}
+    }  # of Python 3.11
 
 
 def base_dependencies() -> set[str]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import importlib
 import importlib.util
+import inspect
 import os
 import re
 import runpy
@@ -240,6 +242,18 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+SHOWN_BY_NEWER_TORCH = {
+    *("README.md", "docs/consolidate.md", "docs/from-fsdp.md", "docs/inspect-diff-verify.md"),
+    *("docs/safety.md", "docs/state-dicts.md"),
+}
+"""Pages that count values and bytes of the samples; the AdamW of torch 2.6 has a setting less."""
+
+
+def has_later_setting() -> bool:
+    """Return True if the groups of this torch's AdamW have the setting of which the pages know."""
+    return "decoupled_weight_decay" in inspect.signature(importlib.import_module("torch").optim.Adam).parameters
+
+
 def each_page(pages: list[Path]) -> pytest.MarkDecorator:
     """Return a mark that gives a test one page after the other."""
     return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
@@ -255,6 +269,8 @@ class TestPages:
     def test_what_it_shows_is_what_happens(
         self, page: Path, samples: Path, tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        if str(page.relative_to(ROOT)) in SHOWN_BY_NEWER_TORCH and not has_later_setting():
+            pytest.skip("the page counts values and bytes that a newer torch saves")
         folder = tmp_path / "page"
         begun = CONTINUES.get(page)
         folder.mkdir() if begun else shutil.copytree(samples, folder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -63,7 +64,18 @@ def divide_after_sum(scattering: dist.ProcessGroup, replicas: dist.ProcessGroup 
 LIMITS = find_limits()
 SHARDS_UNEVEN_ROWS_TWICE = not any("uneven sharding" in message for message in LIMITS)
 """True if torch's `fully_shard` takes tensor-parallel parameters whose rows the ranks do not divide."""
+RUNS_FULLY_SHARD_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+"""True if torch's `fully_shard` runs on the CPU without `complete_fully_shard_on_cpu`."""
+SAVES_EMPTY_SHARDS = "is_meta" not in inspect.getsource(state_dict._get_model_state_dict)
+"""True if torch's `get_state_dict` takes a wrapper of torch's on a rank that has no part of a parameter."""
+HAS_INNERMOST_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+"""True if torch returns the hooks through which it saves tensors, and our engine need not record them."""
 complete_fully_shard_on_cpu()
+
+needs_torch_fully_shard_on_cpu = pytest.mark.skipif(
+    not RUNS_FULLY_SHARD_ON_CPU, reason="torch's `fully_shard` of this torch runs on GPUs only"
+)
+"""Of tests whose processes call it as users do."""
 
 compares_with_newer_torch = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="this torch has fewer names and arguments"

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch_limits import RUNS_FULLY_SHARD_ON_CPU
 
+USE_TORCH_FULLY_SHARD = {"consolidate_fsdp2.py", "dcp_drop_in.py"}
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
 
@@ -127,6 +129,8 @@ def run() -> Iterator[Run]:
 def test_an_example_runs(run: Run, name: str, arguments: list[str], said: tuple[str, ...], tmp_path: Path) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
+    if name in USE_TORCH_FULLY_SHARD and not RUNS_FULLY_SHARD_ON_CPU:
+        pytest.skip("torch's `fully_shard` of this torch runs on GPUs only")
     done = run(EXAMPLES / name, arguments, tmp_path)
     assert done["code"] == 0, done["err"]
     assert [words for words in said if words not in done["out"]] == []

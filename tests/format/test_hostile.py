@@ -118,6 +118,8 @@ def key(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 def fresh(tmp_path: Path, name: str, variant: str) -> Sample:
+    if variant not in SAMPLES[name]:
+        pytest.skip(f"this torch does not write {variant}")
     return Sample(tmp_path, SAMPLES[name][variant](tmp_path / "src"), tmp_path / "src")
 
 
@@ -523,9 +525,9 @@ def test_pickles_in_slices_never_run(name: str, form: str, tmp_path: Path) -> No
     def redirect(metadata: Any) -> None:
         index = MetadataIndex("model.a.w", torch.Size([0, 0]))
         info = metadata.storage_data[index]
-        metadata.storage_data[index] = replace(
-            info, relative_path="evil.distcp", offset=0, length=len(archive), transform_descriptors=None
-        )
+        plain = {"transform_descriptors": None} if hasattr(info, "transform_descriptors") else {}
+        place = {"relative_path": "evil.distcp", "offset": 0, "length": len(archive)}
+        metadata.storage_data[index] = replace(info, **place, **plain)
 
     (sample.folder / "evil.distcp").write_bytes(archive)
     edit_metadata(sample.folder, redirect)
@@ -757,7 +759,10 @@ def size(numbers: tuple[int, ...]) -> Any:
 def place(**fields: Any) -> Callable[[Any], None]:
     def change(metadata: Any) -> None:
         index = MetadataIndex("model.a.w", torch.Size([0, 0]))
-        metadata.storage_data[index] = replace(metadata.storage_data[index], **fields)
+        info = metadata.storage_data[index]
+        if any(not hasattr(info, name) for name in fields):
+            pytest.skip("this torch's metadata has no such field")
+        metadata.storage_data[index] = replace(info, **fields)
 
     return change
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerators import be_rank, kill, wait_for
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -31,6 +32,14 @@ class CountingSequences(Dataset):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         ids = (number * 7 + torch.arange(8)) % 64
         return {"input_ids": ids, "labels": ids}
+
+
+class WholeNormTrainer(Trainer):
+    """A Trainer that logs the norm over all ranks: of a DTensor, torch 2.6 would give it this rank's part."""
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class Losses(TrainerCallback):
@@ -77,7 +86,9 @@ def build(
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, attention_dropout=dropout, use_cache=False))
     evaluation = {"eval_dataset": CountingSequences()} if "eval_strategy" in arguments else {}
-    trainer = Trainer(model, given, train_dataset=CountingSequences(), **evaluation, callbacks=[losses, *callbacks])
+    trainer = WholeNormTrainer(
+        model, given, train_dataset=CountingSequences(), **evaluation, callbacks=[losses, *callbacks]
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer, losses
 

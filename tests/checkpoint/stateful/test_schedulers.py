@@ -61,6 +61,8 @@ def test_all_of_torch_are_tried() -> None:
 @pytest.mark.parametrize("name", MAKE)
 def test_a_scheduler_continues_where_it_was(name: str, tmp_path: Path) -> None:
     optimizer, scheduler = make(name)
+    if any(callable(value) for value in scheduler.state_dict().values()):
+        pytest.skip("the state of this torch's scheduler has a function, which no checkpoint holds")
     run(optimizer, scheduler, 3)
     shardckpt.save({"optim": optimizer, "scheduler": scheduler}, tmp_path / "a")
     expected = run(optimizer, scheduler, 6)

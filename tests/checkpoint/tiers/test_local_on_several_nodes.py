@@ -174,6 +174,11 @@ def test_a_damaged_block_is_read_from_the_next_tier_and_its_copy_is_not_claimed_
     assert [each[2:] for each in found] == [(*claims, ["memory"]), (*claims, []), (*claims, [])]
 
 
+def get_texts(warned: list[warnings.WarningMessage]) -> list[str]:
+    """Return the texts of warnings other than torch's own; torch 2.6 has one of meshes on the CPU."""
+    return [str(each.message) for each in warned if f"{os.sep}torch{os.sep}" not in each.filename]
+
+
 def test_ranks_of_one_node_with_different_folders_are_one_warning_and_no_claim(tmp_path):
     def body(rank: int, world: int) -> tuple:
         ck = make(tmp_path / "run", tmp_path / f"rank-{rank}", save_every=2)
@@ -182,7 +187,7 @@ def test_ranks_of_one_node_with_different_folders_are_one_warning_and_no_claim(t
             for step in (1, 2):
                 ck.save(step, state(world, step))
             ck.wait()
-        texts = ["one folder for steps; found rank 1 has" in str(each.message) for each in warned]
+        texts = ["one folder for steps; found rank 1 has" in text for text in get_texts(warned)]
         return texts, ck.durability(1).survives, ck.steps()
 
     assert run(2, body) == [([True], set(), (2,)), ([], set(), (2,))]
@@ -247,7 +252,7 @@ def test_while_the_holder_of_one_node_hangs_all_capture_into_folders_with_one_wa
         torch.distributed.barrier()
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-        return claims, ["rank 1" in str(each.message) for each in warned]
+        return claims, ["rank 1" in text for text in get_texts(warned)]
 
     assert run(2, body) == [(["local"], [True]), (["local"], [])]
 

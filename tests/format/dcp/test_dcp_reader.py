@@ -1,5 +1,6 @@
 """DCP folders as torch 2.13's own writers leave them, and as nobody should: every reading is exact or a named error."""
 
+import inspect
 import io
 import multiprocessing
 import pickle
@@ -225,6 +226,8 @@ def save_rank_local(rank: int, folder: str, rendezvous: str) -> None:
 @pytest.fixture(scope="module")
 def rank_local(tmp_path_factory):
     """A folder in which each of two ranks left metadata of its own."""
+    if "use_collectives" not in inspect.signature(dcp_of_torch.save).parameters:
+        pytest.skip("this torch writes the metadata of all ranks alone")
     base = tmp_path_factory.mktemp("rank_local")
     context = multiprocessing.get_context("fork")
     ranks = [
@@ -346,7 +349,8 @@ class TestOtherWriters:
         save({"model": {"w": torch.ones(3)}, "step": 3}, tmp_path)
 
         def age(metadata):
-            del metadata.version, metadata.storage_meta, metadata.planner_data
+            for name in ("version", "storage_meta", "planner_data"):
+                vars(metadata).pop(name, None)  # torch 2.6 writes no version
 
         edit_metadata(tmp_path, age)
         reader = open_(tmp_path)

@@ -10,7 +10,8 @@ from shardckpt.format.encodings.element_values import measure_values
 from shardckpt.format.value_stats import ValueStats
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+BYTES += [torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []
 WHOLE = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 

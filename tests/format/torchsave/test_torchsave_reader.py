@@ -294,6 +294,8 @@ def test_plain_pickles_are_objects(tmp_path: Path) -> None:
 def test_tensors_that_cannot_be_read_are_named_when_they_are_asked_for(
     tmp_path: Path, make, kind: str, shape: tuple[int, ...] | None
 ) -> None:
+    if kind == "float4" and not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this torch has no float4")
     reader = opened(written(tmp_path, saved({"odd": {"one": make()}, "fine": torch.ones(2)})))
     assert_same(reader, ("fine",), torch.ones(2))
     assert any(kind in warning for warning in reader.manifest.warnings)

@@ -52,7 +52,7 @@ def safe(raw: bytes, **options: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("name", sorted(TYPES))
+@pytest.mark.parametrize("name", sorted(name for name in TYPES if hasattr(torch, name)))
 def test_every_type_of_torch_comes_back(name: str) -> None:
     dtype = getattr(torch, name)
     data = torch.arange(24, dtype=torch.uint8).repeat_interleave(dtype.itemsize)[: 6 * dtype.itemsize]

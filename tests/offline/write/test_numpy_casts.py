@@ -90,7 +90,7 @@ def test_nothing_is_cast_without_elements() -> None:
 
 def test_numpy_knows_every_whole_byte_type() -> None:
     for name in TORCH_NAMES.values():
-        if name.startswith(("float4", "float6")):
+        if name.startswith(("float4", "float6")) or not hasattr(torch, name):
             continue
         assert numpy_dtype(name).itemsize == getattr(torch, name).itemsize
 
