@@ -48,6 +48,12 @@ def consolidated(source: Path, target: Path, **options: Any) -> tuple[dict[str, 
     return {**found, **{name: found[kept] for name, kept in report.ties.items()}}, report
 
 
+def skip_if_meshes_lack_ranks(file: Path) -> None:
+    """Skip the test if the installed torch pickles device meshes that do not say whose they are."""
+    if b"DeviceMesh" in file.read_bytes() and b"X\x05\x00\x00\x00_rank" not in file.read_bytes():
+        pytest.skip("meshes that this torch pickles have no rank")
+
+
 def differing(found: dict[str, torch.Tensor]) -> list[str]:
     expected = truth()
     wrong = sorted(expected.keys() ^ found.keys())
@@ -193,6 +199,7 @@ def test_flat_parameters_go_to_other_numbers_of_ranks(name: str, written: Path, 
 def test_a_missing_rank_is_named_and_nothing_is_written(name: str, copied: Any, written: Path, tmp_path: Path) -> None:
     source = copied(name)
     for file in source.glob("*rank1.pt"):
+        skip_if_meshes_lack_ranks(file)
         file.unlink()
     with pytest.raises(IncompleteError, match="the file of rank 1"):
         consolidated(source, tmp_path / "out", shapes_from=str(written / "shapes.pt"))
@@ -203,6 +210,7 @@ def test_a_missing_rank_is_named_and_nothing_is_written(name: str, copied: Any, 
 def test_replicas_make_a_missing_rank_good(copied: Callable[[str], Path], tmp_path: Path) -> None:
     """Rank 1 of a 2 x 2 hybrid mesh has its twin in rank 3."""
     source = copied("fsdp2-hybrid")
+    skip_if_meshes_lack_ranks(source / "rank1.pt")
     (source / "rank1.pt").unlink()
     found, report = consolidated(source, tmp_path / "out")
     assert differing(found) == []
@@ -226,6 +234,7 @@ def test_files_of_two_worlds_are_refused(name: str, other: str, copied: Any, wri
 def test_a_rank_that_is_there_twice_is_refused(name: str, copied: Callable[[str], Path]) -> None:
     source = copied(name)
     for file in source.glob("*rank0.pt"):
+        skip_if_meshes_lack_ranks(file)
         shutil.copy(file, file.with_name(file.name.replace("rank0", "rank1")))
     with pytest.raises(FormatError, match=r"found rank 0 in (model_)?rank0.pt and in (model_)?rank1.pt"):
         open_checkpoint(str(source))
