@@ -82,7 +82,7 @@ class Result:
     @property
     def is_clean(self) -> bool:
         """True if nothing failed."""
-        return self.counts is not None and not self.counts.failed and self.reading[0] == self.reading[1]
+        return self.counts is not None and self.counts.code == 0 and self.reading[0] == self.reading[1]
 
 
 # ------------------------------------------------------------------------------------------------- environments
@@ -214,7 +214,9 @@ def build_row(result: Result, source: Source) -> str:
     """Return a line of the table in Markdown."""
     part = f"`{' '.join(source.arguments)}`" if source.arguments else "all fast ones"
     outcomes = [f"not run: {result.note}", "", "", ""]
-    if result.counts is not None:
+    if result.counts is not None and result.counts.code > 1:
+        outcomes[0] = f"not whole: pytest exited with code {result.counts.code}"
+    elif result.counts is not None:
         counts, (read, of) = result.counts, result.reading
         outcomes = [f"{counts.passed:,}", f"{len(counts.failed)}", f"{counts.skipped:,}", f"{read} of {of}"]
     return _join([result.pair.torch, result.pair.python, part, *outcomes, source.date.isoformat(), source.commit])

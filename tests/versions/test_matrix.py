@@ -50,6 +50,9 @@ def test_a_row_has_the_counts_or_the_reason() -> None:
     found = matrix.build_row(Result(Pair("3.9", "2.6.0"), note="no such Python"), part)
     assert found.startswith("| 2.6.0 | 3.9 | `tests/core tests/state` | not run: no such Python |")
     assert found.count("|") == len(matrix.COLUMNS) + 1
+    interrupted = Result(Pair("3.13", "2.15.0"), Counts(3_198, [], 5, 2), (12, 12))
+    assert not interrupted.is_clean
+    assert " | not whole: pytest exited with code 2 |  |  |  | 2026" in matrix.build_row(interrupted, SOURCE)
 
 
 def row(torch: str, passed: int, *tests: str) -> str:
