@@ -11,12 +11,14 @@ import torch
 from harness import run
 from models import CASES, Case, built
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardckpt.core import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from shardckpt.state.keys.kinds import StateKind
 from shardckpt.state.model.load_model_state_dict import load_model_state_dict
-from shardckpt.state.model.model_state_dict import model_state_dict
+from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
 
 STYLES = ("flat", "orig", "in place")
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
@@ -93,6 +95,35 @@ def test_every_form_holds_the_unsharded_state_and_goes_back(style, world):
         return wrong
 
     assert run(world, body, timeout=120) == [{}] * world
+
+
+def shard_parallel_parts(model: nn.Module) -> nn.Module:
+    """Each rank is the first, and the last, of those that shard its part of a parameter."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return fully_shard(parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}), mesh=mesh["dp"])
+
+
+def replicate_as_dtensors(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Replicate()])))
+    return model
+
+
+def keep_plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+@pytest.mark.parametrize("spread", [shard_parallel_parts, replicate_as_dtensors, keep_plain])
+def test_iteration_for_the_first_rank_gives_other_ranks_neither_parameters_nor_buffers(spread):
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        model = spread(copy.deepcopy(plain))
+        return same(dict(iter_full_state_dict(model, rank0_only=True)), plain.state_dict() if rank == 0 else {})
+
+    assert run(2, body) == [[]] * 2
 
 
 def saved_bytes(value: torch.Tensor) -> int:

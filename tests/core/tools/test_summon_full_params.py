@@ -583,6 +583,20 @@ def test_a_parameter_that_is_replaced_inside_is_taken(orig):
 
 
 @BOTH
+@torch_is_wrong("edits in place persist, and the new value is lost without a word")
+def test_without_shards_a_parameter_that_is_replaced_inside_is_taken_without_writeback_too(orig):
+    def body(rank, world):
+        plain, model = cut(PLAIN, use_orig_params=orig, sharding_strategy=Strategy.NO_SHARD)
+        with FSDP.summon_full_params(model, writeback=False):
+            for net in (model, plain):
+                net.first.weight = nn.Parameter(torch.full_like(net.first.weight, 5.0))
+        with FSDP.summon_full_params(model):
+            return differences(model, plain)
+
+    assert run(2, body) == [[]] * 2
+
+
+@BOTH
 @torch_is_wrong("with a flat parameter the new value is lost without a word")
 def test_a_parameter_of_another_shape_is_refused_by_name_and_the_others_are_kept(orig):
     def body(rank, world):
