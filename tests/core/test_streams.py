@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from extensions import Scaled
 from harness import run
-from models import PLAIN, WIDTH, Case, built, case, floats, square
+from models import PLAIN, WIDTH, Case, built, case, floats, rows, square
 from streams import Checker, UnorderedError, checked
 from torch import nn
-from under_test import LOW, TORCH, Strategy, Style, core, grid, no_sync, sharder
+from under_test import LOW, STYLES, TORCH, Strategy, Style, core, grid, no_sync, sharder
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
 if not TORCH:
@@ -648,6 +648,25 @@ def test_a_sum_over_replicas_runs_beside_the_backward_of_the_next_unit(world, st
     found = [row for each in run(world, body) for row in each]
     assert all(count > 1 for count, _ in found)
     assert [early for _, early in found] == [0] * len(found)
+
+
+@STYLES
+def test_gradients_that_only_another_rank_has_are_added_once(style):
+    """With streams the host reads at the end of the backward which ranks have them, without it at once."""
+    which = case("used on some ranks")
+
+    def gradients(rank: int) -> list[Any]:
+        model, _ = made(style, which=which)
+        square(model((rows(rank, 0), {rank, 1}))).backward()
+        grads = [each.grad for each in model.parameters()]
+        return [None if each is None else (each if style.wraps else each.to_local()).tolist() for each in grads]
+
+    def body(rank, world):
+        expected = gradients(rank)
+        with checked():
+            return gradients(rank) == expected
+
+    assert run(2, body) == [True, True]
 
 
 @pytest.mark.slow
