@@ -171,6 +171,8 @@ def cache_save(
 ) -> CachedSave | None:
     """Return a cached save; None if a trace is not sufficient to save the state again.
 
+    A state with a trace does not have values of some ranks only, and all its parameters are written.
+
     Args:
         rank: Plan of this rank.
         trace: Trace of the state.
@@ -178,8 +180,6 @@ def cache_save(
         cache: Plan of the save, on rank 0; None on other ranks.
         contents: Manifest of the save without files, on rank 0; None on other ranks.
     """
-    if flattened.per_rank_values or flattened.optional_values or rank.rank_plan.frozen:
-        return None
     arrays = _find_arrays(trace, flattened.arrays)
     if arrays is None:
         return None
