@@ -32,7 +32,7 @@ from forks import make_forks_cheap
 from stepping import keep_known_shapes, step_local_tensors
 from streams import checked
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_limits import find_reason
 
@@ -246,6 +246,9 @@ def _raised(error: BaseException) -> Raised:
 
 
 def _join(rank: int, world: int, folder: pathlib.Path, timeout: float) -> None:
+    # DTensor keeps the mesh of each operation that it knows, with the name of the group of `warm_up`. A group that the
+    # parent could not make has taken that name.
+    distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(folder / "store"), world),
@@ -253,7 +256,7 @@ def _join(rank: int, world: int, folder: pathlib.Path, timeout: float) -> None:
         world_size=world,
         timeout=datetime.timedelta(seconds=JOIN_TIMEOUT),
     )
-    _set_pg_timeout(datetime.timedelta(seconds=timeout))  # torch has no public name for it
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout))  # torch has no public name for it
 
 
 def wake_without_preemption() -> None:

@@ -41,6 +41,17 @@ def test_collectives_are_recorded_with_sizes_and_order():
     assert run(2, body) == [(expected, 2)] * 2
 
 
+def test_the_name_of_the_ranks_group_does_not_depend_on_groups_that_could_not_be_made(monkeypatch):
+    def body(rank, world):
+        return dist.group.WORLD.group_name
+
+    before = run(2, body)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK"):
+        dist.init_process_group("gloo")
+    assert run(2, body) == before
+
+
 def test_an_exception_comes_back_with_its_bases():
     def body(rank, world):
         raise FileNotFoundError(f"rank {rank} misses it")
