@@ -148,6 +148,14 @@ class TestValues:
         shardckpt.load(into, tmp_path / "c")
         assert all(torch.equal(into[name], value) for name, value in state.items())
 
+    def test_names_like_those_of_an_old_dcp_folder_are_not_split(self, tmp_path: Path) -> None:
+        saved = {"model.w": torch.ones(3), "optim.state.w.exp_avg": torch.arange(3.0), "epoch": 4}
+        shardckpt.save(saved, tmp_path / "step")
+        state = {"model.w": torch.zeros(3), "optim.state.w.exp_avg": torch.zeros(3), "epoch": 0}
+        for loaded in (shardckpt.load(state, tmp_path / "step"), shardckpt.load(tmp_path / "step")):
+            assert list(loaded) == list(saved) and loaded["epoch"] == 4
+            assert all(torch.equal(loaded[name], saved[name]) for name in ("model.w", "optim.state.w.exp_avg"))
+
     def test_names_with_dots_are_not_nests(self, tmp_path: Path) -> None:
         state = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2), "c": 3}, "a.c": 4}
         shardckpt.save(state, tmp_path / "c")

@@ -72,7 +72,8 @@ class CheckpointSource:
         if rules is not None:
             self._reader = remap_reader(self._reader, os.fspath(rules))
         self.url = url
-        self.manifest = split_flat_names(self._reader.manifest)
+        # A native step stores the paths of the saved state, and a name in it may look like one of an old DCP folder.
+        self.manifest = self._reader.manifest if self.is_native else split_flat_names(self._reader.manifest)
         self._store = self._reader.store if verify else self._reader.unverified_store
         self._is_live = verify == "live"
 

@@ -191,7 +191,7 @@ def _divided(wanted: Sequence[ReadRequest], kept: dict[int, list[Read]] | None) 
     for entry, array in wanted:
         others = []
         for shard in array.shards:
-            straight = plan_straight(shard, entry) if shard.box.volume else []
+            straight = plan_straight(shard, entry) if shard.tensor.numel() else []
             if straight is None:
                 others.append(shard)
             else:
