@@ -88,6 +88,7 @@ class PayloadFile:
         chunks: Chunks in file order.
         offsets: Offset in the file of each chunk's first byte.
         keys: Tensor name of each chunk in the file.
+        nbytes: Size of the file in bytes.
     """
 
     name: str
@@ -95,11 +96,7 @@ class PayloadFile:
     chunks: tuple[PayloadChunk, ...]
     offsets: tuple[int, ...]
     keys: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file in bytes."""
-        return self.offsets[-1] + self.chunks[-1].nbytes if self.chunks else len(self.header)
+    nbytes: int
 
     @property
     def has_data(self) -> bool:
@@ -273,7 +270,8 @@ def _payload(save: str, writer: int, number: int, file: FileLayout, carry: Mappi
     header = join_header(file.entries, metadata, align=DATA_ALIGNMENT)
     start = len(header)
     offsets = tuple([start + end for end in (0, *file.ends[:-1])]) if file.chunks else ()
-    return PayloadFile(f"{save}-{writer:05d}-{number:02d}.safetensors", header, file.chunks, offsets, file.keys)
+    name = f"{save}-{writer:05d}-{number:02d}.safetensors"
+    return PayloadFile(name, header, file.chunks, offsets, file.keys, start + file.nbytes)
 
 
 def _header_tensor(name: str, chunk: PayloadChunk) -> HeaderTensor:
