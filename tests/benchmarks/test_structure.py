@@ -16,6 +16,8 @@ from shardckpt.core import fully_shard
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "structure.py"
 FORWARD, BACKWARD = (9, 60), (15, 125)
 """At most so many files and functions does an iteration of `fully_shard` enter."""
+CALLS = {"save(state, path)": 30, "load(state, path)": 36, "consolidate(native)": 36, "consolidate(dcp)": 36}
+"""At most so many files does a call enter."""
 PUBLIC = {"FullyShardedDataParallel", "FSDPModule"}
 """Classes with as many methods as torch's."""
 
@@ -58,6 +60,11 @@ def test_other_classes_have_at_most_300_lines_and_25_methods(structure):
     lines, methods = structure.LARGE_CLASS_LINES, structure.LARGE_CLASS_METHODS
     large = [size for size in structure.measure_classes() if size[0] > lines or size[1] > methods]
     assert [size for size in large if size[2] not in PUBLIC] == []
+
+
+def test_a_save_a_load_and_a_merge_enter_few_files(structure, tmp_path):
+    counts = dict(run(1, lambda rank, world: structure.trace_calls(tmp_path))[0])
+    assert {name: counts[name].files for name, most in CALLS.items() if counts[name].files > most} == {}
 
 
 @pytest.mark.skipif("SHARDCKPT_TEST_STREAMS" in os.environ, reason="with streams it enters more")

@@ -198,13 +198,13 @@ class ConversionPlan:
         """
         threads = self._count_threads(files)
         writers = max(min(threads, len(files)), 1)
-        meter = Meter(self.files.nbytes, on_progress)
+        meter = Meter(self.files.nbytes, on_progress) if writers > 1 or on_progress is not None else None
         budget = MemoryBudget.share(self.max_memory, threads, is_local=self.reader.store.capabilities.is_local)
         with report_missing_threads(), closing(WorkerPool(threads, writers)) as pool:
             stream = TensorStream(self.reader, budget, meter, pool, allow_overflow=self.allow_overflow)
             if writers == 1:
                 return {file.name: _write_file(file, stream, publication) for file in files}
-            return _write_files(files, writers, stream, publication, meter)
+            return _write_files(files, writers, stream, publication)
 
     def _count_threads(self, files: Sequence[OutputFile]) -> int:
         if self.jobs is not None:
@@ -225,16 +225,14 @@ class ConversionPlan:
         layout.write_rest(hashes, publication)
 
 
-def _write_files(
-    files: Sequence[OutputFile], writers: int, stream: TensorStream, publication: Publication, meter: Meter
-) -> Hashes:
+def _write_files(files: Sequence[OutputFile], writers: int, stream: TensorStream, publication: Publication) -> Hashes:
     """Write files side by side; once one fails, the others stop."""
     with ThreadPoolExecutor(writers) as pool:
         started = {pool.submit(_write_file, file, stream, publication): file.name for file in files}
         try:
             return {started[done]: done.result() for done in as_completed(started)}
         except BaseException:
-            meter.stop()
+            stream.stop()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 

@@ -148,13 +148,19 @@ class TensorStream:
     Args:
         reader: Open checkpoint.
         budget: Memory limits.
-        meter: Counter of the written bytes.
+        meter: Counter of the written bytes, which files that are written side by side need; None if nobody asks for it.
         pool: Threads that read, cast and write.
         allow_overflow: Whether to accept finite values that become infinite in a cast.
     """
 
     def __init__(
-        self, reader: Reader, budget: MemoryBudget, meter: Meter, pool: WorkerPool, *, allow_overflow: bool = False
+        self,
+        reader: Reader,
+        budget: MemoryBudget,
+        meter: Meter | None,
+        pool: WorkerPool,
+        *,
+        allow_overflow: bool = False,
     ) -> None:
         self._reader, self._budget, self._meter, self._pool = reader, budget, meter, pool
         self._allow_overflow = allow_overflow
@@ -164,7 +170,12 @@ class TensorStream:
 
     def is_from_caller(self, error: BaseException) -> bool:
         """Return True if the caller's `on_progress` raised this error to stop the work."""
-        return self._meter.has_raised(error)
+        return self._meter is not None and self._meter.has_raised(error)
+
+    def stop(self) -> None:
+        """Make the threads that write other files raise `Stopped` at their next step."""
+        assert self._meter is not None, "files that are written side by side have a meter"
+        self._meter.stop()
 
     def write_tensors(self, tensors: Sequence[OutputTensor], writer: FileSink) -> None:
         """Write full tensors contiguously; unchanged bytes are copied from file to file.
@@ -197,7 +208,7 @@ class TensorStream:
         start = writer.skip(total)
         with self._pool.run(self._plan_tasks(plan, writer, start), 2 * self._pool.threads) as done:
             for written in done:
-                self._meter.add(written)
+                self._count(written)
                 total -= written
         assert not total, "the steps of a plan have the bytes of its tensors"
 
@@ -242,7 +253,7 @@ class TensorStream:
                     continue
                 sink.write(memoryview(data)[: step.nbytes])
                 free.append(data)
-                self._meter.add(step.nbytes)
+                self._count(step.nbytes)
 
     def _assemble_ahead(
         self, plan: Iterable[Copy | Batch], free: deque[bytearray]
@@ -264,12 +275,16 @@ class TensorStream:
             is_decoded = assembler.is_decoded(step)
             yield PoolTask(partial(assemble, step, data, is_decoded), is_decoded)
 
+    def _count(self, nbytes: int) -> None:
+        if self._meter is not None:
+            self._meter.add(nbytes)
+
     def _copy(self, step: Copy, writer: FileSink) -> None:
         most = self._budget.step_bytes
         for start in range(0, step.nbytes, most):
             size = min(most, step.nbytes - start)
             writer.copy_from(self._reader.store, step.file, step.offset + start, size)
-            self._meter.add(size)
+            self._count(size)
 
 
 def _return(value: _T) -> _T:
@@ -312,7 +327,7 @@ class _Assembler:
 
     def __init__(self, store: Store, scratch: _Scratch, *, allow_overflow: bool) -> None:
         self._store, self._scratch, self._allow_overflow = store, scratch, allow_overflow
-        self._decoding = PieceReader(store)
+        self._decoding: PieceReader | None = None
         self._decoded: OutputTensor | None = None
         self._last: tuple[OutputTensor | None, bool] = (None, False)
 
@@ -337,21 +352,29 @@ class _Assembler:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
             StorageError: Reading failed.
         """
-        pieces = self._pieces(batch) if is_decoded else PieceReader(self._store)
         targets = self._targets(batch, out)
-        wants = zip(batch.takes, targets, strict=True)
-        items = [ReadItem(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in wants]
+        reads: list[Read] = []
+        items: list[ReadItem] = []
+        for take, target in zip(batch.takes, targets, strict=True):
+            if take.source is not None:
+                reads.append(Read(take.source.file, take.source.offset, target))
+            else:
+                items.append(ReadItem(take.tensor.entry.pieces, take.box, take.tensor.entry.stored, target))
+        if not items:
+            self._store.read(reads)
+            return
         if is_decoded:  # decoders run forward, and rows may be written in another order
             items.sort(key=lambda item: item.box.offset)
-        pieces.fill(items)
+        pieces = self._pieces(batch) if is_decoded else PieceReader(self._store)
+        pieces.fill(items, reads)
         for take, data in zip(batch.takes, targets, strict=True):
             if take.tensor.is_computed:
                 self._compute(take, data, out[take.offset : take.offset + take.nbytes])
 
     def _pieces(self, batch: Batch) -> PieceReader:
-        """Return the reader with decoders, which are dropped for each new tensor."""
-        if batch.takes[-1].tensor is not self._decoded:
-            self._decoding.forget()
+        """Return the reader with the decoders of a tensor, a new one for each tensor."""
+        if self._decoding is None or batch.takes[-1].tensor is not self._decoded:
+            self._decoding = PieceReader(self._store)
             self._decoded = batch.takes[-1].tensor
         return self._decoding
 

@@ -36,10 +36,10 @@ def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
         max_memory: Maximum bytes of memory for all threads.
         is_local: Whether source and target are on this machine; remote stores send concurrent requests themselves.
     """
-    if not is_local:
+    useful = min(_MOST_THREADS, nbytes // _LEAST_BYTES, max_memory // _MEMORY_BYTES) if is_local else 1
+    if useful <= 1:
         return 1
-    cores = _count_cores() // (local_world_size() or 1)
-    return max(min(cores, _MOST_THREADS, nbytes // _LEAST_BYTES, max_memory // _MEMORY_BYTES), 1)
+    return max(min(useful, _count_cores() // (local_world_size() or 1)), 1)
 
 
 def limit_threads(jobs: int, max_memory: int) -> int:

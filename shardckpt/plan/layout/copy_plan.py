@@ -39,11 +39,13 @@ class Take:
         tensor: Tensor to read.
         box: Block, one contiguous range of the tensor.
         offset: Offset in the batch, in bytes as written.
+        source: File and first byte of the block, if it is written as it is stored; None if pieces are assembled.
     """
 
     tensor: OutputTensor
     box: Box
     offset: int
+    source: Copy | None = None
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +106,8 @@ def steps(
             if takes and (size + written > batch_bytes or stored + read > batch_bytes):
                 yield Batch(size, tuple(takes))
                 takes, size, stored = [], 0, 0
-            takes.append(Take(part.tensor, part.box, size))
+            has_bytes = bits(part.tensor.entry.stored) % 8 == 0
+            takes.append(Take(part.tensor, part.box, size, part.source if has_bytes else None))
             size += written
             stored += read
     if takes:

@@ -47,7 +47,10 @@ def execute(tensors: list[OutputTensor], files: Files, *, batch_bytes: int, copy
         for take in step.takes:
             assert len(out) - at == take.offset, "takes follow one another"
             assert is_contiguous(take.tensor.shape, take.box)
-            out += taken(take.tensor, take.box, files)
+            block = taken(take.tensor, take.box, files)
+            if take.source is not None:
+                assert files.content[take.source.file][take.source.offset :].startswith(block), "it is stored there"
+            out += block
         assert len(out) - at == step.nbytes
     return bytes(out)
 
@@ -129,6 +132,19 @@ def test_neighbours_in_one_file_become_one_copy() -> None:
     tensors = spans(files, [np.arange(10.0) + i for i in range(100)], parts=2)
     [step] = list(steps(tensors, batch_bytes=64, copy_bytes=1000))
     assert step == Copy("a", 0, 8000)
+
+
+def test_runs_that_are_batched_keep_their_places_unless_their_elements_share_bytes() -> None:
+    """A run of half bytes may end inside a byte; whoever assembles it checks that."""
+    box, rest = Box((0,), (4,)), Box((4,), (4,))
+    for dtype, size, places in (
+        ("float32", 16, [Copy("a", 0, 16), Copy("b", 8, 16)]),
+        ("float4_e2m1fn", 2, [None, None]),
+    ):
+        entry = TensorEntry(("w",), (8,), dtype, (Piece(box, "a", Span(0, size)), Piece(rest, "b", Span(8, size))))
+        [batch] = steps([OutputTensor("w", entry, dtype)], batch_bytes=4096, copy_bytes=4096)
+        assert isinstance(batch, Batch)
+        assert [take.source for take in batch.takes] == places
 
 
 def test_small_runs_are_batched_and_large_ones_copied() -> None:
