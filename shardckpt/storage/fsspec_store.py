@@ -60,28 +60,23 @@ class FsspecStore:
         cache_bytes: Maximum bytes to cache.
         storage_options: Options of the file system, as in fsspec.
 
+    Attributes:
+        url: URL of the root folder, as given.
+        capabilities: No atomic rename, and every read is a request.
+
     Raises:
         UsageError: The protocol is unknown, or its package is not installed.
     """
 
     def __init__(self, url: str, *, cache_bytes: int = CACHE_BYTES, **storage_options: object) -> None:
-        self._url = url
+        self.url = url
+        self.capabilities = Capabilities(renames=False, is_local=False)
         self._fs, path = connect(url, **storage_options)
         self._root: str = path.rstrip("/")
         self._sizes: dict[str, int] = {}
         self._cache = BlockCache(cache_bytes)
         self._next: dict[str, ByteRange] = {}
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        """URL of the root folder, as given."""
-        return self._url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Capabilities of a remote store: no atomic rename, and every read is a request."""
-        return Capabilities(renames=False, is_local=False)
 
     def list(self, folder: str = "") -> list[Listed]:
         """Return the content of `folder`, sorted by name.
@@ -332,11 +327,11 @@ class FsspecStore:
             self._cache.forget(name)
 
     def _path(self, name: str) -> str:
-        check_name(name, self._url)
+        check_name(name, self.url)
         return f"{self._root}/{name}"
 
     def _shown(self, name: str) -> str:
-        return f"{self._url.rstrip('/')}/{name}" if name else self._url
+        return f"{self.url.rstrip('/')}/{name}" if name else self.url
 
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")

@@ -76,24 +76,19 @@ class LocalStore:
 
     Args:
         root: Path of the folder, which need not exist yet.
+
+    Attributes:
+        url: Path of the root folder, as given.
+        capabilities: Atomic renames and cheap reads.
     """
 
     def __init__(self, root: str) -> None:
-        self._root = root
+        self.url = self._root = root
+        self.capabilities = Capabilities(renames=True, is_local=True)
         self._real = os.path.realpath(root)
         self._root_id = _get_folder_id(root)
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        """Path of the root folder, as given."""
-        return self._root
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Capabilities of a local folder: atomic renames and cheap reads."""
-        return Capabilities(renames=True, is_local=True)
 
     def close(self) -> None:
         """Close the files that are kept open; the store remains usable."""

@@ -55,17 +55,8 @@ class NodeFolder(LocalStore):
 
     def __init__(self, url: str, path: str) -> None:
         super().__init__(path)
-        self._url = url
-
-    @property
-    def url(self) -> str:
-        """URL of the folder."""
-        return self._url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Capabilities: no atomic rename of folders, and cheap reads."""
-        return Capabilities(renames=False, is_local=True)
+        self.url = url
+        self.capabilities = Capabilities(renames=False, is_local=True)
 
     def create(self, name: str, *, is_new: bool = False) -> LocalWriter:
         """Start a new file and create its parent folders.

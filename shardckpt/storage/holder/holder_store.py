@@ -49,12 +49,17 @@ class HolderStore:
     Args:
         url: URL of the root: `shardckpt-memory://RUN`, or a folder below it.
 
+    Attributes:
+        url: URL of the root, as given.
+        capabilities: No atomic rename of folders, and cheap reads.
+
     Raises:
         UnsafeError: The run has no valid id, or the folder leaves the root.
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
+        self.capabilities = Capabilities(renames=False, is_local=True)
         run, _, folder = url.partition("://")[2].strip("/").partition("/")
         self._run = require_run(run)
         if folder:
@@ -62,16 +67,6 @@ class HolderStore:
         self._prefix = f"{folder}/" if folder else ""
         self._files: OrderedDict[str, HeldMemory] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        """URL of the root folder, as given."""
-        return self._url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Capabilities: no atomic rename of folders, and cheap reads."""
-        return Capabilities(renames=False, is_local=True)
 
     def list(self, folder: str = "") -> list[Listed]:
         """Return the content of `folder`, sorted by name; empty without a holder.
@@ -230,11 +225,11 @@ class HolderStore:
             raise MissingFileError("no such file", where=shown, found=error) from error
 
     def _path(self, name: str) -> str:
-        check_name(name, self._url)
+        check_name(name, self.url)
         return self._prefix + name
 
     def _shown(self, name: str) -> str:
-        return f"{self._url.rstrip('/')}/{name}" if name else self._url
+        return f"{self.url.rstrip('/')}/{name}" if name else self.url
 
 
 class HolderWriter(ClosingWriter):
