@@ -8,24 +8,19 @@ time of its process without that of an empty interpreter, and without that of th
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from cases import Cases, Row, run_cases
 from inputs import LISTED_TENSORS, make_listed
-from options import add_selection
-from results import RESULTS, Lines, machine, record, section_title
 from save_load import time_planning
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -35,15 +30,6 @@ import shardckpt
 from shardckpt.format.registry import open_checkpoint
 
 RANKS, TENSORS = 64, 1200
-
-
-class Row(NamedTuple):
-    """One figure: its area in the summary, its name, its processor seconds, and the most that they may be."""
-
-    area: str
-    name: str
-    seconds: float
-    goal: float
 
 
 def measure(work: Callable[[], object]) -> float:
@@ -137,7 +123,7 @@ def inspect(folder: Path, rounds: int) -> Iterator[Row]:
     yield Row("planning", f"`shardckpt inspect` of {LISTED_TENSORS:,} tensors, the process", command, 1)
 
 
-CASES: dict[str, Callable[[Path, int], Any]] = {
+CASES: Cases = {
     "start": start,
     "load": load,
     "plan": plan,
@@ -148,22 +134,7 @@ CASES: dict[str, Callable[[Path, int], Any]] = {
 
 def main() -> None:
     """Run the selected cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_selection(parser, "--cases", CASES)
-    parser.add_argument("--rounds", type=int, default=11, help="measured runs")
-    parser.add_argument("--record", action="store_true", help=f"write the table into {RESULTS.name}")
-    options = parser.parse_args()
-    names = options.cases
-    report = Lines()
-    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
-    report.say(f"{today}, {machine()}, torch {torch.__version__}; medians of {options.rounds} rounds.")
-    for name in names:
-        with tempfile.TemporaryDirectory(prefix="shardckpt-bench-") as folder:
-            for row in CASES[name](Path(folder), options.rounds):
-                goal = report.goal(row.area, row.name, row.seconds, row.goal, "s of CPU")
-                print(f"| {row.name} | {row.seconds:.3f} | {row.goal:g} | {goal.verdict} |", flush=True)
-    if options.record:
-        record(section_title("Start-up, planning and opening", names, CASES), report.lines, report.goals)
+    run_cases(__doc__, "Start-up, planning and opening", CASES, rounds=11)
 
 
 if __name__ == "__main__":

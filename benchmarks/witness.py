@@ -14,24 +14,20 @@ merges their messages.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo  # optimizers import it at their first step; import it once, before the fork
 import torch.distributed as dist
+from cases import Cases, Row, run_cases
 from llama import Block, Llama, Shape
-from options import add_selection
 from planning import measure
 from ranks import run_ranks
-from results import RESULTS, Lines, machine, record, section_title
 
 import shardckpt
 from shardckpt.checkpoint.resume.digests import digest_batch, digest_random_states
@@ -45,16 +41,6 @@ from shardckpt.plan.resume.step_records import TensorDigest, WitnessRecord
 
 STEPS, RANKS, BATCH = 4, 1000, (2, 256)
 """Steps behind a save, ranks of the record, and sequences with tokens of a rank's batch."""
-
-
-class Row(NamedTuple):
-    """One figure: its area in the summary, its name, its value, the most that it may be, and the unit of both."""
-
-    area: str
-    name: str
-    value: float
-    goal: float
-    unit: str
 
 
 def build_state() -> tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]:
@@ -157,27 +143,12 @@ def live(folder: Path, rounds: int) -> Iterator[Row]:
         yield Row("proof of a resume", f"live check, {name}", median(ratios[1:]), 0.3, "x load")
 
 
-CASES: dict[str, Callable[[Path, int], Iterator[Row]]] = {"steps": steps, "record": record_, "live": live}
+CASES: Cases = {"steps": steps, "record": record_, "live": live}
 
 
 def main() -> None:
     """Run the selected cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_selection(parser, "--cases", CASES)
-    parser.add_argument("--rounds", type=int, default=9, help="measured calls")
-    parser.add_argument("--record", action="store_true", help=f"write the table into {RESULTS.name}")
-    options = parser.parse_args()
-    names = options.cases
-    report = Lines()
-    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
-    report.say(f"{today}, {machine()}, torch {torch.__version__}; medians of {options.rounds} rounds.")
-    for name in names:
-        with tempfile.TemporaryDirectory(prefix="shardckpt-bench-") as folder:
-            for row in CASES[name](Path(folder), options.rounds):
-                goal = report.goal(row.area, row.name, row.value, row.goal, row.unit)
-                print(f"| {row.name} | {row.value:.3f} {row.unit} | {row.goal:g} | {goal.verdict} |", flush=True)
-    if options.record:
-        record(section_title("Proof of a resume", names, CASES), report.lines, report.goals)
+    run_cases(__doc__, "Proof of a resume", CASES, rounds=9)
 
 
 if __name__ == "__main__":
