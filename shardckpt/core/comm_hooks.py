@@ -162,10 +162,7 @@ def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: tor
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
     """Average a gradient in bfloat16, to halve the communication. Collective.
 
-    Args:
-        state: Ranks, divisors and dtype of the parameters.
-        grad: 1-D gradient; changed in place if `output` is None.
-        output: 1-D shard of this rank for the mean; None with NO_SHARD.
+    The arguments are those of `fp16_compress_hook`.
     """
     _compressed(torch.bfloat16, state, grad, output)
 

@@ -329,9 +329,11 @@ def describe_captures(captures: Iterable[CaptureWitness]) -> tuple[StepProof, ..
     """
     described = []
     for each in captures:
-        last = each.resumes[-1]
+        capture, last = each.last, each.last.resume
         ranks, style = last.rank_count_before, last.style_before
         described.append(
-            StepProof(each.number, each.path, each.verdict, last.steps, ranks, style, each.resumes, tier=each.tier)
+            StepProof(
+                capture.number, capture.path, each.verdict, last.steps, ranks, style, each.resumes, tier=capture.tier
+            )
         )
     return tuple(described)

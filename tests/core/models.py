@@ -413,17 +413,21 @@ class Recurrent(nn.Module):
         return self.blocks[1](self.blocks[0](x)[0])
 
 
-class Odd(nn.Module):
-    """ParameterList, ParameterDict, a parametrized linear, an attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([OddBlock(), OddBlock()])
+class Chain(nn.Module):
+    """Blocks, one after the other; a subclass sets `blocks`."""
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Odd(Chain):
+    """ParameterList, ParameterDict, a parametrized linear, an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([OddBlock(), OddBlock()])
 
 
 class OddBlock(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from compiling import compiled, warm_up
 from front_ends import FRONT_ENDS, sharder, train, twins
 from harness import mark, run, since
-from models import Case, Sharder, Stack, blocks_and_root, built, sequences, square
+from models import Case, Chain, Sharder, Stack, blocks_and_root, built, sequences, square
 from reference import Training, adamw, product, sgd
 from tiny_llama import llama_config
 from torch import nn
@@ -186,7 +186,7 @@ def test_a_language_model_generates_what_the_unsharded_one_does(build, front_end
 # -------------------------------------------------------------------------------------------- modules of torch
 
 
-class Transformer(nn.Module):
+class Transformer(Chain):
     """Encoder layers, which in eval run as one fused call that reads the weights of their children."""
 
     def __init__(self) -> None:
@@ -194,11 +194,6 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(6, 2, 10, dropout=0.0, batch_first=True) for _ in range(2)
         )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Decoder(nn.Module):
@@ -244,18 +239,13 @@ class Padded(nn.Module):
         return self.blocks[1](self.embed(x) + self.embed(x.flip(1))) + self.blocks[0](x).unsqueeze(1)
 
 
-class Convolved(nn.Module):
+class Convolved(Chain):
     """Convolutions laid out channels last, and a transposed weight."""
 
     def __init__(self) -> None:
         super().__init__()
         conv = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.blocks = nn.ModuleList([conv, nn.GroupNorm(2, 4), nn.ConvTranspose2d(4, 3, 3, padding=1)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Parametrized(nn.Module):

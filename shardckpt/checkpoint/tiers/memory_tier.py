@@ -30,11 +30,7 @@ from shardckpt.storage.resolve_url import open_remote
 class MemoryTier(CaptureTier):
     """Captures of a run in the memory of this node's holder.
 
-    Args:
-        config: Settings.
-        root: Path or URL of the run.
-        group: Process group of the ranks; None for all ranks.
-        on_event: Called with the events of captures; None without a callback.
+    The arguments are those of `LocalTier`.
     """
 
     def __init__(

@@ -520,11 +520,10 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Replace the reduce-scatter of this module by a custom collective.
 
+        Errors are as for `set_custom_all_gather`.
+
         Args:
             comm: The custom reduce-scatter.
-
-        Raises:
-            ArgumentError: The module's parameters are on several meshes.
         """
         collectives = self._one_group("set_custom_reduce_scatter")
         collectives.set_comms(replace(collectives.comms, reduce_scatter=comm))

@@ -43,13 +43,7 @@ def require_own_folder(store: Store, root: str) -> None:
 def claim_folder(store: Store, root: str) -> None:
     """Make a tier's folder that of a run.
 
-    Args:
-        store: Store of the folder.
-        root: Path or URL of the run.
-
-    Raises:
-        UsageError: It has steps of another run.
-        StorageError: It cannot be read or written.
+    Arguments and errors are as for `require_own_folder`.
     """
     require_own_folder(store, root)
     if _read_owner(store) is None:

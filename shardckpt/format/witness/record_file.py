@@ -43,15 +43,7 @@ def read_record(store: Store, step: str) -> WitnessRecord | None:
 def copy_record(source: Store, step: str, target: Store, name: str) -> None:
     """Copy the record of a step, if it has one, byte for byte.
 
-    Args:
-        source: Store whose root is the run of the step.
-        step: Name of the step's folder.
-        target: Store whose root is the run of the copy.
-        name: Name of the copy's folder.
-
-    Raises:
-        CheckpointError: The record is damaged.
-        StorageError: A store failed.
+    Arguments and errors are as for `copy_resumes`.
     """
     line = _read(source, step)
     if line is not None and line != _read(target, name):

@@ -34,8 +34,7 @@ class SavedResumes:
 
 def encode_resumes(saved: SavedResumes) -> bytes:
     """Return resumes as JSON."""
-    content = {"version": VERSION, **asdict(saved)}
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _encode(asdict(saved))
 
 
 def decode_resumes(data: bytes, *, where: str) -> SavedResumes:
@@ -56,24 +55,20 @@ def decode_resumes(data: bytes, *, where: str) -> SavedResumes:
 
 def encode_capture_resumes(resumes: tuple[CaptureResume, ...]) -> bytes:
     """Return resumes from captures as JSON."""
-    content = {"version": VERSION, "captures": [asdict(each) for each in resumes]}
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _encode({"captures": [asdict(each) for each in resumes]})
 
 
 def decode_capture_resumes(data: bytes, *, where: str) -> tuple[CaptureResume, ...]:
     """Return the resumes of `encode_capture_resumes`.
 
-    Args:
-        data: JSON, from a file that anybody may have written.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: The data is not a list of resumes.
-        UnsupportedError: A newer version of shardckpt wrote it.
-        UnsafeError: Its values would take far more memory than it.
+    Arguments and errors are as for `decode_resumes`.
     """
     found = _read_list(data, "captures", {}, where)["captures"]
     return tuple(_read_capture_resume(each, where) for each in found)
+
+
+def _encode(fields: dict[str, Any]) -> bytes:
+    return json.dumps({"version": VERSION, **fields}, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _read_list(data: bytes, name: str, others: dict[str, type], where: str) -> dict[str, Any]:

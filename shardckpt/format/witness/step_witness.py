@@ -38,15 +38,11 @@ class CaptureWitness:
     """A capture of a tier that the run was resumed from; it may be gone.
 
     Attributes:
-        number: Number of the captured step.
-        tier: Name of the tier.
-        path: Path or URL of the capture.
+        last: The last resume from it, with the number of the step, the tier and the path.
         resumes: Resumes from it, oldest first.
     """
 
-    number: int
-    tier: str
-    path: str
+    last: CaptureResume
     resumes: tuple[Resume, ...]
 
     @property
@@ -70,10 +66,7 @@ def read_capture_witnesses(store: Store) -> tuple[tuple[CaptureWitness, ...], tu
             captures.setdefault((each.number, each.save, each.tier), []).append(each)
     except CheckpointError as error:
         return (), (str(error),)
-    return tuple(
-        CaptureWitness(number, tier, found[-1].path, tuple(each.resume for each in found))
-        for (number, _, tier), found in captures.items()
-    ), ()
+    return tuple(CaptureWitness(found[-1], tuple(each.resume for each in found)) for found in captures.values()), ()
 
 
 def read_step_witness(store: Store, step: StepFolder) -> StepWitness:

@@ -74,11 +74,7 @@ def dequantize(
 ) -> tuple[Selection, ConfigFiles]:
     """Return a selection whose fp8 weights with scales are cast to `--dtype`, without the scales.
 
-    Args:
-        reader: Open checkpoint.
-        options: Options of the conversion.
-        selection: Tensors to write.
-        config: Config files of the model.
+    The arguments are those of `quantize`.
 
     Raises:
         UnsupportedError: Scales do not have the shape that the blocks need.

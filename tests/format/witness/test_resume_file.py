@@ -89,7 +89,7 @@ def test_resumes_from_captures_are_in_one_file_of_the_run(store: LocalStore) -> 
     assert read_capture_resumes(store) == (CAPTURED, replace(CAPTURED, resume=DIVERGED), local)
     assert [entry.name for entry in store.list()] == [CAPTURE_RESUMES]
     (first, second), faults = read_capture_witnesses(store)
-    assert (first.tier, first.verdict, len(first.resumes), second.tier) == ("memory", "diverged", 2, "local")
+    assert (first.last.tier, first.verdict, len(first.resumes), second.last.tier) == ("memory", "diverged", 2, "local")
     assert faults == ()
 
 
