@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: folder or file, path or URL.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format and world size.")],
-    part: options.Part = "all",
+    part: options.ReadPart = "all",
     include: options.Include = None,
     exclude: options.Exclude = None,
     atol: Annotated[float, typer.Option("--atol", help="Absolute tolerance of floating-point numbers.")] = 0.0,

@@ -23,6 +23,16 @@ ToForRanks = Annotated[
     str, typer.Option("--to", help="Format to write: {rank_targets}. torch writes one file per rank.")
 ]
 Part = Annotated[str, typer.Option("--part", help="Sections to write: model, optim or all.")]
+ReadPart = Annotated[str, typer.Option("--part", help="Sections to read: model, optim or all.")]
+StatsPart = Annotated[
+    str,
+    typer.Option(
+        "--part",
+        help="Sections to read: model, optim or all. Default: all, without integers outside of model and optimizer,"
+        " such as states of random generators; a glob takes these too.",
+        show_default=False,
+    ),
+]
 Weights = Annotated[
     str, typer.Option("--weights", help="Weights to take: live, master, ema, or the name of a variant.")
 ]

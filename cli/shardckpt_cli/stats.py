@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +28,7 @@ _Tensor = Annotated[list[str] | None, typer.Option("--tensor", help="Glob of ten
 
 def stats(
     src: options.Src,
-    part: options.Part = "all",
+    part: options.StatsPart = "",
     include: options.Include = None,
     exclude: options.Exclude = None,
     sort: Annotated[str, typer.Option("--sort", help="Order of rows: name, bad (NaN, Inf), l2 or max.")] = "name",
@@ -53,11 +54,19 @@ def stats(
         items = sorted(found.layers if by_layer else found.tensors, key=_ORDERS[sort])
         rows = [_row(item) for item in items[: top or None]]
         header = ("layer" if by_layer else "tensor", "NaN", "Inf", "zeros", "min", "max", "L2")
+        _note_left_out(found.left_out)
         output.show_table(rows, header=header, right=frozenset(range(1, 7)))
         bad = f"{output.count(found.nans, 'NaN')}, {output.count(found.infs, 'Inf')}"
         origin = f"; {found.stored} stored at save, {len(found.tensors) - found.stored} computed"
         print(f"{escape(found.source)}: {output.count(len(found.tensors), 'tensor')}, {bad}{origin}")
     raise typer.Exit(1 if found.nans or found.infs else 0)
+
+
+def _note_left_out(names: Collection[str]) -> None:
+    if names:
+        tensors = output.count(len(names), "integer tensor")
+        words = "outside of model and optimizer, such as states of random generators; --part all takes them"
+        print(f"left out: {tensors} {words}", file=sys.stderr)
 
 
 def _row(item: TensorStats | LayerStats) -> tuple[str, ...]:
@@ -78,7 +87,7 @@ def history(
     stat: Annotated[
         str, typer.Option("--stat", help="Statistic to print: nans, infs, zeros, min, max, mean or l2.")
     ] = "l2",
-    part: options.Part = "all",
+    part: options.StatsPart = "",
     html: options.Html = "",
     as_json: options.AllAsJson = False,
 ) -> None:
@@ -93,6 +102,7 @@ def history(
         output.print_json(found)
         return
     output.warn(found.warnings)
+    _note_left_out(dict.fromkeys(name for step in found.steps for name in step.left_out))
     if html:
         print(f"{escape(found.root)}: {output.count(len(found.steps), 'step')}\nwrote {escape(html)}")
         return
@@ -111,7 +121,7 @@ def bisect(
     scan: Annotated[
         bool, typer.Option("--scan", help="Look at every step from the oldest on: for a condition that ends again.")
     ] = False,
-    part: options.Part = "all",
+    part: options.StatsPart = "",
     as_json: options.AllAsJson = False,
 ) -> None:
     """Find the first step with a tensor that a condition is true for; exit 1 if there is one.
@@ -127,6 +137,7 @@ def bisect(
         output.print_json(found)
         raise typer.Exit(0 if found.first is None else 1)
     output.warn(found.warnings)
+    _note_left_out(found.left_out)
     if found.first is None:
         more = "" if scan else "; --scan looks at all"
         looks = output.count(len(found.examined), "step")

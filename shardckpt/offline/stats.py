@@ -33,7 +33,7 @@ from shardckpt.storage.resolve_url import as_url
 def stats(
     src: str | os.PathLike[str],
     *,
-    part: str = "all",
+    part: str = "",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     base: NamedBases = "",
@@ -48,7 +48,8 @@ def stats(
 
     Args:
         src: Checkpoint in any readable format: path or URL of a folder or file.
-        part: `model`, `optim` or `all`.
+        part: `model`, `optim` or `all`. If empty: all but integer tensors outside of model and optimizer, such as
+            states of random generators; with `include` these too.
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
         base: Folder of the base checkpoint if it was moved, as for `load`.
@@ -70,10 +71,14 @@ def stats(
     require_bools(recompute=recompute)
     with gc_paused():
         reader = open_checkpoint(source, base)
-        entries = read_canonical(reader, parse_part(part)).tensors
+        found = read_canonical(reader, parse_part(part or "all"))
+    entries, unwanted = found.tensors, set[str]() if part or include else found.side_integers
     chosen = select_names(entries, include, exclude)
-    tensors = tuple(_measure(name, reader, entries[name], recompute=recompute) for name in chosen)
-    return Statistics(source, reader.manifest.format, tensors, _sum_layers(tensors))
+    tensors = tuple(
+        _measure(name, reader, entries[name], recompute=recompute) for name in chosen if name not in unwanted
+    )
+    left_out = tuple(name for name in chosen if name in unwanted)
+    return Statistics(source, reader.manifest.format, tensors, _sum_layers(tensors), left_out)
 
 
 def _measure(name: str, reader: Reader, entry: TensorEntry, *, recompute: bool) -> TensorStats:

@@ -517,3 +517,8 @@ def test_formats_shows_the_formats_and_what_they_look_for() -> None:
     assert lines[0].split() == ["format", "recognized", "by"]
     assert lines[1].split() == ["native", "a", "step", "of", "shardckpt", "(COMMIT)"]
     assert "dcp" in [line.split()[0] for line in lines]
+
+
+@pytest.mark.parametrize("verb", ["diff", "stats", "history", "bisect"])
+def test_commands_that_write_nothing_read_their_part(verb: str) -> None:
+    assert "Sections to read" in " ".join(run_here(verb, "--help").out.split())

@@ -58,6 +58,8 @@ class Canonical:
         sources: Dotted path of a value to its location, for values that were read from a file.
         optimizers: Prefix of an optimizer's names to its naming.
         left_out: Dotted paths of content outside of the requested part.
+        side_integers: Names of integer tensors outside of model and optimizers: states of random generators, positions
+            in data, counters.
         warnings: Oddities, one sentence each.
     """
 
@@ -68,6 +70,7 @@ class Canonical:
     sources: dict[str, ObjectEntry] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    side_integers: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -120,10 +123,15 @@ class _Naming:
             remapped = plan_rules(self._rules, tensors, None, {})
             tensors, _ = locate_model(self._reader, self._manifest, remapped, list(remapped.model), tensors)
         self._made.tensors.update(tensors)
+        self._made.side_integers.update(name for name, entry in tensors.items() if self._is_of_list(entry))
         depth = len(self._found.model)
         for path in self._manifest.objects if depth else ():
             if path[:depth] == self._found.model and not self._is_of_optimizer(path):
                 self._add_object(path, (self._model.clean(dotted(path[depth:])),))
+
+    def _is_of_list(self, entry: TensorEntry) -> bool:
+        """Return whether integers at the top level are of a list, such as one value per rank, and of no model."""
+        return not self._found.model and _is_integer(entry) and any(isinstance(key, int) for key in entry.path)
 
     def _add_optimizer(self, root: Path) -> None:
         raw = optimizer_state.read_raw(self._manifest, root, load_values(self._reader, self._manifest, root))
@@ -167,7 +175,10 @@ class _Naming:
             if path in known or (root is not None and self._is_read(root, path)):
                 continue
             name = dotted(path)
-            self._made.tensors[name if name not in self._made.tensors else f"{name} (beside the model)"] = entry
+            name = name if name not in self._made.tensors else f"{name} (beside the model)"
+            self._made.tensors[name] = entry
+            if _is_integer(entry):
+                self._made.side_integers.add(name)
         depth = len(self._found.model)
         for path in self._manifest.objects:
             if not self._is_of_optimizer(path) and not (depth and path[:depth] == self._found.model):
@@ -209,6 +220,10 @@ class _Naming:
             self._made.refused[dotted(under)] = str(error)
         else:
             self._made.values[under] = value
+
+
+def _is_integer(entry: TensorEntry) -> bool:
+    return "int" in entry.dtype
 
 
 def _is_known(path: Path) -> bool:

@@ -19,7 +19,7 @@ def bisect(
     *,
     when: str,
     scan: bool = False,
-    part: str = "all",
+    part: str = "",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Bisection:
@@ -36,7 +36,8 @@ def bisect(
         when: `nan`, `inf`, or a comparison of a statistic and a number: `l2>100`, `max>=1e4`, `nans>3`. The statistics
             are `nans`, `infs`, `zeros`, `min`, `max`, `mean`, `l2`; the comparisons `<`, `<=`, `>`, `>=`.
         scan: Look at every step, from the oldest on, until the condition is true.
-        part: `model`, `optim` or `all`.
+        part: `model`, `optim` or `all`. If empty: all but integer tensors outside of model and optimizer, such as
+            states of random generators; with `include` these too.
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
 
@@ -75,10 +76,11 @@ def bisect(
         except StepRemovedError as error:  # the search begins again with the steps that are left
             warnings.append(str(error))
     examined = tuple(step.number for step in found)
+    left_out = tuple(dict.fromkeys(name for step in found.values() for name in step.left_out))
     if first is None:
-        return Bisection(root, when, None, examined, scan, tuple(warnings))
+        return Bisection(root, when, None, examined, scan, tuple(warnings), left_out)
     bad = tuple(tensor for tensor in found[first].tensors if condition.is_true(tensor))
-    return Bisection(root, when, replace(found[first], tensors=bad), examined, scan, tuple(warnings))
+    return Bisection(root, when, replace(found[first], tensors=bad), examined, scan, tuple(warnings), left_out)
 
 
 def _drop_good(steps: Sequence[StepInfo], is_bad: Callable[[StepInfo], bool]) -> Sequence[StepInfo]:

@@ -19,7 +19,7 @@ from shardckpt.storage.resolve_url import as_url
 def history(
     root: str | os.PathLike[str],
     *,
-    part: str = "all",
+    part: str = "",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     html: str | os.PathLike[str] = "",
@@ -30,7 +30,8 @@ def history(
 
     Args:
         root: Path or URL of the run's folder.
-        part: `model`, `optim` or `all`.
+        part: `model`, `optim` or `all`. If empty: all but integer tensors outside of model and optimizer, such as
+            states of random generators; with `include` these too.
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
         html: Path or URL of a file to write: one page that draws the statistics over the steps, a line for each tensor.
@@ -96,7 +97,9 @@ class ChosenTensors:
     @classmethod
     def parse(cls, part: str, include: object, exclude: object) -> ChosenTensors:
         """Return the tensors that a caller chooses. Raises UsageError."""
-        return cls(parse_part(part), parse_globs("include", include), parse_globs("exclude", exclude))
+        if part:
+            parse_part(part)
+        return cls(part, parse_globs("include", include), parse_globs("exclude", exclude))
 
     def measure(self, step: StepInfo) -> StepStats:
         """Return their statistics in one step.
@@ -110,7 +113,7 @@ class ChosenTensors:
             if _is_there(step):
                 raise
             raise StepRemovedError("the step was removed while it was read", where=step.path) from error
-        return StepStats(step.number, step.path, found.tensors)
+        return StepStats(step.number, step.path, found.tensors, found.left_out)
 
 
 def _is_there(step: StepInfo) -> bool:

@@ -255,12 +255,14 @@ class Statistics:
         format: Format of the checkpoint.
         tensors: Statistics of each tensor, in saved order.
         layers: Statistics of each layer, in natural order of names.
+        left_out: Names of integer tensors outside of model and optimizer, if these were not asked for.
     """
 
     source: str
     format: str
     tensors: tuple[TensorStats, ...]
     layers: tuple[LayerStats, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def nans(self) -> int:
@@ -286,11 +288,13 @@ class StepStats:
         number: Number of the step.
         path: Path or URL of the step.
         tensors: Statistics of each tensor.
+        left_out: Names of integer tensors outside of model and optimizer, if these were not asked for.
     """
 
     number: int
     path: str
     tensors: tuple[TensorStats, ...]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +379,8 @@ class Bisection:
         examined: Numbers of the steps whose statistics were looked at, in this order.
         is_scan: Whether all steps were looked at, from the oldest until the first.
         warnings: Steps that were removed while they were read, one sentence each.
+        left_out: Names of integer tensors of these steps that are outside of model and optimizer, if these were not
+            asked for.
     """
 
     root: str
@@ -383,6 +389,7 @@ class Bisection:
     examined: tuple[int, ...]
     is_scan: bool
     warnings: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,59 @@ def test_a_history_is_printed_a_value_a_line(tmp_path: Path) -> None:
     assert run_here("history", root, "--stat", "name").code == 2
 
 
+@pytest.fixture
+def run_with_generators(tmp_path: Path) -> Path:
+    """Return a run of three steps with the state of random generators; the model grows in the last one."""
+    for number, value in enumerate([1.0, 2.0, 500.0]):
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, value)
+        state = {"model": model, "rng": shardckpt.RNGState(), "order": torch.arange(1000)}
+        shardckpt.save(state, tmp_path / step_name(number))
+    return tmp_path
+
+
+GENERATORS = ("order", "rng.0.numpy.keys", "rng.0.torch")
+
+
+def test_states_of_random_generators_are_no_training_values(run_with_generators: Path) -> None:
+    """Their norms are above 100 in every step."""
+    found = shardckpt.bisect(run_with_generators, when="l2>100")
+    assert found.first is not None
+    assert (found.first.number, [tensor.name for tensor in found.first.tensors]) == (2, ["weight"])
+    assert sorted(found.left_out) == sorted(GENERATORS)
+    steps = shardckpt.history(run_with_generators).steps
+    assert all({tensor.name for tensor in step.tensors} == {"weight", "bias"} for step in steps)
+
+
+@pytest.mark.parametrize("options", [{"part": "all"}, {"include": ["rng.*"]}])
+def test_states_of_random_generators_are_taken_if_asked_for(options: dict[str, Any], run_with_generators: Path) -> None:
+    found = shardckpt.bisect(run_with_generators, when="l2>100", **options)
+    assert found.first is not None
+    assert (found.first.number, found.left_out) == (0, ())
+    assert "rng.0.torch" in {tensor.name for tensor in found.first.tensors}
+
+
+@pytest.mark.parametrize("verb", [["history"], ["bisect", "--when", "l2>100"], ["stats"]])
+def test_what_is_left_out_is_counted(verb: list[str], run_with_generators: Path) -> None:
+    name, *options = verb
+    place = run_with_generators / step_name(0) if name == "stats" else run_with_generators
+    found = run_here(name, place, *options)
+    assert "rng" not in found.out
+    assert found.err.startswith("left out: 3 integer tensors outside of model and optimizer")
+    assert "--part all" in found.err
+    asked = run_here(name, place, *options, "--part", "all")
+    assert "rng.0.torch" in asked.out and asked.err == ""
+
+
+def test_states_of_random_generators_are_found_beside_several_models(tmp_path: Path) -> None:
+    """Then no subtree is the model, and the top level counts as one."""
+    state = {"left": torch.nn.Linear(1, 1), "right": torch.nn.BatchNorm1d(2), "rng": shardckpt.RNGState()}
+    shardckpt.save(state, tmp_path / "step")
+    found = shardckpt.stats(tmp_path / "step")
+    assert sorted(found.left_out) == ["rng.0.numpy.keys", "rng.0.torch"]
+    assert "right.num_batches_tracked" in {tensor.name for tensor in found.tensors}
+
+
 @pytest.mark.parametrize("moment", ["before", "while"])
 @pytest.mark.parametrize("verb", ["history", "bisect", "scan"])
 def test_a_step_that_is_pruned_meanwhile_is_passed_over_with_a_word(
