@@ -284,22 +284,26 @@ def load_loop_on_one_rank(rank: int, world: int, folder: Path) -> int:
 
 
 def fail_and_remove(rank: int, world: int, folder: Path) -> list[str]:
-    """Fail in the background, then register again and give the methods back."""
+    """Fail in the background, then give the methods back, register again, and give them back again."""
     from shardckpt.integrations.accelerate import register
 
     def write_nothing(_file: int, _data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    training, _ = start(rank, world, "ddp", background=True)
+    training, first = start(rank, world, "ddp", background=True)
     write, os.write = os.write, write_nothing
     training.accelerator.save_state(folder / "lost")
     with pytest.raises(shardckpt.StorageError, match="No space left on device"):
         training.accelerator.end_training()
     os.write = write
-    first, second = register(training.accelerator), register(training.accelerator)
+    assert register(training.accelerator, background=True) is first
+    with pytest.raises(shardckpt.UsageError, match=r"registered with other options\. Keep the object that `register`"):
+        register(training.accelerator)
+    first.remove()
+    second = register(training.accelerator)
     first.remove()
     training.accelerator.save_state(folder / "second")
-    assert (folder / "second" / "shardckpt").is_dir(), "the registration that replaced the first stays"
+    assert (folder / "second" / "shardckpt").is_dir(), "the registration that came after the first stays"
     second.remove()
     training.accelerator.save_state(folder / "alone")
     return sorted(path.name for path in (folder / "alone").iterdir())
@@ -312,6 +316,7 @@ def test_the_end_of_training_raises_the_error_of_the_last_save(tmp_path: Path) -
 
 
 def test_unsupported_accelerators_are_refused() -> None:
+    from accelerate import Accelerator
     from accelerate.utils import DistributedType
 
     from shardckpt.integrations.accelerate import register
@@ -323,6 +328,10 @@ def test_unsupported_accelerators_are_refused() -> None:
         register(SimpleNamespace(distributed_type=DistributedType.NO))
     with pytest.raises(shardckpt.UsageError, match=r"must be an accelerate\.Accelerator; found None"):
         register(None)
+    with pytest.raises(
+        shardckpt.UsageError, match=r"must be an instance; found the class Accelerator\. Pass an instance"
+    ):
+        register(Accelerator)
     with pytest.raises(shardckpt.UsageError, match="`background` must be True or False"):
         register(SimpleNamespace(distributed_type=DistributedType.NO), background="yes")
 
@@ -334,7 +343,7 @@ def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
 
     from shardckpt.integrations.accelerate import register
 
-    training, _ = start(rank, world, "ddp")
+    training, checkpoints = start(rank, world, "ddp")
     for background, typo in ((False, "max_staging_bytes"), (False, "chekcsums"), (True, "chekcsums")):
         with pytest.raises(TypeError, match=rf"register\(\) got an unexpected keyword argument '{typo}'"):
             register(training.accelerator, background=background, **{typo: True})
@@ -360,6 +369,8 @@ def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
     ):
         with pytest.raises(shardckpt.SourceNotFoundError, match=message):
             training.accelerator.load_state(wrong)
+    with pytest.raises(shardckpt.UsageError, match="`train_step` must be a function; found None"):
+        checkpoints.prove_resume(None, folder / "drill")
     project = ProjectConfiguration(project_dir="memory://run", automatic_checkpoint_naming=True, total_limit=1)
     remote = Accelerator(cpu=True, project_config=project)
     register(remote)

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import load
-from shardckpt.checkpoint.resume.prove_resume import ResumeReport, prove_resume
+from shardckpt.checkpoint.resume.prove_resume import ResumeReport, prove_resume, require_train_step
 from shardckpt.checkpoint.save.save import save
 from shardckpt.events.warn_user import warn_user
 from shardckpt.plan.resume.verdict import ResumeDivergence
@@ -31,6 +31,7 @@ def run_drill(train_step: Callable[[], Any], state: Any, path: str, *, steps: in
     Raises:
         ShardckptError: As for `prove_resume`.
     """
+    require_train_step(train_step, steps)
     start = f"{path}/start"
     save(state, start, overwrite=True)
     train_step()

@@ -101,10 +101,7 @@ def prove_resume(
         >>> assert report.ok, report  # doctest: +SKIP
     """
     require_bools(overwrite=overwrite)
-    if type(steps) is not int or steps < 1:
-        raise UsageError("`steps` must be a positive integer", found=repr(steps))
-    if not callable(train_step):
-        raise UsageError("`train_step` must be a function", found=repr(train_step))
+    require_train_step(train_step, steps)
     drill = _Drill(train_step, state, path, steps, process_group)
     save(state, path, overwrite=overwrite, process_group=process_group)
     saved = digest_reachable(train_step)
@@ -119,6 +116,22 @@ def prove_resume(
         third = drill.resume()
         is_repeatable = drill.compare(second, third, [])[0] is None
     return ResumeReport(os.fspath(path), steps, divergence, named, is_repeatable)
+
+
+def require_train_step(train_step: object, steps: object) -> None:
+    """Require the arguments of a drill that need no state.
+
+    Args:
+        train_step: Function of a training step.
+        steps: Number of steps to train each time.
+
+    Raises:
+        UsageError: `train_step` is not a function, or `steps` not a positive integer.
+    """
+    if type(steps) is not int or steps < 1:
+        raise UsageError("`steps` must be a positive integer", found=repr(steps))
+    if not callable(train_step):
+        raise UsageError("`train_step` must be a function", found=repr(train_step))
 
 
 class _Drill:

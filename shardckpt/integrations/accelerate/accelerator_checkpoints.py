@@ -28,6 +28,7 @@ from shardckpt.integrations.accelerate.state_folders import (
     describe_missing,
     is_complete,
     is_url,
+    list_names,
     make_folder,
 )
 
@@ -48,14 +49,16 @@ def register(
     that Accelerate wrote. The number of ranks and the kind of sharding may differ from those of the save.
 
     Args:
-        accelerator: Accelerator, before or after `prepare`. An earlier registration is replaced.
+        accelerator: Accelerator, before or after `prepare`. If it is registered with the same options, the result is
+            that registration.
         background: Save in the background. An error is then raised by the next call of `save_state` or `load_state`, or
             by `end_training`.
         **options: Options of `shardckpt.async_save`; without `background`, of `shardckpt.save`.
 
     Raises:
         UnsupportedError: The accelerator uses DeepSpeed, Megatron-LM or XLA, or this version of Accelerate differs.
-        UsageError: `background` is not a bool, or the accelerator is another object.
+        UsageError: `background` is not a bool, the accelerator is another object, or it is registered with other
+            options.
         TypeError: An option is unknown.
 
     Examples:
@@ -67,6 +70,9 @@ def register(
     require_known_options("register", options, background=background)
     if not hasattr(accelerator, "distributed_type"):
         raise UsageError("the accelerator must be an accelerate.Accelerator", found=repr(accelerator))
+    if isinstance(accelerator, type):
+        fix = f"Pass an instance: accelerator = {accelerator.__name__}()."
+        raise UsageError("the accelerator must be an instance", found=f"the class {accelerator.__name__}", fix=fix)
     if accelerator.distributed_type in _REFUSED:
         raise UnsupportedError(
             f"register does not support {accelerator.distributed_type.value}",
@@ -78,9 +84,12 @@ def register(
             "this version of Accelerate is not supported", found=f"an Accelerator without {', '.join(missing)}"
         )
     earlier = getattr(accelerator.save_state, "__self__", None)
-    if isinstance(earlier, AcceleratorCheckpoints):
-        earlier.remove()
-    return AcceleratorCheckpoints(accelerator, background, {**options})
+    if not isinstance(earlier, AcceleratorCheckpoints):
+        return AcceleratorCheckpoints(accelerator, background, {**options})
+    if not earlier.has_options(background, {**options}):
+        fix = "Keep the object that `register` returned the first time, or call its `remove()` before."
+        raise UsageError("this accelerator is registered with other options", fix=fix)
+    return earlier
 
 
 class AcceleratorCheckpoints:
@@ -95,8 +104,17 @@ class AcceleratorCheckpoints:
         self._original = {name: getattr(accelerator, name) for name in _METHODS}
         vars(accelerator).update({name: getattr(self, name) for name in _METHODS})
 
+    def has_options(self, background: bool, options: dict[str, Any]) -> bool:
+        """Return whether `register` was called with these options.
+
+        Args:
+            background: Whether to save in the background.
+            options: Options of the save.
+        """
+        return (self._background, self._options) == (background, options)
+
     def remove(self) -> None:
-        """Wait for the last save, and give the accelerator its own methods again, unless it was registered again."""
+        """Wait for the last save, and give the accelerator its own methods again, unless others replaced these."""
         self.wait()
         if getattr(self._accelerator.save_state, "__self__", None) is self:
             vars(self._accelerator).update(self._original)
@@ -170,6 +188,7 @@ class AcceleratorCheckpoints:
 
         Raises:
             SourceNotFoundError: The folder is missing or has no complete checkpoint.
+            StorageError: The folder cannot be read.
             ShardckptError: As for `shardckpt.load`; or some objects of `register_for_checkpointing` are registered, but
                 fewer than were saved.
         """
@@ -192,7 +211,7 @@ class AcceleratorCheckpoints:
     def _load_folder(self, folder: str, load_kwargs: Any, model_kwargs: dict[str, Any]) -> None:
         """Load a folder that Accelerate wrote; if one side is FSDP, its models and optimizers with shardckpt."""
         accelerator, held = self._accelerator, {}
-        if self._is_fsdp or any(name.startswith("pytorch_model_fsdp") for name in os.listdir(folder)):
+        if self._is_fsdp or any(name.startswith("pytorch_model_fsdp") for name in list_names(folder)):
             held = {name: vars(accelerator)[name] for name in ("_models", "_optimizers")}
             optimizers = _number("optimizer", (each.optimizer for each in held["_optimizers"]))
             state = {**_number("model", held["_models"]), **optimizers}

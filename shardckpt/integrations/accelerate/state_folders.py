@@ -13,6 +13,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from shardckpt import SourceNotFoundError, StorageError, TargetExistsError, UsageError
 from shardckpt.events.warn_user import warn_user
+from shardckpt.storage.resolve_url import kind
+from shardckpt.storage.store import convert_os_errors
 
 __all__ = [
     "STEP",
@@ -22,6 +24,7 @@ __all__ = [
     "describe_missing",
     "is_complete",
     "is_url",
+    "list_names",
     "make_folder",
 ]
 
@@ -89,9 +92,14 @@ def describe_missing(folder: str) -> SourceNotFoundError:
 
     Args:
         folder: Path.
+
+    Raises:
+        StorageError: The folder cannot be read.
     """
     path = os.path.abspath(folder)
     parent, name = os.path.split(path)
+    if kind(path) == "folder":
+        kind(f"{path}/{STEP}")
     if os.path.isfile(f"{path}/COMMIT"):
         what = "this is a checkpoint, not a folder of save_state"
         fix = f"Pass its folder, {parent}." if name == STEP else "Load it with `shardckpt.load`."
@@ -99,14 +107,23 @@ def describe_missing(folder: str) -> SourceNotFoundError:
     what, around = "this folder has no complete checkpoint", path
     if not os.path.isdir(path):
         what, around = "this is a file" if os.path.exists(path) else "this folder does not exist", parent
-    near = sorted(each for each in _list_names(around) if is_complete(f"{around}/{each}"))
+    near = sorted(each for each in list_names(around) if is_complete(f"{around}/{each}"))
     shown = ", ".join(near[-_SHOWN:])
     fix = f"Complete checkpoints in {around}: {shown}." if near else "Check the path."
     return SourceNotFoundError(what, where=folder, fix=fix)
 
 
-def _list_names(folder: str) -> list[str]:
-    return os.listdir(folder) if os.path.isdir(folder) else []
+def list_names(folder: str) -> list[str]:
+    """Return the names in a folder; none if it does not exist.
+
+    Args:
+        folder: Path.
+
+    Raises:
+        StorageError: The folder cannot be listed.
+    """
+    with convert_os_errors("cannot list", folder):
+        return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def is_complete(folder: str) -> bool:
@@ -179,5 +196,5 @@ class NumberedFolders:
         """Return numbers and paths of the folders."""
         parent = self._parent
         return [
-            (int(found[1]), f"{parent}/{name}") for name in _list_names(parent) if (found := _NUMBERED.fullmatch(name))
+            (int(found[1]), f"{parent}/{name}") for name in list_names(parent) if (found := _NUMBERED.fullmatch(name))
         ]

@@ -10,6 +10,7 @@ from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from shardckpt import load, load_optim_state_dict
+from shardckpt.storage.store import convert_os_errors
 
 __all__ = [
     "find_newest_folder",
@@ -35,8 +36,12 @@ def has_fsdp_model(folder: str) -> bool:
 
     Args:
         folder: Path of the folder.
+
+    Raises:
+        StorageError: The folder cannot be listed.
     """
-    return any(name.startswith(FSDP_MODEL_NAME) for name in os.listdir(folder))
+    with convert_os_errors("cannot list", folder):
+        return any(name.startswith(FSDP_MODEL_NAME) for name in os.listdir(folder))
 
 
 def find_newest_folder(output_dir: str) -> tuple[int, str]:
@@ -47,8 +52,12 @@ def find_newest_folder(output_dir: str) -> tuple[int, str]:
 
     Returns:
         -1 and an empty path without such a folder.
+
+    Raises:
+        StorageError: The argument names a folder that cannot be listed.
     """
-    folder: str = (os.path.isdir(output_dir) and get_last_checkpoint(output_dir)) or ""
+    with convert_os_errors("cannot list", output_dir):
+        folder: str = (os.path.isdir(output_dir) and get_last_checkpoint(output_dir)) or ""
     found = (int(folder.rpartition("-")[2]), folder) if is_trainer_folder(folder) else (-1, "")
     return broadcast_object_list([found])[0]  # type: ignore[no-any-return]
 
