@@ -127,7 +127,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"prune", "tiers"},
         {"run_history"},
     ),
-    "integrations": ({"step_removal"}, {"accelerate", "lightning", "transformers"}),
+    "integrations": ({"local_folders", "step_removal"}, {"accelerate", "lightning", "transformers"}),
     "testing": ({"simulation"},),
 }
 

@@ -28,9 +28,9 @@ from shardckpt.integrations.accelerate.state_folders import (
     describe_missing,
     is_complete,
     is_url,
-    list_names,
     make_folder,
 )
+from shardckpt.integrations.local_folders import list_names
 
 __all__ = ["AcceleratorCheckpoints", "register"]
 

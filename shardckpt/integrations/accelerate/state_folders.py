@@ -13,8 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from shardckpt import SourceNotFoundError, StorageError, TargetExistsError, UsageError
 from shardckpt.events.warn_user import warn_user
-from shardckpt.storage.resolve_url import kind
-from shardckpt.storage.store import convert_os_errors
+from shardckpt.integrations.local_folders import list_names, require_access
 
 __all__ = [
     "STEP",
@@ -24,7 +23,6 @@ __all__ = [
     "describe_missing",
     "is_complete",
     "is_url",
-    "list_names",
     "make_folder",
 ]
 
@@ -98,8 +96,7 @@ def describe_missing(folder: str) -> SourceNotFoundError:
     """
     path = os.path.abspath(folder)
     parent, name = os.path.split(path)
-    if kind(path) == "folder":
-        kind(f"{path}/{STEP}")
+    require_access(f"{path}/{STEP}")
     if os.path.isfile(f"{path}/COMMIT"):
         what = "this is a checkpoint, not a folder of save_state"
         fix = f"Pass its folder, {parent}." if name == STEP else "Load it with `shardckpt.load`."
@@ -111,19 +108,6 @@ def describe_missing(folder: str) -> SourceNotFoundError:
     shown = ", ".join(near[-_SHOWN:])
     fix = f"Complete checkpoints in {around}: {shown}." if near else "Check the path."
     return SourceNotFoundError(what, where=folder, fix=fix)
-
-
-def list_names(folder: str) -> list[str]:
-    """Return the names in a folder; none if it does not exist.
-
-    Args:
-        folder: Path.
-
-    Raises:
-        StorageError: The folder cannot be listed.
-    """
-    with convert_os_errors("cannot list", folder):
-        return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def is_complete(folder: str) -> bool:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, model_state_dict
-from shardckpt.storage.resolve_url import kind
+from shardckpt.integrations.local_folders import require_access
 
 __all__ = [
     "COMMIT",
@@ -249,7 +249,7 @@ def _find_step(path: str | os.PathLike[str]) -> str:
     """Return the path or URL of a step; empty for what Lightning wrote. Raises StorageError."""
     found = str(path).removesuffix(f"/{COMMIT}").rstrip("/")
     if "://" not in found:
-        kind(found)  # which says if the permission is missing; for fsspec there is nothing then
+        require_access(found)  # for fsspec a folder that may not be entered is empty
     files = get_filesystem(found)
     files.invalidate_cache()  # listings from before the step was saved
     if not files.isdir(found) or files.exists(f"{found}/meta.pt"):

@@ -10,7 +10,7 @@ from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from shardckpt import load, load_optim_state_dict
-from shardckpt.storage.store import convert_os_errors
+from shardckpt.integrations.local_folders import list_names, raise_storage_errors
 
 __all__ = [
     "find_newest_folder",
@@ -40,8 +40,7 @@ def has_fsdp_model(folder: str) -> bool:
     Raises:
         StorageError: The folder cannot be listed.
     """
-    with convert_os_errors("cannot list", folder):
-        return any(name.startswith(FSDP_MODEL_NAME) for name in os.listdir(folder))
+    return any(name.startswith(FSDP_MODEL_NAME) for name in list_names(folder))
 
 
 def find_newest_folder(output_dir: str) -> tuple[int, str]:
@@ -56,7 +55,7 @@ def find_newest_folder(output_dir: str) -> tuple[int, str]:
     Raises:
         StorageError: The argument names a folder that cannot be listed.
     """
-    with convert_os_errors("cannot list", output_dir):
+    with raise_storage_errors("cannot list", output_dir):
         folder: str = (os.path.isdir(output_dir) and get_last_checkpoint(output_dir)) or ""
     found = (int(folder.rpartition("-")[2]), folder) if is_trainer_folder(folder) else (-1, "")
     return broadcast_object_list([found])[0]  # type: ignore[no-any-return]
