@@ -6,11 +6,13 @@ Four forked ranks, each on a simulated machine of its own, capture a sharded ten
 Each round measures on all ranks at once, and the slowest counts; of many rounds the least counts:
 
 - the stall of a save against a copy of the rank's bytes in memory;
-- the copies on other machines against a bare send of the same bytes over gloo;
+- the copies on other machines against a bare send of the same bytes over gloo, and against one of which the bytes are
+  hashed and kept;
 - a restore on three ranks against a bare exchange of the same boxes: the rank copies those of its own machine, and
   receives the others;
 - the same restore from a local disk whose files are not in the page cache;
-- steps with a capture behind them against steps without.
+- steps beside the background work of a capture against steps without. The stall before them is not counted: it has its
+  own row, the first, and lasts as long however many steps follow. A line shows both together.
 
 CPU seconds are those of all ranks without their holders, which copy nothing. The bytes that the holders keep are
 counted: one part of the state for each capture and copy.
@@ -29,12 +31,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 from ranks import run_ranks
 from results import Lines, machine, record
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt.events import ReplicateEvent
+from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.holder.holder_sockets import NODE
 
@@ -82,13 +86,19 @@ class Capture:
     Attributes:
         stall: A save, and a copy of the rank's bytes.
         copies: The copies on other machines, and a bare send and receive of the same bytes.
-        steps: Steps with a capture behind them, and without.
+        steps: Steps beside the background work of a capture, and without.
+        with_stall: The same steps with the save before them, and without.
+        left: Waits for the background work after these steps.
+        kept: Bare sends and receives of which the rank hashes and keeps the bytes, as a copy has to.
         copied_bytes: Bytes that the rank received for one capture.
     """
 
     stall: Series = field(default_factory=Series)
     copies: Series = field(default_factory=Series)
     steps: Series = field(default_factory=Series)
+    with_stall: Series = field(default_factory=Series)
+    left: list[Timed] = field(default_factory=list)
+    kept: list[Timed] = field(default_factory=list)
     copied_bytes: int = 0
 
 
@@ -127,6 +137,15 @@ def exchange(sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple
         work.wait()
 
 
+def exchange_and_keep(sent: torch.Tensor, received: torch.Tensor, peers: tuple[int, int], memory: int) -> None:
+    """Send and receive a tensor, hash the received bytes, and write them into an empty file in memory."""
+    exchange([(sent, peers[0])], [(received, peers[1])])
+    data = memoryview(received.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for at in range(0, len(data), BLOCK_BYTES):
+        xxhash.xxh3_64_digest(data[at : at + BLOCK_BYTES])
+        os.write(memory, data[at : at + BLOCK_BYTES])
+
+
 def capture(rank: int, root: Path, nbytes: int, rounds: int) -> Capture:
     """Capture steps, and measure the least that each has to do beside it."""
     enter(rank)
@@ -139,13 +158,20 @@ def capture(rank: int, root: Path, nbytes: int, rounds: int) -> Capture:
     found, count = Capture(), count_steps()
     for step in range(0, 2 * rounds + 2, 2):
         found.steps.under.append(measure(lambda: take_steps(count)))
-        found.steps.over.append(measure(lambda step=step: (ck.save(step, state), take_steps(count))))
-        ck.wait()
+        saved = measure(lambda step=step: ck.save(step, state))
+        beside = measure(lambda: take_steps(count))
+        found.left.append(measure(ck.wait))
+        found.steps.over.append(beside)
+        found.with_stall.over.append(Timed(*map(sum, zip(saved, beside, strict=True))))
+        found.with_stall.under.append(found.steps.under[-1])
         found.stall.over.append(measure(lambda step=step: ck.save(step + 1, state)))
         behind = measure(ck.wait)
         found.copies.over.append(Timed(events[-1].seconds, behind.cpu))
         found.stall.under.append(measure(lambda: copy.copy_(own)))
         found.copies.under.append(measure(lambda: exchange([(own, peers[0])], [(received, peers[1])])))
+        memory = os.memfd_create("copy")
+        found.kept.append(measure(lambda memory=memory: exchange_and_keep(own, received, peers, memory)))
+        os.close(memory)
     found.copied_bytes = events[-1].nbytes
     return found
 
@@ -222,10 +248,22 @@ def find_least(columns: Sequence[Sequence[Timed]]) -> Timed:
 
 def say(report: Lines, what: str, series: Sequence[Series], limit: float) -> None:
     """Print a ratio, and keep it as a goal."""
-    over, under = (find_least(columns) for columns in ([s.over for s in series], [s.under for s in series]))
-    goal = report.goal("captures in memory", what, over.seconds / under.seconds, limit, "x")
-    shown = f"{over.seconds * 1e3:.1f} of {under.seconds * 1e3:.1f} ms, CPU {over.cpu:.3f} of {under.cpu:.3f} s"
+    ratio, shown = compare(series)
+    goal = report.goal("captures in memory", what, ratio, limit, "x")
     report.say(f"{what}: {goal.measured:.2f}x, goal {limit}x: {goal.verdict} ({shown})")
+
+
+def note(report: Lines, what: str, series: Sequence[Series]) -> None:
+    """Print a ratio that has no goal."""
+    ratio, shown = compare(series)
+    report.say(f"{what}: {ratio:.2f}x ({shown})")
+
+
+def compare(series: Sequence[Series]) -> tuple[float, str]:
+    """Return the ratio of something on all ranks to the least that it has to do, and both as text."""
+    over, under = (find_least(columns) for columns in ([s.over for s in series], [s.under for s in series]))
+    shown = f"{over.seconds * 1e3:.1f} of {under.seconds * 1e3:.1f} ms, CPU {over.cpu:.3f} of {under.cpu:.3f} s"
+    return over.seconds / under.seconds, shown
 
 
 def run(nbytes: int, rounds: int) -> Lines:
@@ -250,10 +288,15 @@ def run(nbytes: int, rounds: int) -> Lines:
     report.say(f"{WORLD} ranks on {WORLD} simulated machines, {nbytes / 2**20:.0f} MiB each, {rounds} rounds\n")
     say(report, "stall of a save, of a copy in memory", [each.stall for each in captures], 1.1)
     say(report, "copies on other machines, of a bare send", [each.copies for each in captures], 1.2)
+    kept = [Series(each.copies.over, each.kept) for each in captures]
+    note(report, "copies on other machines, of a bare send, hash and write into new memory", kept)
     say(report, "restore on 3 ranks, of a bare exchange", [series for series, _ in restores], 1.3)
     cold = [Series(series.over, disk) for series, disk in restores]
     say(report, "restore on 3 ranks, of a load from a cold disk", cold, 1.0)
-    say(report, "steps with a capture behind them, of steps without", [each.steps for each in captures], 1.05)
+    say(report, "steps beside the copies of a capture, of steps without", [each.steps for each in captures], 1.05)
+    note(report, "the same with the save before them", [each.with_stall for each in captures])
+    left = find_least([each.left for each in captures]).seconds
+    report.say(f"the copies ended {left:.2f} s after these steps")
     report.say(f"held by a machine: {max(held) / nbytes:.3f} parts of the state, of {1 + COPIES} that are kept")
     return report
 

@@ -112,6 +112,18 @@ class PositionedWriter(Protocol):
         """
 
 
+@runtime_checkable
+class ExtendedWriter(Protocol):
+    """A writer whose next bytes can be received or read where they stay, without a buffer."""
+
+    def extend(self, nbytes: int) -> memoryview | None:
+        """Append bytes, and return them for the caller to fill before the next call; None to `write` them.
+
+        Raises:
+            StorageError: The file cannot be that long.
+        """
+
+
 class ClosingWriter(ABC):
     """Base of writers as context managers: close on success, abort on any exception."""
 
@@ -219,6 +231,19 @@ class ObjectStore(Store, Protocol):
         """Return a text that changes when a file is replaced; empty if unavailable.
 
         Raises MissingFileError, UnsafeError or StorageError.
+        """
+
+
+@runtime_checkable
+class MappedStore(Protocol):
+    """A store that may have files in the memory of this machine."""
+
+    def view(self, name: str, offset: int, nbytes: int) -> memoryview | None:
+        """Return a range of a file where it is, whose bytes never change; None if it has to be read.
+
+        Raises:
+            MissingFileError: The file does not exist.
+            StorageError: The store failed.
         """
 
 

@@ -16,9 +16,9 @@ from shardckpt.errors import RankError, StorageError
 from shardckpt.format.native.commit import read_commit, read_contents
 from shardckpt.format.native.reader import find_hashes
 from shardckpt.format.native.verified_store import VerifiedStore
-from shardckpt.storage.store import Read, Store, SubfolderStore
+from shardckpt.storage.store import ExtendedWriter, Read, Store, SubfolderStore, Writer
 
-_BUFFER_BYTES = 32 << 20
+_STEP_BYTES = 32 << 20
 """Bytes that a rank receives and compares with their hashes at a time."""
 
 
@@ -129,13 +129,21 @@ def _copy_files(source: Store, target: Store, names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in hashed]
     if unknown:
         raise StorageError("a file without hashes is not copied", where=f"{target.url}/{unknown[0]}")
-    buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(hashed[name].nbytes for name in names))))
+    buffer = memoryview(bytearray(min(_STEP_BYTES, max(hashed[name].nbytes for name in names))))
     for name in names:
         with target.create(name) as writer:
             for offset in range(0, hashed[name].nbytes, len(buffer)):
-                part = buffer[: hashed[name].nbytes - offset]
-                verified.read([Read(name, offset, part)])
-                writer.write(part)
+                _copy_range(verified, Read(name, offset, buffer[: hashed[name].nbytes - offset]), writer)
+
+
+def _copy_range(source: Store, read: Read, writer: Writer) -> None:
+    """Append a range of a file of `source`; its buffer is used only if the writer has no memory to read into."""
+    memory = writer.extend(len(read.buffer)) if isinstance(writer, ExtendedWriter) else None
+    if memory is not None:
+        source.read([read._replace(buffer=memory)])
+        return
+    source.read([read])
+    writer.write(read.buffer)
 
 
 def _share_faults(coordinator: Coordinator, folder: str, fault: str) -> tuple[str, ...]:

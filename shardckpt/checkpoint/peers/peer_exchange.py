@@ -22,7 +22,7 @@ from shardckpt.checkpoint.peers.exchange_round import (
 )
 from shardckpt.checkpoint.rank_link import Transfer
 from shardckpt.errors import RankError, ShardckptError, StorageError
-from shardckpt.storage.store import Read
+from shardckpt.storage.store import MappedStore, Read
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -248,7 +248,9 @@ class _StartedSend(NamedTuple):
 
 
 class _PieceSender:
-    """Sends pieces of files of a node through little memory, which is used again: new memory costs more than a copy.
+    """Sends pieces of files of a node: from where they are, or through little memory, which is used again.
+
+    New memory would cost more than a copy.
 
     Args:
         coordinator: Coordinator of the exchange.
@@ -259,7 +261,7 @@ class _PieceSender:
         self._coordinator, self._own = coordinator, own
         self._rows = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(_MOST_SENDING)]
 
-    def send(self, pieces: Sequence[FilePiece]) -> deque[_StartedSend]:
+    def send(self, pieces: Sequence[FilePiece]) -> list[_StartedSend]:
         """Send pieces, then for each rank the words of its pieces; return what is still being sent, to `wait` for.
 
         Args:
@@ -268,15 +270,20 @@ class _PieceSender:
         Raises:
             RankError: A rank is lost.
         """
-        sending: deque[_StartedSend] = deque()
+        sending: list[_StartedSend] = []
+        in_rows: deque[_StartedSend] = deque()
         words: dict[int, list[int]] = {}
-        for number, piece in enumerate(pieces):
-            if number >= len(self._rows):
-                self.wait(sending.popleft())
-            row = self._rows[number % len(self._rows)][: piece.nbytes]
-            words.setdefault(piece.peer, []).append(_FINE if self._read(piece, row) else _FAILED)
-            sending.append(self._start(row, piece.peer))
-        sending.extend(self._start(torch.tensor(found, dtype=torch.uint8), peer) for peer, found in words.items())
+        for piece in pieces:
+            tensor, is_fine = self._find(piece), True
+            if tensor is not None:
+                sending.append(self._start(tensor, piece.peer))
+            else:
+                row = self._take_row(in_rows)[: piece.nbytes]
+                is_fine = self._read(piece, row)
+                in_rows.append(self._start(row, piece.peer))
+            words.setdefault(piece.peer, []).append(_FINE if is_fine else _FAILED)
+        sending += in_rows
+        sending += [self._start(torch.tensor(found, dtype=torch.uint8), peer) for peer, found in words.items()]
         return sending
 
     def wait(self, sent: _StartedSend) -> None:
@@ -285,6 +292,24 @@ class _PieceSender:
 
     def _start(self, tensor: torch.Tensor, peer: int) -> _StartedSend:
         return _StartedSend(self._coordinator.send(tensor, peer), peer, tensor)
+
+    def _take_row(self, in_rows: deque[_StartedSend]) -> torch.Tensor:
+        """Return the memory that is free next; wait for what is being sent from it."""
+        if len(in_rows) == len(self._rows):
+            self.wait(in_rows.popleft())
+        self._rows.append(self._rows.pop(0))
+        return self._rows[-1]
+
+    def _find(self, piece: FilePiece) -> torch.Tensor | None:
+        """Return a piece where it is in the memory of this machine; None if it has to be read."""
+        try:
+            own = self._own
+            view = own.view(*piece[1:]) if isinstance(own, MappedStore) else None
+        except ShardckptError as error:
+            if isinstance(error, RankError):
+                raise
+            return None
+        return None if view is None else torch.frombuffer(view, dtype=torch.uint8)
 
     def _read(self, piece: FilePiece, row: torch.Tensor) -> bool:
         """Read a piece from the store of this node; return False if it cannot be read."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from shardckpt.errors import MissingFileError
-from shardckpt.storage.store import Read, Store
+from shardckpt.storage.store import MappedStore, Read, Store
 
 
 class TierFiles:
@@ -34,6 +34,11 @@ class TierFiles:
         for tier, group in groupby(reads, lambda read: read.name.partition("/")[0]):
             store, _ = self._find(tier)
             store.read([read._replace(name=read.name.partition("/")[2]) for read in group])
+
+    def view(self, name: str, offset: int, nbytes: int) -> memoryview | None:
+        """Return a range of a file where it is; None if it has to be read. Raises as `read`."""
+        store, inside = self._find(name)
+        return store.view(inside, offset, nbytes) if isinstance(store, MappedStore) else None
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder whose name ends with a slash. Raises ShardckptError."""

@@ -211,6 +211,38 @@ class MemoryStore:
             buffer[:] = self.data[offset : offset + len(buffer)]
 
 
+class MappedFiles(MemoryStore):
+    """Files that are in memory: of the file `x`; others have to be read."""
+
+    def view(self, name: str, offset: int, nbytes: int) -> memoryview | None:
+        if name == "lost":
+            raise MissingFileError("no such file", where=name)
+        return memoryview(bytearray(self.data[offset : offset + nbytes])) if name == "x" else None
+
+    def read(self, reads) -> None:
+        assert all(read.name != "x" for read in reads), "it is sent from where it is"
+        if reads[0].name == "lost":
+            raise MissingFileError("no such file", where="lost")
+        super().read(reads)
+
+
+def test_pieces_in_memory_are_sent_from_there_among_others_that_are_read():
+    names = ["read", "x", "lost", "read", "read", "x", "read"]
+
+    def body(rank: int, world: int) -> list:
+        channels, own = get_channels(None), MappedFiles(bytes(range(256)) * 16)
+        with PeerExchange(channels.background_coordinator(None, "peers"), own, str) as exchange:
+            if rank == 0:
+                return []
+            buffers = [memoryview(bytearray(4096)) for _ in names]
+            pieces = [exchange_round.FilePiece(0, name, 0, 4096) for name in names]
+            came = exchange.pull([*zip(pieces, buffers, strict=True)])
+        return [came, [bytes(buffer) == bytes(range(256)) * 16 for buffer in buffers]]
+
+    fine = [name != "lost" for name in names]
+    assert run(2, body)[1] == [fine, fine]
+
+
 class DirectExchange:
     """An exchange that reads the memory of others."""
 

@@ -1,0 +1,121 @@
+"""Maps of memory that a holder has, on huge pages if these are cheap.
+
+New memory on pages of 4 KiB costs four times as much as a copy of its bytes, on huge pages half of one
+(docs/decisions/0058-captures-yield-to-the-training.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from contextlib import suppress
+from functools import cache
+
+HUGE_BYTES = 2 << 20
+"""Bytes of a huge page on most processors; on others memory has small pages."""
+
+_MAP_FIXED = 0x10
+_MADV_COLLAPSE = 25
+"""Move bytes onto huge pages: since Linux 6.1, whatever `shmem_enabled` says."""
+
+_FAILED = ctypes.c_void_p(-1).value
+
+_BALLOONS = "/sys/bus/virtio/drivers/virtio_balloon"
+_REPORTS_FREE_PAGES = 5
+"""Feature bit of a balloon: the host takes free huge pages from this virtual machine."""
+
+
+def map_memory(fd: int, start: int, nbytes: int, *, is_shared: bool) -> memoryview:
+    """Map a range of a file at an address that fits huge pages; the map ends with the last view of it.
+
+    Args:
+        fd: Descriptor of the memory; of a shared map it must be writable.
+        start: First byte, a multiple of `HUGE_BYTES`.
+        nbytes: Number of bytes.
+        is_shared: Whether writes change the file; otherwise they stay in the map.
+
+    Raises:
+        OSError: The system refused it.
+    """
+    libc = _load_libc()
+    space = libc.mmap(None, nbytes + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if space == _FAILED:
+        raise _last_error()
+    at = -(-space // HUGE_BYTES) * HUGE_BYTES
+    flags = (mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE) | _MAP_FIXED
+    if libc.mmap(at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, start) == _FAILED:
+        error = _last_error()
+        libc.munmap(space, nbytes + HUGE_BYTES)
+        raise error
+    memory = (ctypes.c_ubyte * nbytes).from_address(at)
+    weakref.finalize(memory, libc.munmap, space, nbytes + HUGE_BYTES).atexit = False
+    return memoryview(memory).cast("B")
+
+
+def map_sealed(fd: int) -> memoryview | None:
+    """Map memory that no process can change or shorten any more; None if it is not sealed, or cannot be mapped."""
+    with suppress(OSError):
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return map_memory(fd, 0, os.fstat(fd).st_size, is_shared=False)
+    return None
+
+
+def add_huge_pages(fd: int, used: int, stop: int) -> memoryview | None:
+    """Lengthen a file by memory on huge pages, and map it; the file may be longer then, by less than a huge page.
+
+    Args:
+        fd: Descriptor of the memory.
+        used: Bytes of the file that have been written.
+        stop: Bytes that it will have.
+
+    Returns:
+        The bytes from `used` to `stop`; None if the system has no huge pages for it.
+    """
+    if not has_cheap_huge_pages():
+        return None
+    start, end = used // HUGE_BYTES * HUGE_BYTES, -(-stop // HUGE_BYTES) * HUGE_BYTES
+    libc, writing = _load_libc(), ctypes.PyDLL(None)  # a call that lets other threads run takes 5 ms beside Python code
+    try:
+        if os.fstat(fd).st_size < end:
+            os.ftruncate(fd, end)
+        memory = map_memory(fd, start, end - start, is_shared=True)
+    except OSError:
+        return None
+    for at in range(-(-used // HUGE_BYTES) * HUGE_BYTES, end, HUGE_BYTES):  # only what has a page becomes a huge one
+        if writing.pwrite(fd, b"\0", ctypes.c_size_t(1), ctypes.c_int64(at)) != 1:
+            return None
+    if libc.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), end - start, _MADV_COLLAPSE):
+        return None
+    return memory[used - start : stop - start]
+
+
+@cache
+def has_cheap_huge_pages() -> bool:
+    """Return False if the host takes free huge pages: it takes longer to get one back than to use small pages."""
+    with suppress(OSError):
+        for name in os.listdir(_BALLOONS):
+            features = os.path.join(_BALLOONS, name, "features")
+            if os.path.isfile(features):
+                with open(features, encoding="ascii") as file:
+                    if file.read()[_REPORTS_FREE_PAGES : _REPORTS_FREE_PAGES + 1] == "1":
+                        return False
+    return True
+
+
+@cache
+def _load_libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = address
+    libc.mmap.argtypes = [address, size, number, number, number, ctypes.c_int64]
+    libc.munmap.argtypes = [address, size]
+    libc.madvise.argtypes = [address, size, number]
+    return libc
+
+
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
