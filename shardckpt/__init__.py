@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.diff import diff
     from shardckpt.offline.inspect import inspect
     from shardckpt.offline.merge_adapter import merge_adapter
-    from shardckpt.offline.prune import Pruned, StepInfo, StepList, ls, prune
+    from shardckpt.offline.prune import Pruned, StepInfo, StepList, UnfinishedFolder, ls, prune
     from shardckpt.offline.rekey import rekey
     from shardckpt.offline.repair import Repair, repair
     from shardckpt.offline.reshard import reshard
@@ -176,7 +176,7 @@ _HOMES = {
         "WrittenFile",
     ),
     "shardckpt.offline.reshard": ("reshard",),
-    "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
+    "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "UnfinishedFolder", "ls", "prune"),
     "shardckpt.offline.run_history.bisect": ("bisect",),
     "shardckpt.offline.run_history.history": ("history",),
     "shardckpt.offline.run_history.prove": ("prove",),
@@ -272,6 +272,7 @@ __all__ = [
     "TensorStats",
     "TierList",
     "TruncatedError",
+    "UnfinishedFolder",
     "UnknownFormatError",
     "UnknownNameError",
     "UnsafeError",

@@ -7,6 +7,7 @@ million of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -195,6 +196,11 @@ class Manifest:
 def dotted(path: Path) -> str:
     """Return a path as text: keys joined by dots."""
     return ".".join(map(str, path))
+
+
+def split_numbers(name: str) -> list[tuple[int, str]]:
+    """Return the parts of a name, a key that sorts the numbers in it as numbers."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 
 def unflatten(values: Mapping[Path, Any], where: str | None = None, *, has_lists: bool = False) -> Any:

@@ -292,6 +292,16 @@ class TestPages:
         assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_the_training_of_the_readme_goes_on_when_it_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = [each.text for each in blocks(text) if 'Checkpointer("checkpoints"' in each.text and not each.reason]
+    names: dict[str, Any] = {}
+    for last in (10, 20):
+        exec(block, names)
+        assert names["ck"].steps()[-1] == last
+
+
 def test_decisions_are_numbered_by_one_and_by_their_titles() -> None:
     pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
     titles = [page.read_text(encoding="utf-8").partition(". ")[0] for page in pages]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,8 +36,7 @@ def _show(done: Copied) -> None:
     from shardckpt.errors import escape
 
     output.warn(done.warnings)
-    for step in done.incomplete:
-        print(f"not complete: {step.fault}", file=sys.stderr)
+    output.show_incomplete(done.incomplete)
     output.left_out(done.other_content)
     verb = "would copy" if done.dry_run else "copied"
     for name in done.copied:

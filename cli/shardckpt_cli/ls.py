@@ -11,16 +11,22 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Proof, Resume, StepCopy, StepInfo, StepProof
+    from shardckpt import Proof, Resume, StepCopy, StepInfo, StepList, StepProof
 
 
 def ls(
     root: options.Root,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Show sizes, times, metrics and statistics in a table.")
+        bool, typer.Option("--long", "-l", help="Show sizes, times, metrics and the best step in a table.")
     ] = False,
+    metric: Annotated[
+        str,
+        typer.Option("--metric", help="With -l: metric of the best step. Default: loss, or the first that ends so."),
+    ] = "",
+    mode: Annotated[str, typer.Option("--mode", help="With -l: which metric is the best, min or max.")] = "min",
     proof: Annotated[
-        bool, typer.Option("--proof", help="Show whether a resume of the step was proven, diverged or unproven.")
+        bool,
+        typer.Option("--proof", help="Show if a resume was proven, and of how many recorded training steps."),
     ] = False,
     durability: Annotated[
         bool,
@@ -42,38 +48,67 @@ def ls(
         copies = [_copy_row(step.step, copy) for step in found.durability for copy in step.copies]
         output.show_table(copies, header=("step", "tier", "survives", "verified", "path"), right=frozenset({0}))
     elif long or proof:
-        rows = [_row(step, is_long=long) for step in found.complete]
-        rows += [{"step": _step_text(step), "proof": step.verdict} for step in found.captures or ()]
+        best = _find_best(found, metric, mode) if long else {}
+        rows = [_row(step, best.get(at, ""), is_long=long) for at, step in enumerate(found.complete)]
+        rows += [
+            {"step": _step_text(step), "proof": _verdict_text(step.verdict, step.equal_steps)}
+            for step in found.captures or ()
+        ]
         shown = [name for name in _COLUMNS if any(name in row for row in rows)] or ["step"]
         table = [[row.get(name, "") for name in shown] for row in rows]
         output.show_table(table, header=shown, right=frozenset(i for i, name in enumerate(shown) if name in _NUMBERS))
     else:
         for step in found.complete:
             print(step.number)
-    for step in found.incomplete:
-        print(f"not complete: {step.fault}", file=sys.stderr)
+    output.show_incomplete(found.incomplete)
 
 
-_COLUMNS = ("step", "size", "saved", "metrics", "statistics", "proof")
+_COLUMNS = ("step", "size", "saved", "metrics", "best", "statistics", "proof")
 _NUMBERS = frozenset({"step", "size"})
 """Columns of numbers."""
 
 
-def _row(step: StepInfo, *, is_long: bool) -> dict[str, str]:
+_TIMINGS = ("runtime", "_per_second", "_time")
+"""Ends of the names of metrics that say how long an evaluation took; `--json` has them."""
+
+
+def _find_best(found: StepList, metric: str, mode: str) -> dict[int, str]:
+    """Return the position of the best step and what it is best in; nothing if no step has a metric to go by."""
+    names = sorted({name for step in found.complete for name in step.metrics or ()})
+    of_loss = [name for name in names if name.endswith("loss")]
+    chosen = metric or ("loss" if "loss" in names else "".join(of_loss[:1]))
+    best = found.find_best(chosen, mode) if chosen else None  # type: ignore[arg-type]  # the mode is checked there
+    word = "lowest" if mode == "min" else "highest"
+    return {} if best is None else {found.complete.index(best): f"{word} {chosen}"}
+
+
+def _row(step: StepInfo, best: str, *, is_long: bool) -> dict[str, str]:
     """Return the text of a step in each of its columns; a column that no step has is not shown."""
     from shardckpt.errors import escape
 
     row = {"step": f"{step.number}"}
     if is_long:
-        saved = _show_time(step.saved_at)
-        metrics = " ".join(f"{escape(name)}={value:.6g}" for name, value in (step.metrics or {}).items())
-        row |= {"size": output.size(step.nbytes), "saved": saved, "metrics": metrics}
+        shown = {name: value for name, value in (step.metrics or {}).items() if not name.endswith(_TIMINGS)}
+        metrics = " ".join(f"{escape(name)}={value:.6g}" for name, value in shown.items())
+        row |= {"size": output.size(step.nbytes), "saved": output.show_time(step.saved_at), "metrics": metrics}
+        row |= {"best": escape(best)} if best else {}
         row |= {"statistics": "stored"} if step.has_stats else {}
-    return row if step.proof is None else {**row, "proof": step.proof}
+    return row if step.proof is None else {**row, "proof": _verdict_text(step.proof, step.equal_steps)}
+
+
+def _verdict_text(verdict: str, equal_steps: tuple[int, int] | None) -> str:
+    """Return a verdict with its number of steps: `proven, 2 of 2 steps`."""
+    equal, recorded = equal_steps or (0, 0)
+    return f"{verdict}, {equal} of {output.count(recorded, 'step')}" if recorded else verdict
 
 
 def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJson = False) -> None:
-    """Show which resumes of a run were compared with its records, and what differed; exit 1 if a step diverged."""
+    """Show which resumes of a run were compared with its records, and what differed; exit 1 if a step diverged.
+
+    A step is proven if its last compared resume repeated all recorded training steps, and diverged if one was
+    different. It is unproven if it was never resumed, or no resume got as far as the last recorded step. Without a
+    witness (Checkpointer(witness=shardckpt.Witness())) it has no record.
+    """
     import shardckpt
     from shardckpt.errors import escape
 
@@ -92,9 +127,15 @@ def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJso
             if resume.divergence is not None:
                 print(f"step {name}, resumed {_resume_time(resume)}: {escape(resume.divergence)}")
     print(_proof_summary(found))
+    if found.steps and all(step.verdict == "no record" for step in found.steps) and not found.captures:
+        print(_NO_RECORD, file=sys.stderr)
     raise typer.Exit(0 if found.ok else 1)
 
 
+_NO_RECORD = (
+    "no resume can be proven: pass witness=shardckpt.Witness() to Checkpointer, and call ck.witness(step, loss=loss)"
+    " after each training step; Trainer and Lightning take drill=True instead"
+)
 _PROOF_NUMBERS = frozenset({0})
 """Columns of numbers."""
 
@@ -103,7 +144,8 @@ def _proof_rows(step: StepProof) -> list[tuple[str, ...]]:
     """Return a row for each resume of a step, the newest first; one row if there is none."""
     if not step.resumes:
         steps = f"0 of {len(step.recorded)}" if step.recorded else ""
-        return [(_step_text(step), step.verdict, "", f"{step.rank_count or ''}", steps)]
+        resumed = "never" if step.recorded else ""
+        return [(_step_text(step), step.verdict, resumed, f"{step.rank_count or ''}", steps)]
     number, newest_first = _step_text(step), reversed(step.resumes)
     return [(number, resume.verdict, _resume_time(resume), *_topology(resume)) for resume in newest_first]
 
@@ -121,7 +163,7 @@ def _topology(resume: Resume) -> tuple[str, str]:
 
 
 def _resume_time(resume: Resume) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(resume.began_at))
+    return output.show_time(resume.began_at)
 
 
 def _proof_summary(found: Proof) -> str:
@@ -140,11 +182,7 @@ def _copy_row(number: int, copy: StepCopy) -> tuple[str, ...]:
     from shardckpt.errors import escape
 
     survives = "unknown (part)" if copy.is_part else ", ".join(copy.survives) or "nothing"
-    return f"{number}", copy.tier, survives, _show_time(copy.verified_at), escape(copy.path)
-
-
-def _show_time(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
+    return f"{number}", copy.tier, survives, output.show_time(copy.verified_at), escape(copy.path)
 
 
 _Action = Annotated[str, typer.Argument(metavar="[stop]", help="`stop` ends holders; their captures are lost.")]

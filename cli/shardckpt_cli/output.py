@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -38,6 +39,22 @@ class ProgressLike(Protocol):
         """Bytes to write."""
 
 
+class IncompleteStep(Protocol):
+    """A step that cannot be loaded."""
+
+    @property
+    def number(self) -> int:
+        """Number of the step."""
+
+    @property
+    def fault(self) -> str:
+        """Reason why it is not complete."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether its save or its removal was interrupted, or goes on."""
+
+
 @lru_cache(maxsize=4096)  # checkpoints of 100,000 tensors have a few dozen sizes
 def size(nbytes: float) -> str:
     """Return a number of bytes as text in decimal units: `1.5 GB`."""
@@ -51,6 +68,15 @@ def size(nbytes: float) -> str:
 def count(number: int, noun: str) -> str:
     """Return a number with a noun in singular or plural: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def show_time(seconds: float | None) -> str:
+    """Return a time in UTC as text; empty without one.
+
+    Args:
+        seconds: Seconds since the epoch; None if unknown.
+    """
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
 
 
 def show_name(name: str) -> str:
@@ -159,8 +185,35 @@ def left_out(places: Sequence[str]) -> None:
     from shardckpt.errors import escape
 
     if places:
-        more = f" and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
-        print(f"left out: {escape(', '.join(places[:_MOST_PLACES]))}{more}", file=sys.stderr)
+        print(f"left out: {join_first([*map(escape, places)])}", file=sys.stderr)
+
+
+def show_incomplete(steps: Sequence[IncompleteStep]) -> None:
+    """Print why steps are not complete to stderr: a line for each, but one line for all that are unfinished.
+
+    Args:
+        steps: Steps that are not complete.
+    """
+    unfinished = [step for step in steps if step.is_unfinished]
+    shown = [step.fault for step in steps if len(unfinished) == 1 or not step.is_unfinished]
+    if len(unfinished) > 1:
+        numbers = join_first([f"{step.number}" for step in unfinished])
+        shown.append(
+            f"{len(unfinished)} steps whose save or removal was interrupted, or goes on: {numbers}. `shardckpt prune`"
+            " removes them a day after their last change; `shardckpt repair` brings back those with all files"
+        )
+    for fault in shown:
+        print(f"not complete: {fault}", file=sys.stderr)
+
+
+def join_first(names: Sequence[str]) -> str:
+    """Return names with commas; of many the first ones and the number of the others.
+
+    Args:
+        names: Names, escaped.
+    """
+    more = f" and {len(names) - _MOST_PLACES} more" if len(names) > _MOST_PLACES else ""
+    return ", ".join(names[:_MOST_PLACES]) + more
 
 
 @contextmanager

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardckpt_cli import exits, options, output
+
+if TYPE_CHECKING:
+    from shardckpt import UnfinishedFolder
 
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]
 _Every = Annotated[int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that N divides.")]
@@ -18,6 +22,14 @@ _For = Annotated[
     str | None, typer.Option("--keep-for", metavar="TIME", help="Keep steps that are younger than this: 36h, 7d, 2w.")
 ]
 _Verify = Annotated[bool, typer.Option("--verify", help="Check every byte of the newest step before removing others.")]
+_Unfinished = Annotated[
+    str,
+    typer.Option(
+        "--unfinished-for",
+        metavar="TIME",
+        help="Remove what unfinished saves and removals left this long ago; 0 only if no job saves into the run.",
+    ),
+]
 _Dry = Annotated[bool, typer.Option("--dry-run", help="Print the steps to remove; remove nothing.")]
 
 
@@ -30,6 +42,7 @@ def prune(
     mode: _Mode = "min",
     keep_for: _For = None,
     verify: _Verify = False,
+    unfinished_for: _Unfinished = "1d",
     dry_run: _Dry = False,
     as_json: options.AllAsJson = False,
 ) -> None:
@@ -50,13 +63,14 @@ def prune(
         mode=mode,  # type: ignore[arg-type]  # checked there
         keep_for=keep_for,
         verify=verify,
+        unfinished_for=unfinished_for,
         dry_run=dry_run,
     )
     if as_json:
         output.print_json(done)
         return
-    for step in done.incomplete:
-        print(f"not complete: {step.fault}", file=sys.stderr)
+    output.show_incomplete([step for step in done.incomplete if not step.is_unfinished])
+    _show_unfinished(done.unfinished)
     verb = "would remove" if dry_run else "removed"
     for step in done.removed:
         print(f"{verb} {step.number}, {output.size(step.nbytes)}")
@@ -67,4 +81,21 @@ def prune(
     stay = "would keep" if dry_run else "kept"
     print(
         f"{stay} {len(done.kept)}, the newest {done.kept[-1].number}" if done.kept else f"{stay} none: none is complete"
+    )
+
+
+def _show_unfinished(folders: Sequence[UnfinishedFolder]) -> None:
+    """Print which folders of unfinished saves and removals stay, and from when they may go, to stderr."""
+    from shardckpt.errors import escape
+
+    if not folders:
+        return
+    names = output.join_first([escape(folder.name) for folder in folders])
+    nbytes = output.size(sum(folder.nbytes for folder in folders))
+    times = [folder.removable_at for folder in folders if folder.removable_at is not None]
+    known = f"may go from {output.show_time(min(times))} on" if times else "have no known age"
+    print(
+        f"not complete: {output.count(len(folders), 'folder')}, {nbytes}, of saves or removals that were interrupted,"
+        f" or go on: {names}. They {known}; if no job saves into this run, --unfinished-for 0 removes them now",
+        file=sys.stderr,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shardckpt.format.native.run_directory import (
+    Orphan,
     RunDirectory,
     StepFolder,
     delete_orphan,
@@ -25,11 +26,13 @@ class Deleted:
         steps: Folders of deleted steps, including duplicates of a step number.
         orphans: Names of deleted folders of saves that were killed.
         other_content: Names of content in these steps that no save wrote; it stays.
+        waiting: Folders of unfinished saves and removals that are too young to delete.
     """
 
     steps: tuple[StepFolder, ...]
     orphans: tuple[str, ...]
     other_content: tuple[str, ...]
+    waiting: tuple[Orphan, ...] = ()
 
 
 def apply_retention(
@@ -43,6 +46,7 @@ def apply_retention(
     chosen: Collection[int] | None = None,
     may_be_over: bool = False,
     protected: Collection[int] = (),
+    orphan_age_s: float | None = None,
     dry_run: bool = False,
 ) -> Deleted:
     """Delete the steps that no rule keeps, then expired orphans.
@@ -58,6 +62,7 @@ def apply_retention(
         chosen: Numbers of the steps to delete, except the newest complete one; None for those that no rule keeps.
         may_be_over: Whether the run may have ended, so that any time since its newest step counts in full.
         protected: Numbers of steps that stay regardless of the rules.
+        orphan_age_s: Minimum age of deleted orphans, in seconds; None for a day.
         dry_run: Whether to delete nothing.
 
     Raises:
@@ -74,13 +79,16 @@ def apply_retention(
     else:
         numbers = set(chosen).difference(step.number for step in run.complete[-1:])
     deleted = [step for step in run.steps if step.number in numbers and (step.is_double or is_complete(step))]
-    if dry_run:
-        orphans = [left.name for left in find_orphans(store, run) if is_expired(left.changed_at, now)]
-        return Deleted(tuple(deleted), tuple(orphans), tuple(other_content(deleted)))
-    content = delete_steps(store, run, [step.name for step in deleted])
-    kept = replace(run, steps=tuple(step for step in run.steps if step not in deleted))
-    expired = [left.name for left in find_orphans(store, kept) if is_expired(left.changed_at, now)]
-    return Deleted(tuple(deleted), tuple(n for n in expired if delete_orphan(store, n)), tuple(content))
+    content = other_content(deleted) if dry_run else delete_steps(store, run, [step.name for step in deleted])
+    kept = run if dry_run else replace(run, steps=tuple(step for step in run.steps if step not in deleted))
+    expired, waiting = list[str](), list[Orphan]()
+    for left in find_orphans(store, kept):
+        if is_expired(left.changed_at, now, orphan_age_s):
+            expired.append(left.name)
+        else:
+            waiting.append(left)
+    gone = expired if dry_run else [name for name in expired if delete_orphan(store, name)]
+    return Deleted(tuple(deleted), tuple(gone), tuple(content), tuple(waiting))
 
 
 def _describe(

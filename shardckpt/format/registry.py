@@ -22,6 +22,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.plugin_format import guard_format
 from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source, require_bases
+from shardckpt.manifest import split_numbers
 from shardckpt.plugins import find_plugins, load_plugin, warn_of_plugin
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import kind, open_store, split
@@ -224,7 +225,7 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
     return UnknownFormatError(
         "this folder is not a checkpoint itself, but holds some",
         where=source.url,
-        found=_shorten([f"{path} ({form.name})" for path, form in below]),
+        found=_show_last([f"{path} ({form.name})" for path, form in below]),
         fix=f"Point at one of them{', such as the newest' if newest else ''}.",
         nearby=f"{source.url.rstrip('/')}/{newest or paths[0]}" if newest or len(paths) == 1 else "",
     )
@@ -240,7 +241,7 @@ def _choose_newest(store: Store, paths: list[str]) -> str:
     run = SubfolderStore(store, runs[0]) if runs[0] else store
     for path, name in zip(reversed(paths), reversed(names), strict=True):
         with suppress(StorageError, CheckpointError):
-            if read_step(run, int(name.rpartition("-")[2])).is_complete:
+            if read_step(run, int(name.rpartition("-")[2]), name).is_complete:
                 return path
     return ""
 
@@ -252,7 +253,7 @@ def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
     """
     store = _FirstNames(source.store, _NAMES)
     left = _FOLDERS[store.capabilities.is_local]
-    level = [name for name in reversed(source.folders) if not name.startswith(".")]
+    level = [name for name in _list_folders(source) if not name.startswith(".")]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-look") as pool:
         for depth in range(1, _LEVELS + 1):
             level, left = level[:left], left - len(level)
@@ -267,7 +268,7 @@ def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
                 if len(found) > _SHOWN:
                     break
             if found:
-                return sorted(found[: _SHOWN + 1], key=lambda each: each[0])
+                return sorted(found[: _SHOWN + 1], key=lambda each: split_numbers(each[0]))
             level = [path for paths in zip_longest(*deeper) for path in paths if path is not None]
             if not level or left <= 0:
                 break
@@ -282,9 +283,14 @@ def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list
     source = Source(SubfolderStore(store, path))
     try:
         form = _probe(source, Evidence.NAME if depth == 1 else Evidence.STRUCTURE)
-        return form, [f"{path}/{name}" for name in reversed(source.folders) if not name.startswith(".")]
+        return form, [f"{path}/{name}" for name in _list_folders(source) if not name.startswith(".")]
     except (StorageError, CheckpointError):  # the folder is unreadable, or a link to another place
         return None, []
+
+
+def _list_folders(source: Source) -> list[str]:
+    """Return the names of subfolders in reverse order, so that the newest step comes first."""
+    return sorted(source.folders, key=split_numbers, reverse=True)
 
 
 class _FirstNames(WrappedStore):
@@ -346,6 +352,11 @@ def _describe_run(path: str) -> str:
 def _shorten(shown: list[str]) -> str:
     """Return the first of several texts, joined, with an ellipsis if there are more."""
     return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
+
+
+def _show_last(shown: list[str]) -> str:
+    """Return the last of several texts, joined, with an ellipsis if there are more: the newest of several steps."""
+    return ("..., " if len(shown) > _SHOWN else "") + ", ".join(shown[-_SHOWN:])
 
 
 def _unknown_error(source: Source, what: str, fix: str) -> UnknownFormatError:

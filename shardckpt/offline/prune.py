@@ -7,8 +7,10 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from numbers import Integral
+from typing import Literal
 
 from typing_extensions import Unpack
 
@@ -20,6 +22,7 @@ from shardckpt.format.durability.durability_list import list_durability
 from shardckpt.format.durability.step_copies import Durability
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import (
+    Orphan,
     RunDirectory,
     StepFolder,
     manifest_fault,
@@ -34,9 +37,9 @@ from shardckpt.format.witness.step_witness import CaptureWitness, read_capture_w
 from shardckpt.offline.verify import verify as verification
 from shardckpt.offline.write.report import StepProof
 from shardckpt.plan.resume.resumes import StepVerdict
-from shardckpt.plan.retention import Retention, RetentionParams
+from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, RetentionParams, SavedStep, find_best, parse_age
 from shardckpt.storage.resolve_url import as_url, kind, open_store
-from shardckpt.storage.store import Store
+from shardckpt.storage.store import Store, SubfolderStore
 
 _SHOWN = 8
 _AT_ONCE = 8
@@ -55,6 +58,9 @@ class StepInfo:
         metrics: Metrics that were saved with it, by name; None if they were not read.
         has_stats: Whether statistics of its values were saved with it; None if this was not read.
         proof: Verdict on its resumes: `proven`, `diverged`, `unproven` or `no record`; None if this was not read.
+        equal_steps: Numbers of training steps that were equal in the resume that decides the verdict, and of those
+            that are recorded behind the step; None if this was not read.
+        is_unfinished: Whether its save or its removal was interrupted, or goes on.
     """
 
     number: int
@@ -65,6 +71,8 @@ class StepInfo:
     metrics: Mapping[str, float] | None = field(default=None, hash=False)
     has_stats: bool | None = None
     proof: StepVerdict | None = None
+    equal_steps: tuple[int, int] | None = None
+    is_unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,36 @@ class StepList:
     durability: tuple[Durability, ...] | None = None
     captures: tuple[StepProof, ...] | None = None
 
+    def find_best(self, metric: str = "loss", mode: Literal["min", "max"] = "min") -> StepInfo | None:
+        """Return the complete step with the best metric, of equal ones the later; None if no step is complete.
+
+        Args:
+            metric: Name of a metric. The steps have metrics after `ls(root, metrics=True)`.
+            mode: Whether the best step has the smallest or the largest metric.
+
+        Raises:
+            UsageError: No step has a number for the metric, or the mode is unknown.
+        """
+        ordered = [SavedStep(at, metrics=step.metrics or {}) for at, step in enumerate(self.complete)]
+        best = find_best(ordered, metric, mode)
+        return None if best is None else self.complete[best]
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedFolder:
+    """A folder that an interrupted save or removal left, or one that a save or removal in progress needs.
+
+    Attributes:
+        name: Name of the folder in the run.
+        nbytes: Bytes of its files.
+        removable_at: Time from which on `prune` removes it if it does not change, in seconds since the epoch; None if
+            its age is unknown.
+    """
+
+    name: str
+    nbytes: int
+    removable_at: float | None
+
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
@@ -100,6 +138,7 @@ class Pruned:
         orphans: Names of folders that killed saves and removals left.
         other_content: Paths relative to the root of content in the removed steps that no save wrote; it stays.
         dry_run: Whether nothing was removed.
+        unfinished: Folders of unfinished saves and removals that stay, since they changed a short time ago.
     """
 
     root: str
@@ -109,6 +148,7 @@ class Pruned:
     orphans: tuple[str, ...]
     other_content: tuple[str, ...] = ()
     dry_run: bool = False
+    unfinished: tuple[UnfinishedFolder, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +191,11 @@ def ls(
             read = pool.map(partial(read_measures, store), run.complete)
             complete = tuple(replace(step, **found._asdict()) for step, found in zip(complete, read, strict=True))
         if proof:
-            verdicts = (found.verdict for found in pool.map(partial(read_step_witness, store), run.complete))
-            complete = tuple(replace(step, proof=verdict) for step, verdict in zip(complete, verdicts, strict=True))
+            witnesses = pool.map(partial(read_step_witness, store), run.complete)
+            complete = tuple(
+                replace(step, proof=found.verdict, equal_steps=found.equal_steps)
+                for step, found in zip(complete, witnesses, strict=True)
+            )
     captures = describe_captures(read_capture_witnesses(store)[0]) if proof else None
     incomplete = describe_steps(store, run.incomplete)
     return StepList(root, complete, incomplete, list_durability(root) if durability else None, captures)
@@ -180,10 +223,11 @@ def prune(
     *,
     steps: Collection[int] | None = None,
     verify: bool = False,
+    unfinished_for: timedelta | float | str = "1d",
     dry_run: bool = False,
     **rules: Unpack[RetentionParams],
 ) -> Pruned:
-    """Remove the steps of a run that no rule keeps, and orphans of over a day.
+    """Remove the steps of a run that no rule keeps, and old orphans.
 
     The newest complete step always stays, and only complete steps count. `COMMIT` of a step is removed first, so that
     an interrupted call leaves every step either complete or nonexistent.
@@ -200,10 +244,12 @@ def prune(
         keep_for: Minimum age of removed steps: a timedelta, seconds, or text such as `"36h"` or `"7d"`.
         verify: Check every block of the newest step before removing any; a damaged step is ignored, and the one before
             is checked. Without it only its manifest is read.
+        unfinished_for: Minimum time without a change after which folders of unfinished saves and removals are removed:
+            as for `keep_for`. With less than the time of a save, no job may save into the run.
         dry_run: Remove nothing.
 
     Returns:
-        The removed steps and orphans.
+        The removed steps and orphans, and the folders of unfinished saves and removals that stay.
 
     Raises:
         UsageError: The folder does not exist or has no steps; a rule has an invalid value; no step has the metric.
@@ -214,6 +260,7 @@ def prune(
     root = as_url(root)
     require_bools(verify=verify, dry_run=dry_run)
     retention = Retention.from_params("prune", **rules)
+    orphan_age_s = parse_age("unfinished_for", unfinished_for)
     if steps is not None:
         _require_numbers(steps)
     if steps is not None and retention.is_needed:
@@ -234,6 +281,7 @@ def prune(
         get_metrics=lambda step: read_metrics(store, step),
         chosen=steps,
         may_be_over=True,
+        orphan_age_s=orphan_age_s,
         dry_run=dry_run,
     )
     if deleted.steps and not dry_run:
@@ -249,7 +297,19 @@ def prune(
         orphans=deleted.orphans,
         other_content=deleted.other_content,
         dry_run=dry_run,
+        unfinished=tuple(_describe_unfinished(store, run, left) for left in deleted.waiting),
     )
+
+
+def _describe_unfinished(store: Store, run: RunDirectory, orphan: Orphan) -> UnfinishedFolder:
+    held = next((step.held for step in run.steps if step.name == orphan.name), None)
+    sizes = (
+        held.values()
+        if held is not None
+        else (each.size for each in SubfolderStore(store, orphan.name).list() if not each.is_folder)
+    )
+    removable_at = None if orphan.changed_at is None else orphan.changed_at + ORPHAN_TTL_S
+    return UnfinishedFolder(orphan.name, sum(sizes), removable_at)
 
 
 def _require_numbers(steps: object) -> None:
@@ -318,7 +378,17 @@ def describe_steps(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo,
         store: Store whose root is the run.
         steps: Steps of the run.
     """
-    return tuple(StepInfo(s.number, _path(store, s), s.nbytes, s.saved_at, s.fault) for s in steps)
+    return tuple(
+        StepInfo(
+            each.number,
+            _path(store, each),
+            each.nbytes,
+            each.saved_at,
+            each.fault,
+            is_unfinished=each.is_unfinished and not each.is_base,
+        )
+        for each in steps
+    )
 
 
 def describe_captures(captures: Iterable[CaptureWitness]) -> tuple[StepProof, ...]:

@@ -13,7 +13,7 @@ from shardckpt.format.encodings.element_values import measure_values
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.format.value_stats import merge_stats
-from shardckpt.manifest import TensorEntry
+from shardckpt.manifest import TensorEntry, split_numbers
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.compare.stored_values import BLOCK_BYTES, read_values
 from shardckpt.offline.select.options import parse_globs, parse_part
@@ -22,7 +22,6 @@ from shardckpt.offline.write.report import (
     Statistics,
     TensorStats,
     find_layer,
-    split_numbers,
 )
 from shardckpt.offline.write.stored_stats import describe_values, find_stored_stats
 from shardckpt.plan.layout.coverage import locate

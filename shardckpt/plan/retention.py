@@ -147,6 +147,22 @@ def parse_seconds(time: timedelta | float | str | None) -> float | None:
     return seconds
 
 
+def parse_age(name: str, time: timedelta | float | str | None) -> float | None:
+    """Parse an age in seconds, which may be 0; None stays None.
+
+    Args:
+        name: Name of the argument, for messages.
+        time: As for `parse_seconds`.
+
+    Raises:
+        UsageError: The value is not a time.
+    """
+    seconds = _seconds(time)
+    if seconds is not None and not _is_duration(seconds):
+        raise UsageError(f"`{name}` must be a time", found=repr(time), expected="0 seconds or more")
+    return seconds
+
+
 def _seconds(time: timedelta | float | str | None) -> float | None:
     if isinstance(time, timedelta):
         return time.total_seconds()
@@ -291,11 +307,12 @@ def _is_recent(step: SavedStep, since: float) -> bool:
     return step.saved_at is None or step.saved_at > since  # a step of unknown age is not old
 
 
-def is_expired(changed_at: float | None, now: float) -> bool:
+def is_expired(changed_at: float | None, now: float, age_s: float | None = None) -> bool:
     """Return True if an orphan is old enough to delete.
 
     Args:
         changed_at: Time of the last change in it, in seconds since the epoch; None if unknown.
         now: Current time, in seconds since the epoch.
+        age_s: Minimum age in seconds; None for a day.
     """
-    return changed_at is not None and now - changed_at > ORPHAN_TTL_S
+    return changed_at is not None and now - changed_at > (ORPHAN_TTL_S if age_s is None else age_s)

@@ -15,7 +15,7 @@ from command import run, run_here
 from native_writer import write_step
 from shardckpt_cli import exits
 
-from shardckpt import Checkpointer, Divergence, Resume, ls
+from shardckpt import Checkpointer, Divergence, Resume, Witness, ls
 from shardckpt.format import apply_retention
 from shardckpt.format.native import run_directory
 from shardckpt.format.native.payload import new_save_id
@@ -23,6 +23,7 @@ from shardckpt.format.native.run_directory import step_name
 from shardckpt.format.witness.resume_file import add_capture_resume, add_resumes
 from shardckpt.plan.resume.resumes import CaptureResume
 from shardckpt.storage.local import LocalStore
+from shardckpt.storage.orphans import make_partial, release
 
 
 @pytest.fixture
@@ -48,11 +49,49 @@ def test_ls_shows_sizes_times_and_metrics_of_steps(tmp_path: Path) -> None:
     now = time.strftime("%Y-%m-%d", time.gmtime())
     for option in ("-l", "--long"):
         lines = run_here("ls", tmp_path, option).out.splitlines()
-        assert lines[0].split() == ["step", "size", "saved", "metrics"]
-        assert re.fullmatch(rf" +7  +\d+.\d kB  {now} ..:..:..Z  loss=0.25 a\\nb=nan", lines[1])
+        assert lines[0].split() == ["step", "size", "saved", "metrics", "best"]
+        assert re.fullmatch(rf" +7  +\d+.\d kB  {now} ..:..:..Z  loss=0.25 a\\nb=nan  lowest loss", lines[1])
         assert re.fullmatch(rf" +12  +\d+.\d kB  {now} ..:..:..Z", lines[2])
     listed = json.loads(run_here("ls", tmp_path, "--json").out)["complete"]
     assert [step["metrics"] for step in listed] == [{"a\nb": "nan", "loss": 0.25}, {}]
+
+
+def test_ls_marks_the_best_step_and_leaves_out_timings(tmp_path: Path) -> None:
+    ck = Checkpointer(tmp_path)
+    timings = {"eval_runtime": 0.5, "eval_samples_per_second": 300.0}
+    for step, (loss, accuracy) in enumerate([(3.0, 0.1), (1.0, 0.7), (1.0, 0.5), (float("nan"), 0.9)], 1):
+        ck.save(step, {"w": torch.ones(4)}, metrics={"eval_loss": loss, "eval_accuracy": accuracy, **timings})
+
+    def list_best(*options: str) -> list[str]:
+        lines = run_here("ls", tmp_path, "-l", *options).out.splitlines()
+        assert "per_second" not in "".join(lines) and "runtime" not in "".join(lines)
+        return [re.split("  +", line.strip())[4:] for line in lines[1:]]
+
+    assert list_best() == [[], [], ["lowest eval_loss"], []], "of equal steps the later"
+    assert list_best("--metric", "eval_accuracy", "--mode", "max")[3] == ["highest eval_accuracy"]
+    assert "eval_runtime" in run_here("ls", tmp_path, "--json").out
+    wrong = run_here("ls", tmp_path, "-l", "--metric", "acc")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "no step has a number for the metric 'acc'; found eval_accuracy, eval_loss" in wrong.err
+    assert ls(tmp_path, metrics=True).find_best("eval_loss").number == 3  # type: ignore[union-attr]
+
+
+def test_ls_of_steps_without_metrics_marks_none(root: Path) -> None:
+    assert "best" not in run_here("ls", root, "-l").out
+
+
+def test_unfinished_steps_are_one_line(root: Path) -> None:
+    for number in range(30, 60):
+        write_step(root / step_name(number), {"w": torch.ones(4)}, save=new_save_id())
+        (root / step_name(number) / "COMMIT").unlink()
+    (root / step_name(15) / "COMMIT").write_bytes(b"{")
+    damaged, unfinished = run_here("ls", root).err.splitlines()
+    assert step_name(15) in damaged
+    assert unfinished.startswith(
+        "not complete: 31 steps whose save or removal was interrupted, or goes on: 20, 30, 31,"
+    )
+    assert " and 19 more. `shardckpt prune` removes them a day after" in unfinished
+    assert len(unfinished) < 300
 
 
 def test_ls_names_steps_whose_statistics_were_stored(tmp_path: Path) -> None:
@@ -81,7 +120,7 @@ def test_ls_and_prove_show_verdicts_on_resumes_and_prove_exits_1_for_a_divergenc
     assert run_here("ls", root, "--proof").out.splitlines() == [
         "step  proof",
         "   5  no record",
-        "  10  proven",
+        "  10  proven, 2 of 2 steps",
         "  15  no record",
     ]
     assert [step["proof"] for step in json.loads(run_here("ls", root, "--json").out)["complete"]][1] == "proven"
@@ -101,10 +140,28 @@ def test_ls_and_prove_show_verdicts_on_resumes_and_prove_exits_1_for_a_divergenc
     assert json.loads(run_here("prove", root, "--json").out)["ok"] is False
 
 
+def test_prove_of_a_run_without_a_witness_says_what_to_do(root: Path) -> None:
+    found = run_here("prove", root)
+    assert found.code == 0
+    assert found.err.startswith("no resume can be proven: pass witness=shardckpt.Witness() to Checkpointer")
+    add_resume(root, 10, RESUME)
+    assert run_here("prove", root).err == ""
+
+
+def test_a_step_with_a_record_that_was_never_resumed_says_so(tmp_path: Path) -> None:
+    ck = Checkpointer(tmp_path, witness=Witness(steps=2))
+    ck.save(1, {"w": torch.ones(4)})
+    for step in (2, 3):
+        ck.witness(step, loss=1.0)
+    assert run_here("prove", tmp_path).out.splitlines()[1].split("  ")[-1] == "0 of 2"
+    assert "unproven  never" in run_here("prove", tmp_path).out
+    assert run_here("ls", tmp_path, "--proof").out.splitlines()[1] == "   1  unproven, 0 of 2 steps"
+
+
 def test_ls_and_prove_show_resumes_from_captures_that_the_run_does_not_have(root: Path) -> None:
     captured = CaptureResume(12, "memory", "shardckpt-memory:1/step-00000012", "1" * 15, RESUME)
     add_capture_resume(LocalStore(str(root)), captured)
-    assert run_here("ls", root, "--proof").out.splitlines()[-1] == "12 (memory)  proven"
+    assert run_here("ls", root, "--proof").out.splitlines()[-1] == "12 (memory)  proven, 2 of 2 steps"
     assert json.loads(run_here("ls", root, "--json").out)["captures"][0]["verdict"] == "proven"
     found = run_here("prove", root)
     assert found.code == 0
@@ -201,6 +258,39 @@ def test_a_dry_run_removes_nothing(root: Path) -> None:
         "would keep 1",
     ]
     assert run_here("ls", root).out == "5\n10\n15\n"
+
+
+def test_prune_says_what_a_killed_prune_left_and_from_when_it_may_go(root: Path) -> None:
+    for number in (5, 10):
+        (root / step_name(number) / "COMMIT").unlink()
+    killed = root / f".{step_name(25)}.partial-0123456789ab"
+    killed.mkdir()
+    (killed / "data").write_bytes(bytes(5000))
+    (line,) = run_here("prune", root).err.splitlines()
+    assert line.startswith("not complete: 4 folders, ")
+    assert f"{killed.name}, {step_name(5)}, {step_name(10)}, {step_name(20)}. They may go from 20" in line
+    assert line.endswith("if no job saves into this run, --unfinished-for 0 removes them now")
+    left = json.loads(run_here("prune", root, "--json").out)["unfinished"]
+    assert [each["name"] for each in left] == [killed.name, *(step_name(number) for number in (5, 10, 20))]
+    assert left[0]["nbytes"] == 5000 < sum(each["nbytes"] for each in left)
+    assert all(abs(each["removable_at"] - time.time() - 24 * 3600) < 600 for each in left)
+    dry = run_here("prune", root, "--unfinished-for", "0", "--dry-run")
+    done = run_here("prune", root, "--unfinished-for", "0")
+    assert (done.err, dry.err) == ("", "")
+    assert done.out == dry.out.replace("would remove", "removed").replace("would keep", "kept")
+    assert os.listdir(root) == [step_name(15)]
+    assert run_here("prune", root, "--unfinished-for", "soon").code == 2
+
+
+def test_a_save_that_goes_on_is_not_removed_as_unfinished(root: Path) -> None:
+    path, lock = make_partial(str(root / step_name(25)))
+    try:
+        assert run_here("prune", root, "--unfinished-for", "0").code == 0
+        assert os.path.isdir(path)
+    finally:
+        release(lock)
+    assert run_here("prune", root, "--unfinished-for", "0").code == 0
+    assert not os.path.exists(path)
 
 
 def test_prune_says_where_nothing_can_be_loaded(root: Path) -> None:

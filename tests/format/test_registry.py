@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native_writer import write_step
 from safetensors.torch import save_file
 from samples import MODEL, SAMPLES
 
@@ -138,6 +140,16 @@ def test_a_level_too_high_names_the_checkpoints_below_and_nothing_else(tmp_path:
     assert "logs" not in str(caught.value) and ".cache" not in str(caught.value)
     with pytest.raises(UnknownFormatError, match=r"holds some; found run/step-8 \(dcp\)\. Point at"):
         open_checkpoint(str(tmp_path))
+
+
+def test_steps_below_a_folder_are_listed_by_number_and_the_newest_is_among_them(tmp_path: Path) -> None:
+    for number in range(2, 24, 2):
+        write_step(tmp_path / f"step-{number}", {"w": torch.ones(4)})
+    with pytest.raises(UnknownFormatError) as caught:
+        open_checkpoint(str(tmp_path))
+    found = re.findall(r"step-(\d+) \(native\)", str(caught.value))
+    assert found == ["8", "10", "12", "14", "16", "18", "20", "22"]
+    assert caught.value.nearby == f"{tmp_path}/step-22"
 
 
 def test_the_look_below_a_folder_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

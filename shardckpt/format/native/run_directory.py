@@ -375,15 +375,16 @@ def _outline(run: RunDirectory) -> list[tuple[str, str, bool]]:
     return [(step.name, step.save, step.is_complete) for step in run.steps]
 
 
-def read_step(store: Store, number: int) -> StepFolder:
+def read_step(store: Store, number: int, name: str = "") -> StepFolder:
     """Read one step in its usual folder; without a folder, the step is incomplete.
 
     Args:
         store: Store whose root is the run.
         number: Number of the step.
+        name: Name of its folder, if it has fewer zeros than `step_name`.
 
     """
-    return _with_bases(store, [_read_step(store, number, step_name(number))])[0]
+    return _with_bases(store, [_read_step(store, number, name or step_name(number))])[0]
 
 
 def _with_bases(store: Store, steps: Sequence[StepFolder], others: Sequence[StepFolder] = ()) -> list[StepFolder]:

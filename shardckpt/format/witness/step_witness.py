@@ -8,7 +8,7 @@ from shardckpt.errors import CheckpointError
 from shardckpt.format.native.run_directory import StepFolder
 from shardckpt.format.witness.record_file import read_record
 from shardckpt.format.witness.resume_file import read_capture_resumes, read_resumes
-from shardckpt.plan.resume.resumes import CaptureResume, Resume, StepVerdict, Verdict, find_verdict
+from shardckpt.plan.resume.resumes import CaptureResume, Resume, StepVerdict, Verdict, find_last_compared, find_verdict
 from shardckpt.plan.resume.step_records import WitnessRecord
 from shardckpt.storage.store import Store
 
@@ -31,6 +31,14 @@ class StepWitness:
     def verdict(self) -> StepVerdict:
         """Verdict on the step: that of its last resume that was compared to the end."""
         return find_verdict(self.resumes) if self.record is not None or self.resumes else "no record"
+
+    @property
+    def equal_steps(self) -> tuple[int, int]:
+        """Numbers of steps that were equal in the resume that decides the verdict, and of all recorded steps."""
+        last = find_last_compared(self.resumes)
+        if last is not None:
+            return last.compared, len(last.steps)
+        return 0, 0 if self.record is None else len(self.record.steps)
 
 
 @dataclass(frozen=True, slots=True)

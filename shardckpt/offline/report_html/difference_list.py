@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from shardckpt.errors import escape
-from shardckpt.offline.write.report import Comparison, LayerDifference, TensorDifference, split_numbers
+from shardckpt.manifest import split_numbers
+from shardckpt.offline.write.report import Comparison, LayerDifference, TensorDifference
 
 
 def describe_comparison(found: Comparison) -> dict[str, Any]:

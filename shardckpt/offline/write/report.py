@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -11,9 +10,9 @@ from typing import Literal, NamedTuple
 from shardckpt.boxes import Shape
 from shardckpt.deprecation import RenamedAttribute
 from shardckpt.errors import escape
-from shardckpt.manifest import TensorEntry
+from shardckpt.manifest import TensorEntry, split_numbers
 from shardckpt.offline.write.problems import Problem
-from shardckpt.plan.resume.resumes import Resume, StepVerdict
+from shardckpt.plan.resume.resumes import Resume, StepVerdict, find_last_compared
 
 NO_SHAPES = (
     "this layout stores neither full shapes nor the number of ranks: if the last rank's files were lost, nothing here"
@@ -339,6 +338,12 @@ class StepProof:
     faults: tuple[str, ...] = ()
     tier: str = ""
 
+    @property
+    def equal_steps(self) -> tuple[int, int]:
+        """Numbers of steps that were equal in the resume that decides the verdict, and of all recorded steps."""
+        last = find_last_compared(self.resumes)
+        return (0, len(self.recorded)) if last is None else (last.compared, len(last.steps))
+
 
 @dataclass(frozen=True, slots=True)
 class Proof:
@@ -555,11 +560,6 @@ class Comparison:
     def same(self) -> bool:
         """Whether everything requested was compared, and nothing differs."""
         return not self.differences and not self.value_differences and not self.not_compared
-
-
-def split_numbers(name: str) -> list[tuple[int, str]]:
-    """Return the parts of a name, a key that sorts the numbers in it as numbers."""
-    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 
 def _sum_layer(name: str, differences: Sequence[TensorDifference]) -> LayerDifference:

@@ -131,5 +131,11 @@ def merge_capture_resumes(known: Iterable[CaptureResume], newer: Iterable[Captur
 
 def find_verdict(resumes: Sequence[Resume]) -> Verdict:
     """Return the verdict on a step: that of its last resume that was compared to the end."""
-    verdicts = (resume.verdict for resume in reversed(resumes))
-    return next((verdict for verdict in verdicts if verdict != "unproven"), "unproven")
+    last = find_last_compared(resumes)
+    return "unproven" if last is None else last.verdict
+
+
+def find_last_compared(resumes: Sequence[Resume]) -> Resume | None:
+    """Return the last resume that was compared to the end; the last one if none was, None without one."""
+    compared = (resume for resume in reversed(resumes) if resume.verdict != "unproven")
+    return next(compared, resumes[-1] if resumes else None)

@@ -568,14 +568,16 @@ _FIX_ORDER = "Put the generator or seed and epoch of the sampler into the state"
 _FIX_SHARE = "Give each rank the share of the sampler that it had: its rank and the world size, the same seed on all"
 _FIX_RANDOM = {
     "before": "Put shardckpt.RNGState() into the state, restore last, and seed nothing after it",
-    "after": "Seed nothing after restore, and look for what draws numbers only then: a loader's iterator, a warm-up",
+    "after": "Seed nothing after restore, and look for what draws other numbers since then: a loader's iterator, "
+    "a warm-up, dropout of a model that is in eval() mode, or in train() mode, and was not before",
 }
 _FIX_PRECISION = "Build the model, autocast and mixed precision as in the run that saved"
 _FIX_FLAGS = "Set it as in the run that saved, or accept that this resume is not bit for bit the same"
 _FIX_NOISE = (
     "Either a step is not deterministic (torch.use_deterministic_algorithms(True) makes it so, or "
-    "Witness(deterministic=False) allows it), or something differs that is not in the state, or a graph that was "
-    "compiled before the restore holds old values (torch.compiler.reset() drops it)"
+    "Witness(deterministic=False) allows it), or something differs that is not in the state (autocast, train() or "
+    "eval() mode, the code of the model), or a graph that was compiled before the restore holds old values "
+    "(torch.compiler.reset() drops it)"
 )
 _FIX_LOSS = "Two runs of a step differed less: look for what is not in the state"
 _FIX_DEEP = "Record with Witness(deep=1) to see whether parameters, optimizer or the computation differ"
@@ -589,14 +591,17 @@ _FIX_UNEVEN = (
 )
 _FIX_STATE: Mapping[tuple[str, str], str] = {
     ("parameter", "load"): "Nothing may change the model after restore: initialize, tie and cast it before",
-    (
-        "parameter",
-        "step",
-    ): "Look for what changes parameters besides the optimizer: clamping, weight decay, an EMA swap",
+    ("parameter", "step"): (
+        "Look for what changes parameters besides the optimizer (clamping, weight decay, an EMA swap), and for what "
+        "changes gradients: the inputs, clipping, accumulation, autocast"
+    ),
     ("buffer", "load"): "Nothing may change the model's buffers after restore",
     ("buffer", "step"): "Look for what updates buffers: evaluation mode, momentum, another number of forward passes",
     ("optimizer", "load"): "Put the optimizer into the state that is saved and restored; take no step before training",
-    ("optimizer", "step"): "Train with the optimizer object that was restored, and with its settings",
+    ("optimizer", "step"): (
+        "Train with the optimizer object that was restored, and with its settings; if you do, the gradients differ: "
+        "compare the inputs, clipping, accumulation and autocast"
+    ),
     ("schedule", "load"): "Put the schedule into the state, create it before restore, and change no setting after it",
     ("schedule", "step"): "Put the schedule into the state that is saved and restored, and step it as often as before",
     ("unsaved", "load"): "The state_dict leaves this buffer out: register it with persistent=True, or save it beside",

@@ -231,6 +231,14 @@ def test_the_optimizer_is_named_if_the_state_has_none_and_parameters_differ_afte
     assert "the state has no optimizer" in found.sentence
 
 
+def test_advice_names_gradients_beside_the_optimizer_and_modes_beside_generators() -> None:
+    """Other inputs, another clipping and autocast change gradients, and with them slots; eval() draws no numbers."""
+    for name in ("optim.state.w.exp_avg", "model.w"):
+        found = verdict(replace(STEP, after=changed(name, 9)))
+        assert "inputs, clipping, accumulation" in found.fix and "autocast" in found.fix
+    assert "eval() mode" in verdict(replace(STEP, random_after={"python": (4, 4), "torch": (7, 6)})).fix
+
+
 def test_a_step_that_is_not_deep_is_compared_by_settings() -> None:
     assert verdict(replace(STEP, before=replace(STATE, tensors={}), after=replace(STATE, tensors={}))) is None
 
