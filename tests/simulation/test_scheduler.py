@@ -7,6 +7,7 @@ import pytest
 from shardckpt.testing.simulation import HistoryError, run_history
 from shardckpt.testing.simulation.scheduler import Scheduler, WaitingTasks
 from shardckpt.testing.simulation.stores.disk import Disk
+from shardckpt.testing.simulation.stores.node_disks import NodeDisks
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 
 
@@ -44,7 +45,7 @@ def test_virtual_time_passes_without_waiting() -> None:
 
 def test_what_a_killed_process_does_in_finally_has_no_effect() -> None:
     scheduler, disk = Scheduler(1), Disk()
-    system = OperatingSystem(scheduler, disk)
+    system = OperatingSystem(scheduler, NodeDisks(disk))
     process = scheduler.new_process("a")
 
     def work() -> None:

@@ -103,7 +103,7 @@ def remove_old_steps(
         own: Store of the node, whose root is the run.
         rules: Rules that select the steps to keep.
         protected: Names of further folders to keep.
-        damaged: Ids of saves whose steps a load found damaged: they do not count.
+        damaged: Ids of saves whose steps do not count, since a load found them damaged, or nodes lack a part of them.
         is_idle: Whether nothing is written into folders that are not protected: then those without a valid `COMMIT`
             are removed too.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
@@ -173,6 +174,7 @@ class StepSaver:
             notes[BRANCH] = str(branch)
         if replaces and not options.get("overwrite", False):
             notes.require_replaceable = lambda: self._finder.require_replaceable(number)
+        notes.on_begin = partial(self._finder.record_save, number)
         if self._dedup:
             options = {"base": lambda: self._bases.find_base(number), "store_digests": True, **options}
         options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}

@@ -156,14 +156,17 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
     )
 
 
-def _read_hooks(custom_metadata: Any) -> tuple[Callable[[], object] | None, bool, OnCommit | None]:
+def _read_hooks(custom_metadata: Any) -> tuple[Callable[[], object] | None, bool, OnCommit | None, OnBegin | None]:
     """Return the options that only a `Checkpointer` gives."""
     notes = custom_metadata if isinstance(custom_metadata, RunNotes) else RunNotes()
-    return notes.require_replaceable, notes.is_shared, notes.after_commit
+    return notes.require_replaceable, notes.is_shared, notes.after_commit, notes.on_begin
 
 
 OnCommit = Callable[[Coordinator], object]
 """Called on every rank after the commit of a save, with the coordinator of its thread."""
+
+OnBegin = Callable[[str], object]
+"""Called on rank 0 with the id of a save, before anything is written."""
 
 
 class RunNotes(dict[str, str]):
@@ -173,11 +176,13 @@ class RunNotes(dict[str, str]):
         require_replaceable: As in `SaveOptions`.
         is_shared: As in `SaveOptions`.
         after_commit: As in `SaveOptions`.
+        on_begin: As in `SaveOptions`.
     """
 
     require_replaceable: Callable[[], object] | None = None
     is_shared: bool = True
     after_commit: OnCommit | None = None
+    on_begin: OnBegin | None = None
 
 
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -99,6 +99,7 @@ class SaveOptions:
             another process has completed the checkpoint meanwhile. None if it holds in any case.
         is_shared: Whether all ranks write to one place; otherwise each writes to a place of its own node.
         after_commit: Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
+        on_begin: Called on rank 0 with the id of the save, before anything is written.
     """
 
     path: str
@@ -114,6 +115,7 @@ class SaveOptions:
     require_replaceable: Callable[[], object] | None = None
     is_shared: bool = True
     after_commit: Callable[[Coordinator], object] | None = None
+    on_begin: Callable[[str], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -724,6 +726,8 @@ class SavePlanner:
             build: Returns the manifest without files, for the id of the save.
         """
         save_id, plan, options = new_save_id(), planned.plan, self._options
+        if options.on_begin is not None:
+            options.on_begin(save_id)
         base = _open_base(options, plan)
         cache = planned if planned.save else replace(planned, save=save_id)
         self.begun = _BegunSave(cache, build(save_id), base)

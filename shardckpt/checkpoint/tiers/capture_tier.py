@@ -89,6 +89,8 @@ class CaptureTier(ABC):
         self._rules = rules
         self._failures = self._skipped = 0
         self._is_spread = False
+        self._uncounted: list[int] = []
+        self._has_common = False
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self._pending: tuple[int, SaveHandle] | None = None
 
@@ -133,6 +135,8 @@ class CaptureTier(ABC):
         give_marks(coordinator, self.place.open_own(), step_name(number), is_first=share.is_first)
         self.replicate(coordinator, number)
         if share.is_first:
+            self._uncounted.clear()
+            self._has_common = True
             self._remove_parts(number, is_idle=True)
 
     def replicate(self, coordinator: Coordinator, number: int) -> None:  # noqa: B027  (most tiers have no copies)
@@ -176,7 +180,7 @@ class CaptureTier(ABC):
         self,
         number: int,
         state: Any,
-        notes: Mapping[str, str],
+        notes: RunNotes,
         options: Mapping[str, Any],
         share: NodeShare,
         on_committed: Callable[[int], object],
@@ -195,7 +199,6 @@ class CaptureTier(ABC):
             Exception: The state cannot be saved; an error of the tier is a warning.
         """
         has_retention = get_channels(self._group).main.rank == 0 and share.nodes == 1
-        notes = RunNotes(notes)
 
         def finish(coordinator: Coordinator) -> None:
             self.finish(coordinator, number, share)
@@ -282,6 +285,26 @@ class CaptureTier(ABC):
         """Whether the ranks were on several nodes at the last capture: each node has a part of it."""
         return self._is_spread
 
+    @property
+    def uncounted(self) -> Collection[int]:
+        """Numbers of the steps copied to this node that not all nodes are known to have, the oldest first."""
+        return tuple(self._uncounted)
+
+    def note_promoted(self, number: int) -> None:
+        """Record that a step was copied to this node; delete the steps that no rule keeps.
+
+        With several nodes it does not count for the rules yet: the step before it is complete, and this one is not.
+        """
+        if self._is_spread:
+            self._uncounted.append(number)
+        self.apply_rules(number)
+
+    def count_promoted(self, number: int) -> None:
+        """Record that all nodes have copies of a step: from now on it counts for the rules."""
+        if number in self._uncounted:
+            del self._uncounted[: self._uncounted.index(number) + 1]
+            self._has_common = True
+
     def apply_rules(self, saved: int | None = None) -> None:
         """Delete the steps that no rule keeps. On the ranks that act for nodes.
 
@@ -295,12 +318,16 @@ class CaptureTier(ABC):
 
     def _remove_parts(self, saved: int | None, *, is_idle: bool) -> None:
         """Remove the steps of this node that no rule keeps; an error is a warning."""
-        finder, numbers = self.place.finder, [*self.list_needed(), *([] if saved is None else [saved])]
-        protected = {*map(step_name, numbers), *self.list_copied()}
+        finder, uncounted = self.place.finder, [*map(step_name, self._uncounted)]
+        numbers = [*self.list_needed(), *([] if saved is None else [saved])]
+        protected = {*map(step_name, numbers), *self.list_copied(), *uncounted[-1:]}
         try:
             own = self.place.open_own()
             before = read_commits(own)
-            removed = remove_old_steps(own, self._rules, protected, finder.damaged, is_idle=is_idle)
+            if not self._has_common:
+                protected |= before.keys() - {*uncounted}
+            rules, damaged = self._rules, {*finder.damaged, *(before[n].save for n in uncounted if n in before)}
+            removed = remove_old_steps(own, rules, protected, damaged, is_idle=is_idle)
             finder.removed.update(before[name].save for name in removed if name in before)
         except ShardckptError as error:
             warn_user(f"old steps in {self._shown} could not be removed: {error}")

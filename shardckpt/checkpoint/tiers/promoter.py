@@ -107,7 +107,7 @@ class Promoter:
             target.note_failure(error)
         else:
             target.note_success()
-            target.apply_rules(number)
+            target.note_promoted(number)
 
 
 def _copy(promotion: Promotion) -> int:

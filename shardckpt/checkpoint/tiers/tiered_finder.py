@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -57,7 +56,7 @@ def choose_newest(found: Sequence[FoundStep]) -> FoundStep:
 
 
 _MOST_STARTED = 4096
-"""Maximum number of steps whose last save is remembered."""
+"""Maximum number of steps whose last saves are remembered."""
 
 
 class RootPosition(NamedTuple):
@@ -151,7 +150,7 @@ class TieredFinder(StepFinder):
             place.finder.tier = place.name
         self.has_other_places = True
         self.position: RootPosition | None = None
-        self._started: dict[int, float] = {}
+        self._own_saves: dict[int, set[str]] = {}
         self._damaged_files: frozenset[str] = frozenset()
 
     def find_on_rank0(
@@ -225,11 +224,15 @@ class TieredFinder(StepFinder):
         return max(*held, super().newest_branch())
 
     def record_start(self, number: int) -> None:
-        """Record that a save of a step starts now: an older copy of this number has another state. On rank 0."""
-        self._started.pop(number, None)
-        self._started[number] = time.time_ns() // 1_000_000 / 1000  # milliseconds, as in the id of a save
-        if len(self._started) > _MOST_STARTED:
-            del self._started[next(iter(self._started))]
+        """Record that a step is saved now: other copies of this number have another state. On rank 0."""
+        self._own_saves.pop(number, None)
+        self._own_saves[number] = set()
+        if len(self._own_saves) > _MOST_STARTED:
+            del self._own_saves[next(iter(self._own_saves))]
+
+    def record_save(self, number: int, save: str) -> None:
+        """Record the id of a save of a step that was started: its capture, or its save in the root. On rank 0."""
+        self._own_saves.setdefault(number, set()).add(save)
 
     @contextmanager
     def open_places(self) -> Iterator[PlaceReads]:
@@ -248,8 +251,8 @@ class TieredFinder(StepFinder):
     def find_copies(self, number: int) -> Sequence[StepCopy]:
         """Return the complete copies of a step, the nearest first. Collective.
 
-        A copy that is older than this process's last save of the step is not one of it, and a capture that a new
-        process would not find is none.
+        If this process has saved the step, only the copies of its last saves count: a copy of an earlier save, or of
+        another job, has another state. A capture that a new process would not find is none.
         """
         folder = step_name(number)
         reports = [_report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
@@ -269,8 +272,8 @@ class TieredFinder(StepFinder):
         for place, catalog in zip(self._places, catalogs, strict=True):
             held += _read_tier(place, partial(_list_node_copies, place, catalog, number), [])
         copies = [*held, *self.list_copies(number)]
-        started = self._started.get(number, 0.0)
-        return [copy for copy in copies if not started or (copy.saved_at or 0.0) >= started]
+        own = self._own_saves.get(number)
+        return [copy for copy in copies if own is None or copy.save in own]
 
 
 _T = TypeVar("_T")

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
@@ -65,6 +66,7 @@ class _Places(NamedTuple):
         in_root: Whether it is saved in the root.
         share: `NodeShare` of the rank.
         has_own_record: Whether the rank keeps a copy of the witness record on its node.
+        common: Newest step that all nodes have copied, by the name of the tier, if one is new.
     """
 
     number: int
@@ -75,6 +77,7 @@ class _Places(NamedTuple):
     in_root: bool
     share: tuple[int, bool] = (1, False)
     has_own_record: bool = False
+    common: Mapping[str, int] = MappingProxyType({})
 
 
 class RunParts(NamedTuple):
@@ -207,7 +210,8 @@ class TieredSaver:
             notes = build_notes(metrics, given.get("custom_metadata"))
             folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
             number = require_step_number(step)
-            message = json.dumps([number, find_node_id(), folders, self._open_again(number)]).encode()
+            copied = {tier.place.name: [*tier.uncounted] for tier in self._tiers if tier.uncounted}
+            message = json.dumps([number, find_node_id(), folders, self._open_again(number), copied]).encode()
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
         coordinator = get_channels(self._finder.group).main
@@ -215,15 +219,21 @@ class TieredSaver:
         places = _Places(*json.loads(answer))
         notes.update({BRANCH: str(places.branch)} if places.branch else {})
         notes[AFTER] = places.after
+        notes.on_begin = partial(self._finder.record_save, places.number)
         copy_options = {name: given[name] for name in _FOR_COPY if name in given}
         share = NodeShare(*places.share)
         self._captured_in = []
+        for tier in self._tiers:
+            if tier.place.name in places.common:
+                tier.count_promoted(places.common[tier.place.name])
         opened = self._open_tiers(places, share)
         if opened:
             source, *targets = opened
 
             def promote(number: int) -> None:
                 for target in targets:
+                    if target.is_spread:
+                        target.apply_rules()
                     self._promoter.add(Promotion(number, source, target, coordinator.rank))
 
             source.capture(places.number, state, notes, copy_options, share, promote)
@@ -308,7 +318,7 @@ class TieredSaver:
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose the places of a step. On rank 0."""
-        numbers, nodes, folders, faults = zip(*map(json.loads, messages), strict=True)
+        numbers, nodes, folders, faults, copied = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
         ready, opened = [], []
@@ -330,6 +340,7 @@ class TieredSaver:
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
         places = _Places(number, branch, position.encode(secrets.token_hex(8)), ready, opened, in_root)
+        places = places._replace(common=_find_common([copied[rank] for rank in first.values()]))
         keepers = choose_record_keepers(list(first.values()))
         return [
             json.dumps(
@@ -337,6 +348,19 @@ class TieredSaver:
             ).encode()
             for rank, node in enumerate(nodes)
         ]
+
+
+def _find_common(copied: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
+    """Return the newest step that all nodes have copied, by the name of the tier; tiers without one are left out.
+
+    Args:
+        copied: Steps of each node by tier, the oldest first.
+    """
+    found = {}
+    for tier, numbers in copied[0].items():
+        common = [number for number in numbers if all(number in each.get(tier, ()) for each in copied)]
+        found.update({tier: common[-1]} if common else {})
+    return found
 
 
 def choose_record_keepers(first: Sequence[int]) -> set[int]:

@@ -236,10 +236,11 @@ class Trainer:
         """Ask what the saved step survives; all ranks get the same answer."""
         if not number % 2:
             checkpointer.durability(number - 1)  # a copy that is lost, other than by retention, is withdrawn
-        holders = self._auditor.claims.find_holders()
+        call, nodes = (f"{self._job.name} claims", self._calls), self._job.node_names
+        media = self._auditor.begin_claim(call, number, nodes)
         durability = checkpointer.durability(number)
-        self._auditor.agree((f"{self._job.name} claims", self._calls), durability)
-        self._auditor.claim(content, durability, self._job.node_names, holders)
+        self._auditor.agree(call, durability)
+        self._auditor.claim(call, content, durability, nodes, media)
         places = ", ".join(f"{copy.tier} ({copy.survives[-1]})" for copy in durability.copies)
         self._scheduler.record("claims", f"step {number} in {places or 'no place'}")
 

@@ -10,16 +10,21 @@ from typing import Any
 from shardckpt.checkpoint.load.load import load
 from shardckpt.errors import ShardckptError
 from shardckpt.format.durability.run_record import read_run_record
-from shardckpt.format.durability.step_copies import Durability
+from shardckpt.format.durability.step_copies import ROOT, Durability
 from shardckpt.format.native.base_refs import resolve_base
 from shardckpt.format.native.commit import COMMIT, decode_commit
+from shardckpt.format.native.run_directory import step_name
 from shardckpt.storage.resolve_url import open_store
-from shardckpt.testing.simulation.memory_claims import Claims, MemoryClaim
-from shardckpt.testing.simulation.scheduler import HistoryError, Process, Scheduler
+from shardckpt.testing.simulation.claims import Claims, Medium, TierClaim
+from shardckpt.testing.simulation.scheduler import HistoryError, Scheduler
+from shardckpt.testing.simulation.stores.node_disks import NodeDisks
 from shardckpt.testing.simulation.stores.run_storage import RunStorage
 from shardckpt.testing.simulation.trained_state import find_start, read_content
 
 _STEP = re.compile(r"step-(\d+)")
+
+Media = Mapping[str, Mapping[str, Medium]]
+"""Media of the tiers, by tier and node."""
 
 
 @dataclass
@@ -99,6 +104,7 @@ class Auditor:
         storage: Storage of the run.
         keep: Number of newest steps that no actor removes.
         claims: Claims of durability.
+        disks: Disks of the nodes.
         attempts: Attempts to save so far, with the numbers of their steps.
         steps: Committed steps by the name of their folder.
         ever: Attempts that were ever committed.
@@ -114,6 +120,7 @@ class Auditor:
     storage: RunStorage
     keep: int
     claims: Claims
+    disks: NodeDisks
     attempts: dict[int, int] = field(default_factory=dict)
     steps: dict[str, CommittedStep] = field(default_factory=dict)
     ever: set[int] = field(default_factory=set)
@@ -127,6 +134,7 @@ class Auditor:
     _overwrites: set[int] = field(default_factory=set)
     _verdicts: dict[tuple[str, int], tuple[str, object]] = field(default_factory=dict)
     _version: int = -1
+    _disks_version: int = 0
     _flipped: list[object] = field(default_factory=list)
     _flips_before: dict[int, int] = field(default_factory=dict)
 
@@ -154,6 +162,7 @@ class Auditor:
         self.attempts[content] = number
         if is_overwrite:
             self._overwrites.add(content)
+            self.claims.overwrite_local([each for each, step in self.attempts.items() if step == number])
 
     def acknowledge(self, content: int) -> None:
         """Record that a rank knows that an attempt is committed.
@@ -173,28 +182,42 @@ class Auditor:
         damaged = {step.number for step in self.steps.values() if step.is_damaged}
         return content in self.ever or self.attempts[content] in damaged
 
+    def begin_claim(self, call: tuple[str, int], number: int, nodes: Collection[str]) -> Media:
+        """Return the media that there are, before a rank asks what a step survives.
+
+        Args:
+            call: Job and number of the collective call.
+            number: Number of the step.
+            nodes: Names of the nodes of the job.
+        """
+        if self.has_rivals:
+            self.claims.note_copies(call, step_name(number), nodes)
+        return self.claims.find_media()
+
     def claim(
-        self, content: int, durability: Durability, nodes: Collection[str], holders: Mapping[str, Process]
+        self, call: tuple[str, int], content: int, durability: Durability, nodes: Collection[str], media: Media
     ) -> None:
         """Record what a step survives by the answer of a Checkpointer.
 
         Args:
+            call: Job and number of the collective call.
             content: The attempt that was saved.
             durability: Answer of the Checkpointer.
             nodes: Names of the nodes of the job.
-            holders: Holders by node that were alive when it was asked for.
+            media: Result of `begin_claim`.
 
         Raises:
             HistoryError: A claimed copy cannot be there.
         """
         self.check()
-        for copy in () if self.has_rivals else durability.copies:
-            if copy.tier == "root" and not self._was_committed(content):
-                raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
-            if copy.tier == "memory":
-                self.claims.add(content, copy, nodes, holders)
-            if copy.tier == "local":
-                self.claims.add_local(content)
+        for copy in durability.copies:
+            if copy.tier == ROOT:
+                if not self._was_committed(content):
+                    raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
+            elif self.has_rivals:
+                self.claims.require_seen(call, content, copy, nodes)
+            else:
+                self.claims.add(content, copy, nodes, media)
 
     def newest(self) -> CommittedStep | None:
         """Return the newest step that a restore has to find."""
@@ -207,7 +230,7 @@ class Auditor:
         number: int | None,
         state: Mapping[str, Any],
         least: CommittedStep | None,
-        claim: MemoryClaim | None = None,
+        claim: TierClaim | None = None,
         nodes: Collection[str] = (),
     ) -> int:
         """Check what a restore returned, and return the attempt; 0 for a new run.
@@ -245,7 +268,7 @@ class Auditor:
             raise HistoryError(f"a restore got step {number}, but step {least.number} is newer and complete")
         return content
 
-    def _require_claimed(self, claim: MemoryClaim | None, nodes: Collection[str], content: int) -> None:
+    def _require_claimed(self, claim: TierClaim | None, nodes: Collection[str], content: int) -> None:
         if claim is not None and self.claims.holds(claim, nodes):
             self._require_later(content, claim.content, "a capture that was claimed to survive")
 
@@ -265,7 +288,10 @@ class Auditor:
     # Invariants
 
     def check(self) -> None:
-        """Compare the storage with the model, if it has changed. Raises HistoryError."""
+        """Compare storage and disks of nodes with the model, if they have changed. Raises HistoryError."""
+        if self.disks.version != self._disks_version:
+            self._disks_version = self.disks.version
+            self.claims.replace_local({each: at for at, each in enumerate(self.attempts)})
         if self.storage.version == self._version:
             return
         self._version = self.storage.version

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
+from shardckpt.testing.simulation.stores.node_disks import MOUNT
+
 READS = frozenset({"list", "open", "read", "get", "head"})
 DISK_WRITES = frozenset({"create", "write", "fsync", "mkdir", "rename", "exchange", "link", "unlink", "rmdir"})
 BUCKET_WRITES = frozenset({"put", "start", "part", "complete", "delete"})
@@ -100,6 +102,19 @@ SEVERAL_NODES = (
     FaultKind("holder killed", frozenset({"ask", "recv"})),
     FaultKind("kill while copying", MESSAGES, within="data"),
     FaultKind("data lost", MESSAGES, "lost", within="data"),
+)
+
+OWN_DISKS = (
+    FaultKind("flip on a disk of a node", EVERYTHING),
+    FaultKind("disk of a node full", frozenset({"create", "write", "mkdir"}), "ENOSPC", lasts=True, within=MOUNT),
+    FaultKind("write error on a disk of a node", DISK_WRITES, "EIO", within=MOUNT),
+    FaultKind("kill while promoting", DISK_WRITES, within=MOUNT),
+    FaultKind("holder killed", frozenset({"ask", "fsync", "unlink"})),
+)
+SEVERAL_DISKS = (
+    FaultKind("power loss of a node", EVERYTHING),
+    FaultKind("power loss of a node while promoting", DISK_WRITES, within=MOUNT),
+    FaultKind("node loss while promoting", DISK_WRITES, within=MOUNT),
 )
 
 

@@ -22,6 +22,7 @@ from shardckpt.testing.simulation.scheduler import HistoryError, Process, Schedu
 from shardckpt.testing.simulation.seams import Machine, simulated
 from shardckpt.testing.simulation.stores.bucket import SimulatedBucket, mount
 from shardckpt.testing.simulation.stores.disk import Disk
+from shardckpt.testing.simulation.stores.node_disks import NodeDisks
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
 from shardckpt.testing.simulation.trained_state import make_row_shard
@@ -101,7 +102,7 @@ class _LargeJob:
         self._lost = {node.name for node in self._nodes[:: count // dead][:dead]}  # no two have copies of one file
         self._rows = count * ranks_per_node
         self.scheduler = Scheduler(0, stay=1.0, event_s=_EVENT_S, most_events=_MOST_EVENTS)
-        self._system = OperatingSystem(self.scheduler, Disk())
+        self._system = OperatingSystem(self.scheduler, NodeDisks(Disk()))
         self._holders = SimulatedHolders(self.scheduler, self._system, self._new_process)
         self.harness = self._new_process("harness", "")
         self.costs: list[PhaseCost] = []

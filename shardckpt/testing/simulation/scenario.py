@@ -11,6 +11,8 @@ from shardckpt.testing.simulation.faults import (
     COMMON,
     DISK,
     MEMORY,
+    OWN_DISKS,
+    SEVERAL_DISKS,
     SEVERAL_NODES,
     PlannedFault,
     plan_faults,
@@ -38,7 +40,7 @@ class Scenario:
         nodes: Machine of each node, by their numbers.
         places: Node of each rank at each start of the job; without one all ranks are on node 0.
         copies: Number of other machines that keep a copy of each capture.
-        local_every: Steps whose number is a multiple of this are on the disk of the node too; None without this tier.
+        local_every: Steps whose number is a multiple of this are on disks of the nodes too; None without this tier.
         root_every: With tiers, steps whose number is a multiple of this are saved in the root.
         later_saves: Number of saves in the days after the last fault, which have to remove what no step needs.
         readers: Number of restores beside the job.
@@ -112,6 +114,8 @@ class Scenario:
         kinds += DISK if scenario.store != "disk" and scenario.local_every is not None else ()
         kinds += MEMORY if scenario.memory_bytes is not None else ()
         kinds += SEVERAL_NODES if len(scenario.nodes) > 1 else ()
+        if scenario.local_every is not None:
+            kinds += OWN_DISKS + (SEVERAL_DISKS if len(scenario.nodes) > 1 else ())
         count = random.choice((0, 1, 1, 2, 2, 3, 5))
         return replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
 
@@ -144,7 +148,7 @@ def _choose_nodes(seed: int, scenario: Scenario) -> Scenario:
         world = random.choice((len(used), len(used) + 1))
         worlds.append(world)
         places.append(tuple(used[rank * len(used) // world] for rank in range(world)))
-    return replace(
+    scenario = replace(
         scenario,
         worlds=tuple(worlds),
         nodes=machines,
@@ -153,6 +157,10 @@ def _choose_nodes(seed: int, scenario: Scenario) -> Scenario:
         memory_bytes=random.choice((1 << 30, 1 << 30, 1 << 30, 15_500, 12_000)),
         root_every=random.choice((2, 2, 4)),
     )
+    if random.random() < 0.4:
+        memory = random.choice((1 << 30, 1 << 30, scenario.memory_bytes, None))
+        scenario = replace(scenario, local_every=random.choice((1, 1, 1, 2)), memory_bytes=memory)
+    return scenario
 
 
 def _choose_habits(seed: int, scenario: Scenario) -> Scenario:

@@ -13,17 +13,19 @@ from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.run.restore_attempts import MOST_FAILED
 from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
+from shardckpt.format.durability.step_copies import LOCAL, MEMORY
 from shardckpt.storage import fsspec_writer
 from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
 from shardckpt.testing.simulation.auditor import Auditor
+from shardckpt.testing.simulation.claims import Claims
 from shardckpt.testing.simulation.faults import CLOCK_JUMPS_S, LONGEST_STALL_S, FaultKind, Faults, PlannedFault
-from shardckpt.testing.simulation.memory_claims import Claims
 from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scenario import Scenario
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent, Process, Scheduler, Task
 from shardckpt.testing.simulation.seams import Machine, simulated
 from shardckpt.testing.simulation.stores.bucket import SimulatedBucket, mount
 from shardckpt.testing.simulation.stores.disk import Disk
+from shardckpt.testing.simulation.stores.node_disks import MOUNT, NodeDisks
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 from shardckpt.testing.simulation.stores.run_storage import BucketStorage, DiskStorage, RunStorage
 from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
@@ -33,7 +35,6 @@ _TIMEOUT_S = 20.0
 _DAYS_S = 3 * 86_400.0
 """Time between later saves: files of killed saves are old then."""
 
-_LOCAL_FOLDER = "/local/run"
 _FIRST_NODE = "node0"
 
 _IDLE_S = 1.0
@@ -103,10 +104,13 @@ class _HistoryRun:
         self.scenario = history.scenario
         self.scheduler = Scheduler(history.seed, history.scenario.stay)
         self.disk, self.bucket = Disk(), SimulatedBucket(self.scheduler)
-        self.system = OperatingSystem(self.scheduler, self.disk)
+        machines = enumerate(self.scenario.nodes)
+        self.nodes = {f"node{at}": Node(f"node{at}", f"machine{each}", f"rack{at // 2}") for at, each in machines}
+        self.disks = NodeDisks(self.disk, self.nodes)
+        self.system = OperatingSystem(self.scheduler, self.disks)
         self.faults = Faults(history.scenario.faults, self._act)
         self.storage: RunStorage
-        for folder in ("/home", "/disk", "/local"):
+        for folder in ("/home", "/disk", MOUNT):
             self.disk.make_folder(folder, self.scheduler.clock)
         self.disk.sync(self.disk.root)
         if self.scenario.store == "disk":
@@ -115,11 +119,9 @@ class _HistoryRun:
             mount(self.bucket)
             scheme = "sim" if self.scenario.store == "bucket" else "plain"
             self.storage = BucketStorage(self.bucket, f"{scheme}://bucket/run")
-        machines = enumerate(self.scenario.nodes)
-        self.nodes = {f"node{at}": Node(f"node{at}", f"machine{each}", f"rack{at // 2}") for at, each in machines}
         self.holders = SimulatedHolders(self.scheduler, self.system, self._new_process)
-        claims = Claims(self.nodes, self.holders)
-        self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims)
+        claims = Claims(self.nodes, {MEMORY: self.holders, LOCAL: self.disks})
+        self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims, self.disks)
         self._set_promises()
         self._clock_shifts = dict.fromkeys(self.nodes, 0.0)
         self._harness = self._new_process("harness", _FIRST_NODE)
@@ -262,7 +264,7 @@ class _HistoryRun:
             saves,
             is_last,
             PeerMemory(scenario.copies, max_bytes=memory) if has_tiers and memory is not None else None,
-            Local(_LOCAL_FOLDER, local) if has_tiers and local is not None else None,
+            Local(self.disks.folder, local) if has_tiers and local is not None else None,
             tuple(self.nodes[f"node{at}"] for at in placed),
             scenario.root_every,
             None if is_last else scenario.overwrite_every,
@@ -304,8 +306,8 @@ class _HistoryRun:
         if task is None or task.process is self._harness:
             return ""
         fault = self.faults.show(len(self.scheduler.events), verb, subject)
-        if fault == "EIO" and subject.startswith(_LOCAL_FOLDER):
-            self.auditor.claims.lose_local()
+        if fault == "EIO" and subject.startswith(MOUNT):
+            self.auditor.claims.clear(self.disks.find(subject, task.process.node))
         return fault
 
     def _act(self, kind: FaultKind) -> None:
@@ -322,7 +324,11 @@ class _HistoryRun:
         elif kind.name == "clock jump":
             self._shift_clocks([task.process.node], random.choice(CLOCK_JUMPS_S))
         elif kind.name == "flip in memory":
-            self.scheduler.record("flip", self.auditor.claims.flip(random))
+            self.scheduler.record("flip", self.auditor.claims.flip(MEMORY, random))
+        elif kind.name == "flip on a disk of a node":
+            self.scheduler.record("flip", self.auditor.claims.flip(LOCAL, random))
+        elif kind.name.startswith("power loss of a node"):
+            self._lose_power_of_node(task.process.node)
         elif kind.name.startswith("flip"):
             self.auditor.check()
             self.scheduler.record("flip", self.auditor.flip())
@@ -346,14 +352,30 @@ class _HistoryRun:
         if len(self.nodes) == 1:
             self._lose_power()
             return
-        machine = self.nodes[name].machine
-        self._end_processes({node.name for node in self.nodes.values() if node.machine == machine})
+        lost = self._find_machine(name)
+        self._end_processes(lost)
+        for disk in self.disks.list_apart(lost):
+            self.auditor.claims.lose(disk)
+        for node in lost:
+            self.disks.replace(node)
+
+    def _lose_power_of_node(self, name: str) -> None:
+        """Switch the machine of a node off and on: its disk stays."""
+        lost = self._find_machine(name)
+        self._end_processes(lost)
+        for disk in self.disks.list_apart(lost):
+            disk.lose_power(self.scheduler.random)
+
+    def _find_machine(self, name: str) -> list[str]:
+        """Return the names of the nodes of a node's machine."""
+        return [node.name for node in self.nodes.values() if node.machine == self.nodes[name].machine]
 
     def _lose_power(self) -> None:
         """End all processes, and lose what disk and memory had not made safe."""
         self.auditor.check()
         self._end_processes(self.nodes)
-        self.disk.lose_power(self.scheduler.random)
+        for disk in (self.disk, *self.disks.list_apart(self.nodes)):
+            disk.lose_power(self.scheduler.random)
         self.auditor.lose_power()
 
     def _end_processes(self, nodes: Collection[str]) -> None:

@@ -107,6 +107,19 @@ def test_copies_that_are_overwritten_are_not_withdrawn(tmp_path):
     assert not [event for event in events if isinstance(event, WithdrawalEvent)]
 
 
+def test_a_step_of_another_job_on_the_run_is_not_a_copy_of_the_own_one(tmp_path):
+    """Both jobs have a step 1; the other one alone saves it in the root, later into the folder of both."""
+    events: list[object] = []
+    root, local = tmp_path / "run", Local(tmp_path / "local")
+    ck = Checkpointer(root, save_every=100, tiers=[local], on_event=events.append)
+    save(ck, 1)
+    save(Checkpointer(root, save_every=1, tiers=[Local(tmp_path / "other")]), 1)
+    assert [copy.tier for copy in ck.durability(1).copies] == ["local"]
+    save(Checkpointer(root, save_every=100, tiers=[local]), 1)
+    assert ck.durability(1).survives == set()
+    assert [event.tier for event in events if isinstance(event, WithdrawalEvent)] == ["local"]
+
+
 def test_of_three_equal_copies_the_nearest_that_verifies_is_restored(tmp_path):
     tiers = [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]
     save(Checkpointer(tmp_path / "run", save_every=1, tiers=tiers), 1)

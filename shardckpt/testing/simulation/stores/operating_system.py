@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from shardckpt.testing.simulation.scheduler import Process, Scheduler
 from shardckpt.testing.simulation.stores.disk import Disk, File, Folder, Node
+from shardckpt.testing.simulation.stores.node_disks import NodeDisks
 
 _HOME = "/home"
 _MEMORY = "memory:"
@@ -58,11 +59,12 @@ class Descriptor:
     Args:
         node: File or folder.
         path: Path at which it was opened.
+        disk: Disk that has it.
         process: Process that opened it.
     """
 
-    def __init__(self, node: Node, path: str, process: Process) -> None:
-        self.node, self.path, self.process = node, path, process
+    def __init__(self, node: Node, path: str, disk: Disk, process: Process) -> None:
+        self.node, self.path, self.disk, self.process = node, path, disk, process
         self.offset = 0
 
 
@@ -95,7 +97,7 @@ class SimulatedPath:
 
     def _find(self, path: str) -> Node | None:
         try:
-            return self._system.disk.find(self._system.resolve(path))
+            return self._system.find(self._system.resolve(path))
         except OSError:
             return None
 
@@ -142,25 +144,33 @@ class NameCalls:
 
     Args:
         scheduler: Scheduler of the history.
-        disk: Disk of all processes.
+        disks: Disks of all nodes.
 
     Attributes:
-        disk: Disk of all processes.
         path: Replacement of `os.path`.
     """
 
-    def __init__(self, scheduler: Scheduler, disk: Disk) -> None:
-        self._scheduler, self.disk = scheduler, disk
+    def __init__(self, scheduler: Scheduler, disks: NodeDisks) -> None:
+        self._scheduler, self._disks = scheduler, disks
         self.path = SimulatedPath(self)
 
     def resolve(self, path: str) -> str:
         """Return a path from the root."""
         return _resolve(os.fspath(path))
 
+    def find_disk(self, where: str) -> Disk:
+        """Return the disk that has a path from the root, for the running process."""
+        task = self._scheduler.current
+        return self._disks.find(where, task.process.node if task is not None else "")
+
+    def find(self, where: str) -> Node:
+        """Return what a path from the root names. Raises OSError."""
+        return self.find_disk(where).find(where)
+
     def stat(self, path: str, *, follow_symlinks: bool = True) -> Status:
         """Return the status of a path."""
         del follow_symlinks
-        return _describe(self.disk.find(self.resolve(path)))
+        return _describe(self.find(self.resolve(path)))
 
     lstat = stat
 
@@ -171,20 +181,20 @@ class NameCalls:
     def listdir(self, path: str) -> list[str]:
         """Return the names in a folder."""
         where = self._enter("list", path)
-        return list(self.disk.find_folder(where).names)
+        return list(self.find_disk(where).find_folder(where).names)
 
     @contextmanager
     def scandir(self, path: str) -> Iterator[Iterator[FolderEntry]]:
         """Yield an iterator over the entries of a folder."""
         where = self._enter("list", path)
-        names = self.disk.find_folder(where).names
+        names = self.find_disk(where).find_folder(where).names
         yield iter([FolderEntry(name, posixpath.join(path, name), _describe(node)) for name, node in names.items()])
 
     def walk(self, top: str, topdown: bool = True, onerror: Any = None) -> Iterator[tuple[str, list[str], list[str]]]:
         """Yield the folders below a folder, with names of folders and files."""
         try:
             where = self._enter("list", top)
-            names = dict(self.disk.find_folder(where).names)
+            names = dict(self.find_disk(where).find_folder(where).names)
         except OSError as error:
             if onerror is not None:
                 onerror(error)
@@ -201,7 +211,8 @@ class NameCalls:
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         """Create a folder."""
         del mode
-        self.disk.make_folder(self._enter("mkdir", path), self._scheduler.clock)
+        where = self._enter("mkdir", path)
+        self.find_disk(where).make_folder(where, self._scheduler.clock)
 
     def makedirs(self, path: str, mode: int = 0o777, exist_ok: bool = False) -> None:
         """Create a folder and its parents."""
@@ -213,27 +224,30 @@ class NameCalls:
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        self.disk.remove_folder(self._enter("rmdir", path), self._scheduler.clock)
+        where = self._enter("rmdir", path)
+        self.find_disk(where).remove_folder(where, self._scheduler.clock)
 
     def unlink(self, path: str) -> None:
         """Remove a file."""
-        self.disk.unlink(self._enter("unlink", path), self._scheduler.clock)
+        where = self._enter("unlink", path)
+        self.find_disk(where).unlink(where, self._scheduler.clock)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder."""
         old = self._enter("rename", source, target)
-        self.disk.rename(old, self.resolve(target), self._scheduler.clock)
+        self.find_disk(old).rename(old, self.resolve(target), self._scheduler.clock)
 
     replace = rename
 
     def link(self, source: str, target: str) -> None:
         """Give a file another name."""
         old = self._enter("link", source, target)
-        self.disk.link(old, self.resolve(target), self._scheduler.clock)
+        self.find_disk(old).link(old, self.resolve(target), self._scheduler.clock)
 
     def exchange(self, one: str, other: str) -> bool:
         """Swap two names, in place of `linux_syscalls.exchange`."""
-        self.disk.exchange(self._enter("exchange", one, other), self.resolve(other), self._scheduler.clock)
+        where = self._enter("exchange", one, other)
+        self.find_disk(where).exchange(where, self.resolve(other), self._scheduler.clock)
         return True
 
     def rmtree(self, path: str, ignore_errors: bool = False) -> None:
@@ -278,11 +292,12 @@ class OperatingSystem(NameCalls):
 
     Args:
         scheduler: Scheduler of the history.
-        disk: Disk of all processes.
+        disks: Disks of all nodes.
     """
 
-    def __init__(self, scheduler: Scheduler, disk: Disk) -> None:
-        super().__init__(scheduler, disk)
+    def __init__(self, scheduler: Scheduler, disks: NodeDisks) -> None:
+        super().__init__(scheduler, disks)
+        self._memory = Disk()
         self._open: dict[int, Descriptor] = {}
         self._closed_by_death: set[int] = set()
         self._next = 1000
@@ -296,24 +311,25 @@ class OperatingSystem(NameCalls):
         """Open a file or folder."""
         del mode
         where = self._enter("create" if flags & os.O_CREAT else "open", path)
+        disk = self.find_disk(where)
         if flags & os.O_CREAT:
-            node: Node = self.disk.create(where, self._scheduler.clock)
+            node: Node = disk.create(where, self._scheduler.clock)
         elif flags & os.O_DIRECTORY:
-            node = self.disk.find_folder(where)
+            node = disk.find_folder(where)
         else:
-            node = self.disk.find(where)
-        return self._add(node, where)
+            node = disk.find(where)
+        return self._add(node, where, disk)
 
-    def _add(self, node: Node, path: str) -> int:
+    def _add(self, node: Node, path: str, disk: Disk) -> int:
         self._next += 1
         process = self._scheduler.current.process if self._scheduler.current is not None else self._observer
-        self._open[self._next] = Descriptor(node, path, process)
+        self._open[self._next] = Descriptor(node, path, disk, process)
         return self._next
 
     def memfd_create(self, name: str, flags: int = 0) -> int:
         """Create a file without a name."""
         del flags
-        return self._add(File(0, self._scheduler.clock), f"{_MEMORY}{name}")
+        return self._add(File(0, self._scheduler.clock), f"{_MEMORY}{name}", self._memory)
 
     def find_memory(self, fd: int) -> OpenMemory:
         """Return what a descriptor refers to, to send it to another process."""
@@ -323,13 +339,13 @@ class OperatingSystem(NameCalls):
 
     def open_memory(self, memory: OpenMemory) -> int:
         """Return a descriptor that came from another process."""
-        return self._add(memory.node, memory.path)
+        return self._add(memory.node, memory.path, self._memory)
 
     def open_stream(self, path: str, mode: str = "r", **_: Any) -> BytesIO:
         """Open a file for reading, in place of the builtin `open`."""
         if mode != "rb":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        node = self.disk.find(self._enter("read", path))
+        node = self.find(self._enter("read", path))
         if isinstance(node, Folder):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         return BytesIO(bytes(node.data))
@@ -363,7 +379,7 @@ class OperatingSystem(NameCalls):
         file = self._get(fd)
         self._touch("write", file)
         assert isinstance(file.node, File)
-        self.disk.write(file.node, offset, bytes(data), self._scheduler.clock)
+        file.disk.write(file.node, offset, bytes(data), self._scheduler.clock)
         return len(data)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -396,7 +412,7 @@ class OperatingSystem(NameCalls):
         """Make a file or a folder survive a power failure."""
         file = self._get(fd)
         self._enter("fsync", file.path)
-        self.disk.sync(file.node)
+        file.disk.sync(file.node)
 
     def flock(self, fd: int, operation: int) -> None:
         """Lock an open file, in place of `fcntl.flock`."""

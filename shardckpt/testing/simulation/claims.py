@@ -1,0 +1,272 @@
+"""Claims of durability in a history, and which of them have to hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from random import Random
+from typing import Any, NamedTuple, Protocol, cast
+
+from shardckpt.checkpoint.peers.node_files import Node
+from shardckpt.errors import ShardckptError
+from shardckpt.format.durability.step_copies import LOCAL, StepCopy
+from shardckpt.format.native.commit import COMMIT, Commit, decode_commit
+from shardckpt.format.native.manifest_json import decode_manifest
+from shardckpt.testing.simulation.scheduler import HistoryError, Process
+
+Medium = object
+"""What has the files of a tier on one node: the process of its holder, or its disk."""
+
+_MOST_READ = 64
+"""Maximum number of manifests whose attempts are remembered."""
+
+
+class TierMedia(Protocol):
+    """The media of one tier on all nodes."""
+
+    def find_living(self) -> Mapping[str, Any]:
+        """Return the media that there are now, by the name of their node."""
+
+    def list_files(self, medium: Any, /) -> Mapping[str, bytearray]:
+        """Return the bytes of the files on a medium, by names such as `step-00000001/COMMIT`."""
+
+
+class ClaimedPlace(NamedTuple):
+    """A place on a node that may have a part of a claimed copy.
+
+    Attributes:
+        node: The node.
+        medium: Its medium; None if it had none, or has lost what was there.
+    """
+
+    node: Node
+    medium: Medium | None
+
+
+class TierClaim(NamedTuple):
+    """Claim that an attempt survives failures, by its copy in a tier.
+
+    Attributes:
+        content: The attempt.
+        tier: Name of the tier.
+        most_lost: Number of machines that may be lost.
+        places: Places on all nodes of the job.
+    """
+
+    content: int
+    tier: str
+    most_lost: int
+    places: tuple[ClaimedPlace, ...]
+
+
+class Claims:
+    """Claims of a run that rest on copies in tiers.
+
+    Args:
+        nodes: Nodes by name.
+        media: Media of each tier by its name.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node], media: Mapping[str, TierMedia]) -> None:
+        self._nodes, self._media = nodes, media
+        self._claims: list[TierClaim] = []
+        self._lost: set[Medium] = set()
+        self._seen: dict[object, Counter[tuple[str, int]]] = {}
+
+    def find_media(self) -> Mapping[str, Mapping[str, Medium]]:
+        """Return the media that there are now, by tier and node."""
+        return {tier: media.find_living() for tier, media in self._media.items()}
+
+    # Claims
+
+    def note_copies(self, call: object, folder: str, nodes: Collection[str]) -> None:
+        """Record which copies there are before a rank asks for claims: another job may replace them meanwhile.
+
+        Args:
+            call: The collective call.
+            folder: Name of the step's folder.
+            nodes: Names of the nodes of the job.
+        """
+        self._seen.setdefault(call, Counter())
+        self._seen[call] |= self._count_copies(folder, nodes, self._media)
+
+    def require_seen(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
+        """Require that a claimed copy was there at some time since the first rank asked.
+
+        Args:
+            call: The collective call.
+            content: The attempt.
+            copy: The claimed copy.
+            nodes: Names of the nodes of the job.
+
+        Raises:
+            HistoryError: It was not, or was on too few machines.
+        """
+        self.note_copies(call, _find_folder(copy), nodes)
+        found = self._seen[call][copy.tier, content]
+        if found < len(copy.survives) and not any(self._is_lost(each.medium) for each in self._list_places(copy, nodes)):
+            raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but was on {found} machines")
+
+    def _list_places(self, copy: StepCopy, nodes: Collection[str]) -> list[ClaimedPlace]:
+        living = self._media[copy.tier].find_living()
+        return [ClaimedPlace(self._nodes[name], living.get(name)) for name in sorted(nodes)]
+
+    def add(
+        self, content: int, copy: StepCopy, nodes: Collection[str], media: Mapping[str, Mapping[str, Medium]]
+    ) -> None:
+        """Record that a copy in a tier is claimed.
+
+        Args:
+            content: The attempt.
+            copy: The claimed copy.
+            nodes: Names of the nodes of the job.
+            media: Media by tier and node that there were when the claim was asked for.
+
+        Raises:
+            HistoryError: It does not survive the failures that the claim names.
+        """
+        living = media[copy.tier]
+        places = tuple(ClaimedPlace(self._nodes[name], living.get(name)) for name in sorted(nodes))
+        most_lost = len(copy.survives) - 1
+        found = self._count_machines(copy.tier, _find_folder(copy), content, places)
+        if found <= most_lost:
+            raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but is on {found} machines")
+        self._claims.append(TierClaim(content, copy.tier, most_lost, places))
+
+    def _count_copies(self, folder: str, nodes: Collection[str], tiers: Iterable[str]) -> Counter[tuple[str, int]]:
+        """Return on how many machines the attempts to save a step are, by tier and attempt."""
+        found: Counter[tuple[str, int]] = Counter()
+        for tier in tiers:
+            media = self._media[tier]
+            places = tuple(ClaimedPlace(self._nodes[n], each) for n, each in media.find_living().items() if n in nodes)
+            held = [media.list_files(each.medium) for each in places]
+            for content in {each for files in held for each, _ in _read_marks(folder, files)}:
+                found[tier, content] = self._count_machines(tier, folder, content, places)
+        return found
+
+    def _count_machines(self, tier: str, folder: str, content: int, places: Sequence[ClaimedPlace]) -> int:
+        """Return on how many machines each file of a copy is, at least; a medium that is lost may have had all."""
+        held = [
+            (each.node.machine, None if self._is_lost(each.medium) else self._media[tier].list_files(each.medium))
+            for each in places
+            if each.medium is not None
+        ]
+        marks = [commit for _, files in held if files for found, commit in _read_marks(folder, files) if found == content]
+        if not marks:
+            return len({machine for machine, files in held if files is None})
+        commit = max(marks, key=lambda each: each.save)
+        return min(_count_equal(held, f"{folder}/{name}") for name in (*commit.files, commit.manifest, COMMIT))
+
+    def newest(self, nodes: Collection[str]) -> TierClaim | None:
+        """Return the newest claim that has to hold for a job: the failures since are those that it names.
+
+        Args:
+            nodes: Names of the nodes of the job.
+        """
+        return next((claim for claim in reversed(self._claims) if self.holds(claim, nodes)), None)
+
+    def holds(self, claim: TierClaim, nodes: Collection[str]) -> bool:
+        """Return True while a claim has to hold for a job on some nodes."""
+        lost = {each.node.machine for each in claim.places if not self._is_reachable(each, nodes)}
+        return claim in self._claims and len(lost) <= claim.most_lost
+
+    def _is_reachable(self, place: ClaimedPlace, nodes: Collection[str]) -> bool:
+        return place.medium is not None and not self._is_lost(place.medium) and place.node.name in nodes
+
+    def _is_lost(self, medium: Medium | None) -> bool:
+        return medium in self._lost or (isinstance(medium, Process) and medium.is_dead)
+
+    def give_up(self, nodes: Collection[str] | None = None) -> None:
+        """Drop the claims that a job does not know of: the run goes on without their captures.
+
+        Args:
+            nodes: Names of the nodes of the job, whose captures it can read; None for a job without tiers.
+        """
+        self._claims = [] if nodes is None else [claim for claim in self._claims if self.holds(claim, nodes)]
+
+    def replace_local(self, order: Mapping[int, int]) -> None:
+        """Let newer attempts that are complete on disks take the places of claimed ones, which retention may remove.
+
+        Args:
+            order: Position of each attempt among all.
+        """
+        disks = self._media[LOCAL]
+        claimed = [claim for claim in self._claims if claim.tier == LOCAL and claim.most_lost]
+        if not claimed:
+            return
+        nodes, places = self._nodes, disks.find_living()
+        folders = {name.partition("/")[0] for disk in places.values() for name in disks.list_files(disk) if "/" in name}
+        copies = sum((self._count_copies(folder, nodes, [LOCAL]) for folder in folders), Counter[tuple[str, int]]())
+        for claim in claimed:
+            newer = [count for (_, at), count in copies.items() if order.get(at, -1) > order[claim.content]]
+            if newer and min(newer) <= claim.most_lost:
+                self._claims[self._claims.index(claim)] = claim._replace(most_lost=max(min(newer) - 1, 0))
+
+    def overwrite_local(self, contents: Collection[int]) -> None:
+        """Drop the claims of attempts on several disks that are overwritten: each node does so for itself.
+
+        Args:
+            contents: The attempts.
+        """
+        self._claims = [
+            each
+            for each in self._claims
+            if each.tier != LOCAL or len(each.places) == 1 or each.content not in contents
+        ]
+
+    # Losses
+
+    def lose(self, medium: Medium) -> None:
+        """Record that a holder hangs, or a medium has a flipped bit: what it has is lost."""
+        self._lost.add(medium)
+
+    def clear(self, medium: Medium) -> None:
+        """Record that what a medium has now is lost; what is written there later is not."""
+        self._claims = [
+            claim._replace(places=tuple(p._replace(medium=None) if p.medium is medium else p for p in claim.places))
+            for claim in self._claims
+        ]
+
+    def flip(self, tier: str, random: Random) -> str:
+        """Damage a file in a tier; return its name, empty if no node has files there."""
+        media = self._media[tier]
+        full = [(node, each, found) for node, each in media.find_living().items() if (found := _list_steps(media, each))]
+        if not full:
+            return ""
+        node, medium, files = random.choice(full)
+        name = random.choice(sorted(files))
+        files[name][-1 - random.randrange(len(files[name]))] ^= 1 << random.randrange(8)
+        self.lose(medium)
+        return f"{node}: {name}"
+
+
+def _list_steps(media: TierMedia, medium: Medium) -> dict[str, bytearray]:
+    """Return the files of the steps on a medium that are not empty, by name."""
+    return {name: data for name, data in media.list_files(medium).items() if name.startswith("step-") and data}
+
+
+def _find_folder(copy: StepCopy) -> str:
+    return copy.path.rpartition("/")[2]
+
+
+def _read_marks(folder: str, files: Mapping[str, bytearray]) -> Iterator[tuple[int, Commit]]:
+    """Yield the attempt of a step and its `COMMIT`, if both marks of the step are among some files and readable."""
+    try:
+        commit = decode_commit(bytes(files[f"{folder}/{COMMIT}"]))
+        yield _read_attempt(bytes(files[f"{folder}/{commit.manifest}"])), commit
+    except (KeyError, ShardckptError):
+        return
+
+
+@lru_cache(_MOST_READ)
+def _read_attempt(manifest: bytes) -> int:
+    """Return the attempt that a manifest is of. Raises ShardckptError."""
+    return int(cast(Any, decode_manifest(manifest).tree)["content"])
+
+
+def _count_equal(held: Sequence[tuple[str, Mapping[str, bytearray] | None]], name: str) -> int:
+    """Return how many machines have equal bytes of a file, at most; one whose medium is lost counts as well."""
+    machines = {(machine, bytes(files[name])) for machine, files in held if files is not None and name in files}
+    equal = Counter(data for _, data in machines)
+    return max(equal.values(), default=0) + len({machine for machine, files in held if files is None})

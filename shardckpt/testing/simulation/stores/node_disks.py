@@ -1,0 +1,57 @@
+"""Disks of nodes: each node has one of its own, which its processes find at the same path."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from shardckpt.testing.simulation.stores.disk import Disk
+
+MOUNT = "/local"
+"""Path of the disk that each node has for itself."""
+
+
+class NodeDisks:
+    """The disks of all nodes.
+
+    Args:
+        shared: Disk of all processes, and that of a node which has none for itself.
+        nodes: Names of the nodes.
+
+    Attributes:
+        folder: Folder of the tier on these disks.
+    """
+
+    folder = f"{MOUNT}/run"
+
+    def __init__(self, shared: Disk, nodes: Collection[str] = ()) -> None:
+        self._shared = shared
+        self._disks = dict.fromkeys(nodes, shared)
+        for node in nodes if len(nodes) > 1 else ():
+            self.replace(node)
+
+    def replace(self, node: str) -> None:
+        """Give a node an empty disk."""
+        disk = self._disks[node] = Disk()
+        disk.make_folder(MOUNT, 0.0)
+        disk.sync(disk.root)
+
+    def find(self, path: str, node: str) -> Disk:
+        """Return the disk that has a path of a node."""
+        return self._disks.get(node, self._shared) if f"{path}/".startswith(f"{MOUNT}/") else self._shared
+
+    def find_living(self) -> Mapping[str, Disk]:
+        """Return the disks with the tier by the name of their node."""
+        return dict(self._disks)
+
+    def list_apart(self, nodes: Iterable[str]) -> list[Disk]:
+        """Return the disks that some nodes have for themselves alone."""
+        return [self._disks[node] for node in nodes if self._disks[node] is not self._shared]
+
+    def list_files(self, disk: Disk) -> dict[str, bytearray]:
+        """Return the bytes of the files of the tier on a disk, by name, for the harness to look into and to damage."""
+        return {path[len(self.folder) + 1 :]: file.data for path, file in disk.walk(self.folder)}
+
+    @property
+    def version(self) -> int:
+        """Number of changes of the disks that nodes have for themselves alone."""
+        return sum(disk.version for disk in self.list_apart(self._disks))
