@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardckpt.testing.simulation import Scenario, run_history
+from shardckpt.testing.simulation import Scenario, SimulatedHistory, run_history
 from shardckpt.testing.simulation.faults import EVERYTHING, FaultKind, PlannedFault
 
 IN_BOTH = Scenario("bucket", worlds=(2, 2), saves=1, memory_bytes=1 << 30, local_every=1, root_every=4)
@@ -28,3 +28,48 @@ def test_a_step_on_the_disk_survives_the_loss_of_memory(kind: str) -> None:
     assert history.fired == [fault]
     restored = [event.subject for event in history.events if event.verb == "restored"]
     assert "step 1" in restored[2:4]
+
+
+ON_TWO = Scenario(
+    "bucket",
+    worlds=(2, 2),
+    saves=2,
+    nodes=(0, 1),
+    places=((0, 1), (0, 1)),
+    memory_bytes=1 << 30,
+    local_every=1,
+    root_every=9,
+)
+
+
+def subjects(history: SimulatedHistory, verb: str, of: str) -> list[str]:
+    return [event.subject for event in history.events if event.verb == verb and event.who.startswith(of)]
+
+
+def test_a_step_stays_on_all_disks_until_every_node_has_copied_the_next_one() -> None:
+    """A node loses its power before it copies step 2, of which it alone had a part in memory."""
+    loss = PlannedFault(0, FaultKind("power loss of a node", frozenset({"mkdir"}), within="step-00000002"))
+    history = run_history(1, replace(ON_TWO, faults=(loss,)))
+    assert history.failure is None
+    assert history.fired == [loss]
+    assert subjects(history, "restored", "job1") == ["step 1"] * 2
+
+
+def test_a_step_leaves_the_disks_once_every_node_has_copied_the_next_one() -> None:
+    history = run_history(1, replace(ON_TWO, saves=4))
+    assert history.failure is None
+    removed = [event for event in history.events if event.verb == "rmdir" and event.who.startswith("job0")]
+    assert sorted(event.subject for event in removed) == [f"/local/run/step-0000000{at}" for at in (1, 1, 2, 2)]
+
+
+def test_copies_on_disks_of_two_nodes_survive_the_loss_of_one() -> None:
+    copied = replace(ON_TWO, copies=1, saves=1, worlds=(2, 2, 2), places=((0, 1), (0, 1), (0, 1)))
+    quiet = run_history(1, copied)
+    assert subjects(quiet, "claims", "job0") == ["step 1 in memory (node), local (node)"] * 2
+    saved = [event.number for event in quiet.events if event.verb == "saved"][1]
+    kinds = [FaultKind(kind, EVERYTHING) for kind in ("holder killed", "holder killed", "holder killed", "node loss")]
+    faults = tuple(PlannedFault(saved + at, kind) for at, kind in enumerate(kinds, 1))
+    history = run_history(1, replace(copied, faults=faults))
+    assert history.failure is None
+    assert len(history.fired) == 4
+    assert subjects(history, "restored", "job2") == ["step 1"] * 2

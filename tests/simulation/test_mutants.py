@@ -183,7 +183,13 @@ def captures_are_claimed_before_they_are_complete(patch: pytest.MonkeyPatch) -> 
         return [StepCopy(place.name, path, (PROCESS,), None)] if place.is_found_again() else []
 
     patch.setattr(tiered_finder, "_list_node_copies", claim_all)
-    patch.setattr(tiered_finder.TieredFinder, "record_start", lambda *_: None)
+    steps_of_other_jobs_are_claimed(patch)
+
+
+def steps_of_other_jobs_are_claimed(patch: pytest.MonkeyPatch) -> None:
+    """Every complete copy of a number counts, whoever has saved it."""
+    for name in ("record_start", "record_save"):
+        patch.setattr(tiered_finder.TieredFinder, name, lambda *_: None)
 
 
 def captures_of_another_course_stay(patch: pytest.MonkeyPatch) -> None:
@@ -280,6 +286,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     bases_are_not_read: 798,
     failed_restores_are_not_counted: 6,
     overwritten_files_go_first: 9,
+    steps_of_other_jobs_are_claimed: 407,
 }
 """Mutants, and a seed that finds each: the first 150 follow if the code changes and it does not any more."""
 

@@ -272,14 +272,6 @@ class StepFinder:
         steps = [step for step in self.read().complete if step.number == number and self.is_good(step)]
         return [describe_copy(store, step, self.tier, survives) for step in steps]
 
-    def record_save(self, number: int, save: str) -> None:
-        """Record that this process begins to save a step. On rank 0.
-
-        Args:
-            number: Number of the step.
-            save: Id of the save.
-        """
-
     def find_finder(self, path: str) -> StepFinder:  # noqa: ARG002  (tiers have their own)
         """Return the finder of the place that a step is in.
 

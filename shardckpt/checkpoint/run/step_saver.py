@@ -75,6 +75,7 @@ class StepSaver:
         self.branch: int | None = None
         self._handle: SaveHandle | None = None
         self.on_saved: OnSaved = lambda *_: None
+        self.on_begin: Callable[[int, str], object] = lambda *_: None
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -174,7 +175,7 @@ class StepSaver:
             notes[BRANCH] = str(branch)
         if replaces and not options.get("overwrite", False):
             notes.require_replaceable = lambda: self._finder.require_replaceable(number)
-        notes.on_begin = partial(self._finder.record_save, number)
+        notes.on_begin = partial(self.on_begin, number)
         if self._dedup:
             options = {"base": lambda: self._bases.find_base(number), "store_digests": True, **options}
         options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.peers.node_files import Node
-from shardckpt.checkpoint.peers.node_steps import give_marks, read_commits, remove_old_steps
+from shardckpt.checkpoint.peers.node_steps import find_orders, give_marks, read_commits, remove_old_steps
+from shardckpt.checkpoint.peers.promoted_steps import PromotedSteps
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
@@ -68,6 +69,7 @@ class CaptureTier(ABC):
         place: The tier as restores and claims see it.
         every: Steps whose number is a multiple of this are captured.
         opening: Opening of the tier on all nodes.
+        promoted: Steps that this node has copied to the tier, if each node has a part of them.
         list_needed: Returns the numbers of the steps that stay regardless of the rules. On the ranks that act for
             nodes.
     """
@@ -89,8 +91,7 @@ class CaptureTier(ABC):
         self._rules = rules
         self._failures = self._skipped = 0
         self._is_spread = False
-        self._uncounted: list[int] = []
-        self._has_common = False
+        self.promoted = PromotedSteps()
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self._pending: tuple[int, SaveHandle] | None = None
 
@@ -135,8 +136,7 @@ class CaptureTier(ABC):
         give_marks(coordinator, self.place.open_own(), step_name(number), is_first=share.is_first)
         self.replicate(coordinator, number)
         if share.is_first:
-            self._uncounted.clear()
-            self._has_common = True
+            self.promoted.count_all()
             self._remove_parts(number, is_idle=True)
 
     def replicate(self, coordinator: Coordinator, number: int) -> None:  # noqa: B027  (most tiers have no copies)
@@ -285,25 +285,11 @@ class CaptureTier(ABC):
         """Whether the ranks were on several nodes at the last capture: each node has a part of it."""
         return self._is_spread
 
-    @property
-    def uncounted(self) -> Collection[int]:
-        """Numbers of the steps copied to this node that not all nodes are known to have, the oldest first."""
-        return tuple(self._uncounted)
-
     def note_promoted(self, number: int) -> None:
-        """Record that a step was copied to this node; delete the steps that no rule keeps.
-
-        With several nodes it does not count for the rules yet: the step before it is complete, and this one is not.
-        """
+        """Record that a step was copied to this node; delete the steps that no rule keeps."""
         if self._is_spread:
-            self._uncounted.append(number)
+            self.promoted.add(number)
         self.apply_rules(number)
-
-    def count_promoted(self, number: int) -> None:
-        """Record that all nodes have copies of a step: from now on it counts for the rules."""
-        if number in self._uncounted:
-            del self._uncounted[: self._uncounted.index(number) + 1]
-            self._has_common = True
 
     def apply_rules(self, saved: int | None = None) -> None:
         """Delete the steps that no rule keeps. On the ranks that act for nodes.
@@ -318,16 +304,15 @@ class CaptureTier(ABC):
 
     def _remove_parts(self, saved: int | None, *, is_idle: bool) -> None:
         """Remove the steps of this node that no rule keeps; an error is a warning."""
-        finder, uncounted = self.place.finder, [*map(step_name, self._uncounted)]
-        numbers = [*self.list_needed(), *([] if saved is None else [saved])]
-        protected = {*map(step_name, numbers), *self.list_copied(), *uncounted[-1:]}
+        finder, numbers = self.place.finder, [*self.list_needed(), *([] if saved is None else [saved])]
+        uncounted = {*map(step_name, self.promoted.uncounted)}
         try:
             own = self.place.open_own()
             before = read_commits(own)
-            if not self._has_common:
-                protected |= before.keys() - {*uncounted}
-            rules, damaged = self._rules, {*finder.damaged, *(before[n].save for n in uncounted if n in before)}
-            removed = remove_old_steps(own, rules, protected, damaged, is_idle=is_idle)
+            numbers += self.promoted.list_protected([number for _, number in find_orders(before).values()])
+            protected = {*map(step_name, numbers), *self.list_copied()}
+            damaged = {*finder.damaged, *(before[name].save for name in uncounted & before.keys())}
+            removed = remove_old_steps(own, self._rules, protected, damaged, is_idle=is_idle)
             finder.removed.update(before[name].save for name in removed if name in before)
         except ShardckptError as error:
             warn_user(f"old steps in {self._shown} could not be removed: {error}")

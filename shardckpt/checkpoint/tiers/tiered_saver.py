@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, SupportsFloat
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.peers.promoted_steps import find_common_steps
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.resume.witness_session import NoWitness, open_session
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
@@ -180,7 +181,7 @@ class TieredSaver:
         self._promoter, self._on_saved = promoter, on_saved
         self._captured_in: list[SavedPlace] = []
         self._is_first = False
-        saver.on_saved = self._add_saved
+        saver.on_saved, saver.on_begin = self._add_saved, finder.record_save
         for tier in self._tiers:
             tier.list_needed = partial(promoter.list_promoted, tier)
 
@@ -210,7 +211,7 @@ class TieredSaver:
             notes = build_notes(metrics, given.get("custom_metadata"))
             folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
             number = require_step_number(step)
-            copied = {tier.place.name: [*tier.uncounted] for tier in self._tiers if tier.uncounted}
+            copied = {tier.place.name: tier.promoted.uncounted for tier in self._tiers if tier.promoted.uncounted}
             message = json.dumps([number, find_node_id(), folders, self._open_again(number), copied]).encode()
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
@@ -225,7 +226,7 @@ class TieredSaver:
         self._captured_in = []
         for tier in self._tiers:
             if tier.place.name in places.common:
-                tier.count_promoted(places.common[tier.place.name])
+                tier.promoted.count(places.common[tier.place.name])
         opened = self._open_tiers(places, share)
         if opened:
             source, *targets = opened
@@ -340,7 +341,7 @@ class TieredSaver:
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
         places = _Places(number, branch, position.encode(secrets.token_hex(8)), ready, opened, in_root)
-        places = places._replace(common=_find_common([copied[rank] for rank in first.values()]))
+        places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
         keepers = choose_record_keepers(list(first.values()))
         return [
             json.dumps(
@@ -348,19 +349,6 @@ class TieredSaver:
             ).encode()
             for rank, node in enumerate(nodes)
         ]
-
-
-def _find_common(copied: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
-    """Return the newest step that all nodes have copied, by the name of the tier; tiers without one are left out.
-
-    Args:
-        copied: Steps of each node by tier, the oldest first.
-    """
-    found = {}
-    for tier, numbers in copied[0].items():
-        common = [number for number in numbers if all(number in each.get(tier, ()) for each in copied)]
-        found.update({tier: common[-1]} if common else {})
-    return found
 
 
 def choose_record_keepers(first: Sequence[int]) -> set[int]:

@@ -237,7 +237,7 @@ class Trainer:
         if not number % 2:
             checkpointer.durability(number - 1)  # a copy that is lost, other than by retention, is withdrawn
         call, nodes = (f"{self._job.name} claims", self._calls), self._job.node_names
-        media = self._auditor.begin_claim(call, number, nodes)
+        media = self._auditor.claims.begin(call, number, nodes)
         durability = checkpointer.durability(number)
         self._auditor.agree(call, durability)
         self._auditor.claim(call, content, durability, nodes, media)

@@ -13,18 +13,14 @@ from shardckpt.format.durability.run_record import read_run_record
 from shardckpt.format.durability.step_copies import ROOT, Durability
 from shardckpt.format.native.base_refs import resolve_base
 from shardckpt.format.native.commit import COMMIT, decode_commit
-from shardckpt.format.native.run_directory import step_name
 from shardckpt.storage.resolve_url import open_store
-from shardckpt.testing.simulation.claims import Claims, Medium, TierClaim
 from shardckpt.testing.simulation.scheduler import HistoryError, Scheduler
 from shardckpt.testing.simulation.stores.node_disks import NodeDisks
 from shardckpt.testing.simulation.stores.run_storage import RunStorage
+from shardckpt.testing.simulation.tier_claims import Claims, Media, TierClaim
 from shardckpt.testing.simulation.trained_state import find_start, read_content
 
 _STEP = re.compile(r"step-(\d+)")
-
-Media = Mapping[str, Mapping[str, Medium]]
-"""Media of the tiers, by tier and node."""
 
 
 @dataclass
@@ -111,7 +107,6 @@ class Auditor:
         has_captures: Whether attempts may be in memory and not in the root.
         is_quiet: Returns whether no fault has shown, and no other job runs beside a job.
         is_alone: Whether jobs run one after another.
-        has_rivals: Whether several jobs with tiers run at once, which replace the captures of each other.
         is_replaced_by_rivals: Whether several jobs run at once on a store on which the later of two saves stays.
         restores: Restores that are counted in the root.
     """
@@ -127,14 +122,12 @@ class Auditor:
     has_captures: bool = False
     is_quiet: Callable[[], bool] = bool
     is_alone: bool = True
-    has_rivals: bool = False
     is_replaced_by_rivals: bool = False
     restores: RestoreCounts = field(default_factory=RestoreCounts)
     _acknowledged: dict[int, None] = field(default_factory=dict)
     _overwrites: set[int] = field(default_factory=set)
     _verdicts: dict[tuple[str, int], tuple[str, object]] = field(default_factory=dict)
     _version: int = -1
-    _disks_version: int = 0
     _flipped: list[object] = field(default_factory=list)
     _flips_before: dict[int, int] = field(default_factory=dict)
 
@@ -182,18 +175,6 @@ class Auditor:
         damaged = {step.number for step in self.steps.values() if step.is_damaged}
         return content in self.ever or self.attempts[content] in damaged
 
-    def begin_claim(self, call: tuple[str, int], number: int, nodes: Collection[str]) -> Media:
-        """Return the media that there are, before a rank asks what a step survives.
-
-        Args:
-            call: Job and number of the collective call.
-            number: Number of the step.
-            nodes: Names of the nodes of the job.
-        """
-        if self.has_rivals:
-            self.claims.note_copies(call, step_name(number), nodes)
-        return self.claims.find_media()
-
     def claim(
         self, call: tuple[str, int], content: int, durability: Durability, nodes: Collection[str], media: Media
     ) -> None:
@@ -204,20 +185,17 @@ class Auditor:
             content: The attempt that was saved.
             durability: Answer of the Checkpointer.
             nodes: Names of the nodes of the job.
-            media: Result of `begin_claim`.
+            media: Result of `Claims.begin`.
 
         Raises:
             HistoryError: A claimed copy cannot be there.
         """
         self.check()
         for copy in durability.copies:
-            if copy.tier == ROOT:
-                if not self._was_committed(content):
-                    raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
-            elif self.has_rivals:
-                self.claims.require_seen(call, content, copy, nodes)
-            else:
-                self.claims.add(content, copy, nodes, media)
+            if copy.tier != ROOT:
+                self.claims.check(call, content, copy, nodes, media)
+            elif not self._was_committed(content):
+                raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
 
     def newest(self) -> CommittedStep | None:
         """Return the newest step that a restore has to find."""
@@ -261,10 +239,10 @@ class Auditor:
             raise HistoryError(f"a restore of step {number} got attempt {content}, which was never that step")
         self._require_claimed(claim, nodes, content)
         is_known_order = content in self.ever and number != (least and least.number)
-        if still and least is not None and not is_known_order and not self.has_rivals:
+        if still and least is not None and not is_known_order and not self.claims.has_rivals:
             self._require_later(content, least.content, f"step {least.number} of the root")
-        got = [step.order for step in self.steps.values() if step.content == content]
-        if least is not None and still and got and got[0] < least.order:
+        got = next((step.order for step in self.steps.values() if step.content == content), None)
+        if least is not None and still and got is not None and got < least.order:
             raise HistoryError(f"a restore got step {number}, but step {least.number} is newer and complete")
         return content
 
@@ -289,9 +267,7 @@ class Auditor:
 
     def check(self) -> None:
         """Compare storage and disks of nodes with the model, if they have changed. Raises HistoryError."""
-        if self.disks.version != self._disks_version:
-            self._disks_version = self.disks.version
-            self.claims.replace_local({each: at for at, each in enumerate(self.attempts)})
+        self.claims.follow_disks(self.disks.version, self.attempts)
         if self.storage.version == self._version:
             return
         self._version = self.storage.version

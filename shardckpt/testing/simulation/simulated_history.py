@@ -17,7 +17,6 @@ from shardckpt.format.durability.step_copies import LOCAL, MEMORY
 from shardckpt.storage import fsspec_writer
 from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
 from shardckpt.testing.simulation.auditor import Auditor
-from shardckpt.testing.simulation.claims import Claims
 from shardckpt.testing.simulation.faults import CLOCK_JUMPS_S, LONGEST_STALL_S, FaultKind, Faults, PlannedFault
 from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scenario import Scenario
@@ -29,6 +28,7 @@ from shardckpt.testing.simulation.stores.node_disks import MOUNT, NodeDisks
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 from shardckpt.testing.simulation.stores.run_storage import BucketStorage, DiskStorage, RunStorage
 from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
+from shardckpt.testing.simulation.tier_claims import Claims
 from shardckpt.testing.simulation.trained_state import find_content
 
 _TIMEOUT_S = 20.0
@@ -134,7 +134,7 @@ class _HistoryRun:
         scenario, auditor = self.scenario, self.auditor
         auditor.has_captures, auditor.is_alone = scenario.has_tiers, not scenario.has_zombies
         auditor.is_quiet = lambda: not (self.faults.fired or scenario.has_zombies)
-        auditor.has_rivals = scenario.has_zombies and scenario.has_tiers
+        auditor.claims.has_rivals = scenario.has_zombies and scenario.has_tiers
         auditor.is_replaced_by_rivals = scenario.has_zombies and scenario.store == "plain"
         auditor.restores.most_failed = MOST_FAILED if scenario.most_failed is None else scenario.most_failed
 

@@ -13,10 +13,14 @@ from shardckpt.errors import ShardckptError
 from shardckpt.format.durability.step_copies import LOCAL, StepCopy
 from shardckpt.format.native.commit import COMMIT, Commit, decode_commit
 from shardckpt.format.native.manifest_json import decode_manifest
+from shardckpt.format.native.run_directory import step_name
 from shardckpt.testing.simulation.scheduler import HistoryError, Process
 
 Medium = object
-"""What has the files of a tier on one node: the process of its holder, or its disk."""
+"""The process of a holder, or a disk: it has the files of a tier on one node."""
+
+Media = Mapping[str, Mapping[str, Medium]]
+"""Media of all tiers, by tier and node."""
 
 _MOST_READ = 64
 """Maximum number of manifests whose attempts are remembered."""
@@ -66,66 +70,73 @@ class Claims:
     Args:
         nodes: Nodes by name.
         media: Media of each tier by its name.
+
+    Attributes:
+        has_rivals: Whether several jobs with tiers run at once, which replace the captures of each other.
     """
 
     def __init__(self, nodes: Mapping[str, Node], media: Mapping[str, TierMedia]) -> None:
         self._nodes, self._media = nodes, media
         self._claims: list[TierClaim] = []
         self._lost: set[Medium] = set()
+        self._version = 0
+        self.has_rivals = False
         self._seen: dict[object, Counter[tuple[str, int]]] = {}
 
-    def find_media(self) -> Mapping[str, Mapping[str, Medium]]:
+    def find_media(self) -> Media:
         """Return the media that there are now, by tier and node."""
         return {tier: media.find_living() for tier, media in self._media.items()}
 
     # Claims
 
-    def note_copies(self, call: object, folder: str, nodes: Collection[str]) -> None:
-        """Record which copies there are before a rank asks for claims: another job may replace them meanwhile.
+    def begin(self, call: object, number: int, nodes: Collection[str]) -> Media:
+        """Return the media that there are, before a rank asks what a step survives.
 
         Args:
             call: The collective call.
-            folder: Name of the step's folder.
+            number: Number of the step.
             nodes: Names of the nodes of the job.
         """
-        self._seen.setdefault(call, Counter())
-        self._seen[call] |= self._count_copies(folder, nodes, self._media)
+        if self.has_rivals:
+            self._note_copies(call, step_name(number), nodes)
+        return self.find_media()
 
-    def require_seen(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
-        """Require that a claimed copy was there at some time since the first rank asked.
+    def check(self, call: object, content: int, copy: StepCopy, nodes: Collection[str], media: Media) -> None:
+        """Check that a copy in a tier is there, and record that it is claimed, unless other jobs may replace it.
 
         Args:
             call: The collective call.
             content: The attempt.
             copy: The claimed copy.
             nodes: Names of the nodes of the job.
+            media: Result of `begin`.
 
         Raises:
-            HistoryError: It was not, or was on too few machines.
+            HistoryError: It does not survive the failures that the claim names.
         """
-        self.note_copies(call, _find_folder(copy), nodes)
-        found = self._seen[call][copy.tier, content]
-        if found < len(copy.survives) and not any(self._is_lost(each.medium) for each in self._list_places(copy, nodes)):
+        if self.has_rivals:
+            self._require_seen(call, content, copy, nodes)
+        else:
+            self._add(content, copy, nodes, media)
+
+    def _note_copies(self, call: object, folder: str, nodes: Collection[str]) -> None:
+        """Record which copies there are before a rank asks for claims: another job may replace them meanwhile."""
+        self._seen.setdefault(call, Counter())
+        self._seen[call] |= self._count_copies(folder, nodes, self._media)
+
+    def _require_seen(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
+        """Require that a claimed copy was there at some time since a rank asked first. Raises HistoryError."""
+        self._note_copies(call, _find_folder(copy), nodes)
+        found, places = self._seen[call][copy.tier, content], self._list_places(copy, nodes)
+        if found < len(copy.survives) and not any(self._is_lost(each.medium) for each in places):
             raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but was on {found} machines")
 
     def _list_places(self, copy: StepCopy, nodes: Collection[str]) -> list[ClaimedPlace]:
         living = self._media[copy.tier].find_living()
         return [ClaimedPlace(self._nodes[name], living.get(name)) for name in sorted(nodes)]
 
-    def add(
-        self, content: int, copy: StepCopy, nodes: Collection[str], media: Mapping[str, Mapping[str, Medium]]
-    ) -> None:
-        """Record that a copy in a tier is claimed.
-
-        Args:
-            content: The attempt.
-            copy: The claimed copy.
-            nodes: Names of the nodes of the job.
-            media: Media by tier and node that there were when the claim was asked for.
-
-        Raises:
-            HistoryError: It does not survive the failures that the claim names.
-        """
+    def _add(self, content: int, copy: StepCopy, nodes: Collection[str], media: Media) -> None:
+        """Record that a copy in a tier is claimed. Raises HistoryError if too few machines have it."""
         living = media[copy.tier]
         places = tuple(ClaimedPlace(self._nodes[name], living.get(name)) for name in sorted(nodes))
         most_lost = len(copy.survives) - 1
@@ -152,7 +163,8 @@ class Claims:
             for each in places
             if each.medium is not None
         ]
-        marks = [commit for _, files in held if files for found, commit in _read_marks(folder, files) if found == content]
+        read = [mark for _, files in held if files is not None for mark in _read_marks(folder, files)]
+        marks = [commit for found, commit in read if found == content]
         if not marks:
             return len({machine for machine, files in held if files is None})
         commit = max(marks, key=lambda each: each.save)
@@ -185,16 +197,21 @@ class Claims:
         """
         self._claims = [] if nodes is None else [claim for claim in self._claims if self.holds(claim, nodes)]
 
-    def replace_local(self, order: Mapping[int, int]) -> None:
-        """Let newer attempts that are complete on disks take the places of claimed ones, which retention may remove.
+    def follow_disks(self, version: int, attempts: Iterable[int]) -> None:
+        """Replace claimed attempts, which retention may remove, by newer ones that are complete on disks.
 
         Args:
-            order: Position of each attempt among all.
+            version: Number of changes of the disks.
+            attempts: All attempts in the order of their begin.
         """
+        if version == self._version:
+            return
+        self._version = version
         disks = self._media[LOCAL]
         claimed = [claim for claim in self._claims if claim.tier == LOCAL and claim.most_lost]
         if not claimed:
             return
+        order = {each: at for at, each in enumerate(attempts)}
         nodes, places = self._nodes, disks.find_living()
         folders = {name.partition("/")[0] for disk in places.values() for name in disks.list_files(disk) if "/" in name}
         copies = sum((self._count_copies(folder, nodes, [LOCAL]) for folder in folders), Counter[tuple[str, int]]())
@@ -210,12 +227,10 @@ class Claims:
             contents: The attempts.
         """
         self._claims = [
-            each
-            for each in self._claims
-            if each.tier != LOCAL or len(each.places) == 1 or each.content not in contents
+            each for each in self._claims if each.tier != LOCAL or len(each.places) == 1 or each.content not in contents
         ]
 
-    # Losses
+    # What is lost
 
     def lose(self, medium: Medium) -> None:
         """Record that a holder hangs, or a medium has a flipped bit: what it has is lost."""
@@ -231,7 +246,8 @@ class Claims:
     def flip(self, tier: str, random: Random) -> str:
         """Damage a file in a tier; return its name, empty if no node has files there."""
         media = self._media[tier]
-        full = [(node, each, found) for node, each in media.find_living().items() if (found := _list_steps(media, each))]
+        held = [(node, each, _list_steps(media, each)) for node, each in media.find_living().items()]
+        full = [each for each in held if each[2]]
         if not full:
             return ""
         node, medium, files = random.choice(full)
