@@ -74,6 +74,24 @@ if TYPE_CHECKING:
     from shardckpt.offline.rekey import rekey
     from shardckpt.offline.repair import Repair, repair
     from shardckpt.offline.reshard import reshard
+    from shardckpt.offline.results.comparison import (
+        Comparison,
+        LayerDifference,
+        NotCompared,
+        TensorDifference,
+        ValueDifference,
+    )
+    from shardckpt.offline.results.contents import FileInfo, Inspection, TensorInfo, Verification
+    from shardckpt.offline.results.problems import FileRange, Problem
+    from shardckpt.offline.results.proofs import Proof, StepProof
+    from shardckpt.offline.results.tensor_stats import (
+        Bisection,
+        History,
+        LayerStats,
+        Statistics,
+        StepStats,
+        TensorStats,
+    )
     from shardckpt.offline.run_history.bisect import bisect
     from shardckpt.offline.run_history.history import history
     from shardckpt.offline.run_history.prove import prove
@@ -82,28 +100,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.targets.target_registry import list_targets
     from shardckpt.offline.tiers.tier_list import HolderInfo, TierList, stop_tiers, tiers
     from shardckpt.offline.verify import verify
-    from shardckpt.offline.write.problems import FileRange, Problem
-    from shardckpt.offline.write.report import (
-        Bisection,
-        Comparison,
-        FileInfo,
-        History,
-        Inspection,
-        LayerDifference,
-        LayerStats,
-        NotCompared,
-        Proof,
-        Report,
-        Statistics,
-        StepProof,
-        StepStats,
-        TensorDifference,
-        TensorInfo,
-        TensorStats,
-        ValueDifference,
-        Verification,
-        WrittenFile,
-    )
+    from shardckpt.offline.write.report import Report, WrittenFile
     from shardckpt.open_checkpoint import open
     from shardckpt.plan.resume.resumes import Resume
     from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
@@ -153,28 +150,25 @@ _HOMES = {
     "shardckpt.offline.targets.target_registry": ("list_targets",),
     "shardckpt.offline.rekey": ("rekey",),
     "shardckpt.offline.repair": ("Repair", "repair"),
-    "shardckpt.offline.write.problems": ("FileRange", "Problem"),
-    "shardckpt.offline.write.report": (
-        "Bisection",
+    "shardckpt.offline.results.problems": ("FileRange", "Problem"),
+    "shardckpt.offline.results.comparison": (
         "Comparison",
-        "FileInfo",
-        "History",
-        "Inspection",
         "LayerDifference",
-        "LayerStats",
         "NotCompared",
-        "Proof",
-        "Report",
-        "Statistics",
-        "StepProof",
-        "StepStats",
         "TensorDifference",
-        "TensorInfo",
-        "TensorStats",
         "ValueDifference",
-        "Verification",
-        "WrittenFile",
     ),
+    "shardckpt.offline.results.contents": ("FileInfo", "Inspection", "TensorInfo", "Verification"),
+    "shardckpt.offline.results.proofs": ("Proof", "StepProof"),
+    "shardckpt.offline.results.tensor_stats": (
+        "Bisection",
+        "History",
+        "LayerStats",
+        "Statistics",
+        "StepStats",
+        "TensorStats",
+    ),
+    "shardckpt.offline.write.report": ("Report", "WrittenFile"),
     "shardckpt.offline.reshard": ("reshard",),
     "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "UnfinishedFolder", "ls", "prune"),
     "shardckpt.offline.run_history.bisect": ("bisect",),

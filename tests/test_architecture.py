@@ -119,6 +119,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"tiers"},
     ),
     "offline": (
+        {"results"},
         {"write"},
         {"select"},
         {"fp8"},

@@ -6,29 +6,35 @@ failed; from other ranks one of level DEBUG.
 `shardckpt.integrations.sinks` has functions for monitoring systems.
 """
 
-from shardckpt.events.operations import (
-    BackpressureEvent,
-    FallbackEvent,
-    LoadEvent,
-    OperationEvent,
-    PromotionEvent,
-    PruneEvent,
-    ReplicateEvent,
-    RestoreEvent,
-    ResumeEvent,
-    SaveEvent,
-    WithdrawalEvent,
-)
-from shardckpt.events.recorder import (
-    OnEvent,
-    Recorder,
-    count_retry,
-    deliver,
-    emit,
-    record_operation,
-    require_on_event,
-    subscribe,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardckpt.events.operations import (
+        BackpressureEvent,
+        FallbackEvent,
+        LoadEvent,
+        OperationEvent,
+        PromotionEvent,
+        PruneEvent,
+        ReplicateEvent,
+        RestoreEvent,
+        ResumeEvent,
+        SaveEvent,
+        WithdrawalEvent,
+    )
+    from shardckpt.events.recorder import (
+        OnEvent,
+        Recorder,
+        count_retry,
+        deliver,
+        emit,
+        record_operation,
+        require_on_event,
+        subscribe,
+    )
 
 __all__ = [
     "BackpressureEvent",
@@ -51,3 +57,17 @@ __all__ = [
     "require_on_event",
     "subscribe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name from its module; commands that only count their progress import neither."""
+    for home in ("shardckpt.events.recorder", "shardckpt.events.operations") if name in __all__ else ():
+        if hasattr(import_module(home), name):
+            globals()[name] = getattr(import_module(home), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted({*globals(), *__all__})

@@ -33,10 +33,11 @@ from shardckpt.offline.compare.leaves import (
 from shardckpt.offline.compare.tensor_distance import compare_tensors
 from shardckpt.offline.report_html.difference_list import describe_comparison
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.offline.results.comparison import Comparison, NotCompared, TensorDifference, ValueDifference
+from shardckpt.offline.results.contents import describe_entry
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import Part, parse_globs, parse_part
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.report import Comparison, NotCompared, TensorDifference, ValueDifference, describe_entry
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule

@@ -12,9 +12,10 @@ from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
 from shardckpt.offline.report_html.checkpoint_map import describe_checkpoint
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.offline.results.contents import FileInfo, Inspection, describe_entry
+from shardckpt.offline.results.problems import find_rank, from_fault, missing_file
+from shardckpt.offline.results.tensor_stats import TensorStats
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.problems import find_rank, from_fault, missing_file
-from shardckpt.offline.write.report import FileInfo, Inspection, TensorStats, describe_entry
 from shardckpt.offline.write.stored_stats import describe_values
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.naming.sections import find_sections, model_paths, split_flat_names

@@ -34,8 +34,8 @@ from shardckpt.format.native.run_directory import (
 )
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.format.witness.step_witness import CaptureWitness, read_capture_witnesses, read_step_witness
+from shardckpt.offline.results.proofs import StepProof
 from shardckpt.offline.verify import verify as verification
-from shardckpt.offline.write.report import StepProof
 from shardckpt.plan.resume.resumes import StepVerdict
 from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, RetentionParams, SavedStep, find_best, parse_age
 from shardckpt.storage.resolve_url import as_url, kind, open_store

@@ -32,7 +32,7 @@ from shardckpt.format.native.recovery import DescribedFile, read_described, rebu
 from shardckpt.format.reader import NamedBases, Source
 from shardckpt.format.registry import open_source
 from shardckpt.manifest import Span
-from shardckpt.offline.write.problems import Problem
+from shardckpt.offline.results.problems import Problem
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, Store, read_bytes

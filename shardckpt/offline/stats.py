@@ -16,13 +16,8 @@ from shardckpt.format.value_stats import merge_stats
 from shardckpt.manifest import TensorEntry, split_numbers
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.compare.stored_values import BLOCK_BYTES, read_values
+from shardckpt.offline.results.tensor_stats import LayerStats, Statistics, TensorStats, find_layer
 from shardckpt.offline.select.options import parse_globs, parse_part
-from shardckpt.offline.write.report import (
-    LayerStats,
-    Statistics,
-    TensorStats,
-    find_layer,
-)
 from shardckpt.offline.write.stored_stats import describe_values, find_stored_stats
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names

@@ -16,9 +16,10 @@ from shardckpt.format.encodings.codecs import CODECS
 from shardckpt.format.reader import Checksum, NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
+from shardckpt.offline.results.contents import Verification
+from shardckpt.offline.results.problems import FileRange, Problem, from_error, from_fault, missing_file
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.write.problems import FileRange, Problem, from_error, from_fault, missing_file
-from shardckpt.offline.write.report import NO_SHAPES, Verification
+from shardckpt.offline.write.report import NO_SHAPES
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, check_name

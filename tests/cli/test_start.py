@@ -22,6 +22,9 @@ HEAVY = (
     "pydantic",
     "importlib.metadata",
     "multiprocessing",
+    "shardckpt.events.operations",
+    "shardckpt.plan.resume",
+    "shardckpt.offline.results.comparison",
 )
 CHECKPOINTS = {"dcp": "dcp_fsdp2_llama_w2", "safetensors": "hf_pretrained_llama"}
 READERS = {

@@ -12,7 +12,7 @@ from cases import NAMES, read_case
 from safetensors.torch import load_file, save_file
 
 import shardckpt
-from shardckpt.offline.write.report import TensorDifference
+from shardckpt.offline.results.comparison import TensorDifference
 
 
 def files(folder: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, str]:

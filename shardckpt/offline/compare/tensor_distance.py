@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from shardckpt.dtypes import bits
 from shardckpt.offline.compare.leaves import Tolerance
 from shardckpt.offline.compare.stored_values import BLOCK_BYTES, StoredTensor, read_values, sum_squares, to_numbers
-from shardckpt.offline.write.report import TensorDifference, describe_entry
+from shardckpt.offline.results.comparison import TensorDifference
+from shardckpt.offline.results.contents import describe_entry
 
 
 def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tolerance) -> TensorDifference | None:

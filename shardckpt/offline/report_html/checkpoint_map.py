@@ -9,8 +9,8 @@ from shardckpt.boxes import Box, strides
 from shardckpt.dtypes import array_nbytes, bits
 from shardckpt.errors import escape
 from shardckpt.manifest import Manifest, Piece, Span, Strided, TensorEntry, dotted, split_numbers
-from shardckpt.offline.write.problems import Problem
-from shardckpt.offline.write.report import FileInfo, Inspection
+from shardckpt.offline.results.contents import FileInfo, Inspection
+from shardckpt.offline.results.problems import Problem
 
 MAX_PIECES = 400_000
 """Pieces on a page; a browser draws them at once. Further ones are counted, not listed."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardckpt.errors import escape
 from shardckpt.manifest import split_numbers
-from shardckpt.offline.write.report import Comparison, LayerDifference, TensorDifference
+from shardckpt.offline.results.comparison import Comparison, LayerDifference, TensorDifference
 
 
 def describe_comparison(found: Comparison) -> dict[str, Any]:

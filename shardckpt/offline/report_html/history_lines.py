@@ -7,7 +7,7 @@ from typing import Any
 
 from shardckpt.errors import escape
 from shardckpt.manifest import split_numbers
-from shardckpt.offline.write.report import STATS, History, TensorStats
+from shardckpt.offline.results.tensor_stats import STATS, History, TensorStats
 
 _DIGITS = 6
 """Significant digits of a value; a run of 1,000 tensors and 100 steps takes about 2 MB then."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardckpt.errors import escape
-from shardckpt.offline.write.report import Proof, StepProof
+from shardckpt.offline.results.proofs import Proof, StepProof
 from shardckpt.plan.resume.resumes import Resume
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from shardckpt.errors import require_bools
 from shardckpt.offline.prune import StepInfo
+from shardckpt.offline.results.tensor_stats import Bisection, StepStats
 from shardckpt.offline.run_history.condition import parse_condition
 from shardckpt.offline.run_history.history import ChosenTensors, StepRemovedError, list_complete
-from shardckpt.offline.write.report import Bisection, StepStats
 from shardckpt.storage.resolve_url import as_url
 
 

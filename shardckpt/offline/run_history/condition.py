@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardckpt.errors import UsageError
-from shardckpt.offline.write.report import STATS, TensorStats
+from shardckpt.offline.results.tensor_stats import STATS, TensorStats
 
 
 @dataclass(frozen=True, slots=True)

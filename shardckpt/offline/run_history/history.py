@@ -10,9 +10,9 @@ from shardckpt.errors import MissingFileError, ShardckptError, SourceNotFoundErr
 from shardckpt.offline.prune import StepInfo, ls
 from shardckpt.offline.report_html.history_lines import describe_history
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.offline.results.tensor_stats import History, StepStats
 from shardckpt.offline.select.options import parse_globs, parse_part
 from shardckpt.offline.stats import stats
-from shardckpt.offline.write.report import History, StepStats
 from shardckpt.storage.resolve_url import as_url
 
 

@@ -11,7 +11,7 @@ from shardckpt.format.witness.step_witness import read_capture_witnesses, read_s
 from shardckpt.offline.prune import describe_captures, describe_steps, open_run
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.report_html.proof_lines import describe_proof
-from shardckpt.offline.write.report import Proof, StepProof
+from shardckpt.offline.results.proofs import Proof, StepProof
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Store
 

@@ -10,7 +10,7 @@ from shardckpt.boxes import Box
 from shardckpt.format.reader import Reader
 from shardckpt.format.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import TensorEntry
-from shardckpt.offline.write.report import TensorStats
+from shardckpt.offline.results.tensor_stats import TensorStats
 from shardckpt.plan.layout.output_files import OutputTensor
 
 

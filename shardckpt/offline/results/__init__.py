@@ -1,0 +1,1 @@
+"""Results of the offline verbs for callers."""
