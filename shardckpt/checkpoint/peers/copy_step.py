@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator
@@ -18,8 +20,11 @@ from shardckpt.format.native.reader import find_hashes
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.storage.store import ExtendedWriter, Read, Store, SubfolderStore, Writer
 
-_STEP_BYTES = 32 << 20
+_STEP_BYTES = 16 << 20
 """Bytes that a rank receives and compares with their hashes at a time."""
+
+_MOST_PENDING = 2
+"""Ranges of a file that are copied at a time: one is received while the other is written."""
 
 
 class CopiedStep(NamedTuple):
@@ -60,7 +65,8 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
     with PeerExchange(coordinator, own, store.forget) as exchange:
         store.exchange = exchange
         try:
-            _copy_files(SubfolderStore(store, folder), SubfolderStore(own, folder), order.names)
+            with ThreadPoolExecutor(1, thread_name_prefix="shardckpt-copy") as threads:
+                _copy_files(SubfolderStore(store, folder), SubfolderStore(own, folder), order.names, threads)
         except RankError:
             raise
         except Exception as error:  # noqa: BLE001  (the other ranks wait for the result)
@@ -112,13 +118,14 @@ def copy_part(own: Store, target: Store, folder: str) -> int:
     return sum(commit.files[name] for name in held)
 
 
-def _copy_files(source: Store, target: Store, names: Sequence[str]) -> None:
+def _copy_files(source: Store, target: Store, names: Sequence[str], threads: ThreadPoolExecutor | None = None) -> None:
     """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest.
 
     Args:
         source: Store whose root is the step, with its marks.
         target: Store whose root is the copy.
         names: Names of the files.
+        threads: Thread that reads the next range while one is written; None to read on this thread.
     """
     if not names:
         return
@@ -129,21 +136,67 @@ def _copy_files(source: Store, target: Store, names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in hashed]
     if unknown:
         raise StorageError("a file without hashes is not copied", where=f"{target.url}/{unknown[0]}")
-    buffer = memoryview(bytearray(min(_STEP_BYTES, max(hashed[name].nbytes for name in names))))
+    nbytes = min(_STEP_BYTES, max(hashed[name].nbytes for name in names))
+    buffers = [memoryview(bytearray(nbytes)) for _ in range(_MOST_PENDING)]
     for name in names:
         with target.create(name) as writer:
-            for offset in range(0, hashed[name].nbytes, len(buffer)):
-                _copy_range(verified, Read(name, offset, buffer[: hashed[name].nbytes - offset]), writer)
+            _copy_file(verified, name, hashed[name].nbytes, writer, buffers, threads)
 
 
-def _copy_range(source: Store, read: Read, writer: Writer) -> None:
-    """Append a range of a file of `source`; its buffer is used only if the writer has no memory to read into."""
-    memory = writer.extend(len(read.buffer)) if isinstance(writer, ExtendedWriter) else None
-    if memory is not None:
-        source.read([read._replace(buffer=memory)])
-        return
-    source.read([read])
-    writer.write(read.buffer)
+class _PendingRange(NamedTuple):
+    """A range of a file that is being read.
+
+    Attributes:
+        reading: Its read; None if it has been read.
+        unwritten: Buffer to write after the read; None if the bytes stay where they are read.
+    """
+
+    reading: Future[None] | None
+    unwritten: memoryview | None
+
+
+def _copy_file(
+    source: Store,
+    name: str,
+    nbytes: int,
+    writer: Writer,
+    buffers: Sequence[memoryview],
+    threads: ThreadPoolExecutor | None,
+) -> None:
+    """Copy a file.
+
+    Args:
+        source: Store of the file.
+        name: Name of the file.
+        nbytes: Its size in bytes.
+        writer: Writer of the copy.
+        buffers: Buffers for ranges, unless the writer has memory for them.
+        threads: Thread that reads the next range while one is written; None to read on this thread.
+    """
+    pending: deque[_PendingRange] = deque()
+    is_extended = True
+    for number, offset in enumerate(range(0, nbytes, _STEP_BYTES)):
+        if len(pending) == len(buffers):
+            _write_next(pending, writer)
+        buffer = buffers[number % len(buffers)][: nbytes - offset]
+        memory = writer.extend(len(buffer)) if is_extended and isinstance(writer, ExtendedWriter) else None
+        is_extended = memory is not None  # if not, this range has to be written before the file is longer
+        read = [Read(name, offset, buffer if memory is None else memory)]
+        reading = None if threads is None else threads.submit(source.read, read)
+        if reading is None:
+            source.read(read)
+        pending.append(_PendingRange(reading, buffer if memory is None else None))
+    while pending:
+        _write_next(pending, writer)
+
+
+def _write_next(pending: deque[_PendingRange], writer: Writer) -> None:
+    """Wait for the oldest range, and write it unless it stays where it was read."""
+    reading, unwritten = pending.popleft()
+    if reading is not None:
+        reading.result()
+    if unwritten is not None:
+        writer.write(unwritten)
 
 
 def _share_faults(coordinator: Coordinator, folder: str, fault: str) -> tuple[str, ...]:

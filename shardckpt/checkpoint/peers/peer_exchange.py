@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 _MOST_SENDING = 2
 """Pieces that a rank sends at a time, each from memory that is used again."""
 
-BUSY_S, IDLE_S = 0.001, 0.02
-"""Seconds to wait for a request before the next round, after a round with pieces and after one without."""
+NEXT_S, BUSY_S, IDLE_S = 0.01, 0.001, 0.02
+"""Seconds to wait for a request before the next round.
+
+After a round in which pieces came to this rank, which often needs the next ones; after one with pieces for others; and
+after one without.
+"""
 
 _FINE, _FAILED = 1, 0
 
@@ -117,7 +121,8 @@ class PeerExchange:
         self._changed = threading.Condition()
         self._waiting: deque[_PendingPiece] = deque()
         self._deleted: list[str] = []
-        self._is_done = self._was_busy = False
+        self._is_done = False
+        self._wait_s = IDLE_S
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="shardckpt-peers", daemon=True)
         self.received_bytes = 0
@@ -184,7 +189,7 @@ class PeerExchange:
 
         what = f"exchanging files of {self._own.url}"
         answer = RoundAnswer.decode(self._coordinator.coordinate(what, request.encode(), decide))
-        self._was_busy = answer.is_busy
+        self._wait_s = NEXT_S if answer.accepted else BUSY_S if answer.is_busy else IDLE_S
         for name in answer.deleted:
             self._on_delete(name)
         self._transfer(answer.sends, [wanted[index] for index in answer.accepted])
@@ -197,7 +202,7 @@ class PeerExchange:
         """Wait shortly for requests of this rank, and return them."""
         with self._changed:
             if not self._waiting and not self._is_done:
-                self._changed.wait(BUSY_S if self._was_busy else IDLE_S)
+                self._changed.wait(self._wait_s)
             wanted: list[_PendingPiece] = []
             nbytes = 0
             while self._waiting and (not wanted or nbytes + self._waiting[0].piece.nbytes <= ROUND_BYTES):

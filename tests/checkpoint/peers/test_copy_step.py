@@ -1,40 +1,80 @@
-"""A copy is read where it stays if its writer has memory for it, and written otherwise."""
+"""A copy is read where it stays if its writer has memory for it, and written otherwise, in the order of the file."""
 
 from __future__ import annotations
 
-from shardckpt.checkpoint.peers.copy_step import _copy_range
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shardckpt.checkpoint.peers import copy_step
+from shardckpt.errors import StorageError
 from shardckpt.storage.store import Read
+
+CONTENT = bytes(range(95))
 
 
 class Source:
-    """A file of 100 bytes."""
+    """A file of 95 bytes, of which those from an offset cannot be read."""
+
+    def __init__(self, lost: int = 100) -> None:
+        self._lost = lost
 
     def read(self, reads: list[Read]) -> None:
-        for _, offset, buffer in reads:
-            buffer[:] = bytes(range(100))[offset : offset + len(buffer)]
+        for name, offset, buffer in reads:
+            if offset >= self._lost:
+                raise StorageError("cannot read", where=name)
+            buffer[:] = CONTENT[offset : offset + len(buffer)]
 
 
 class MemoryWriter:
-    """A writer with memory for some bytes; others are written."""
+    """A writer with memory for the first bytes; the others are written behind them."""
 
-    def __init__(self, memory: memoryview | None) -> None:
-        self.memory, self.written = memory, b""
+    def __init__(self, most: int, refused: int | None = None) -> None:
+        self.most, self.refused, self.used, self.memory = most, refused, 0, bytearray(100)
+        self.calls: list[str] = []
 
     def extend(self, nbytes: int) -> memoryview | None:
-        return None if self.memory is None else self.memory[:nbytes]
+        if self.used + nbytes > self.most or len(self.calls) == self.refused:
+            self.refused = None
+            return None
+        self.calls.append("extend")
+        return self._take(nbytes)
 
     def write(self, data: memoryview) -> None:
-        self.written += bytes(data)
+        self.calls.append("write")
+        self._take(len(data))[:] = data
+
+    def _take(self, nbytes: int) -> memoryview:
+        self.used += nbytes
+        return memoryview(self.memory)[self.used - nbytes : self.used]
 
 
-def test_a_range_is_read_into_the_memory_of_its_writer_and_not_copied_again():
-    buffer = memoryview(bytearray(10))
-    memory = memoryview(bytearray(20))
-    for writer, filled, written in (
-        (MemoryWriter(memory), bytes(range(5, 15)) + bytes(10), b""),
-        (MemoryWriter(None), bytes(20), bytes(range(5, 15))),
-    ):
-        memory[:] = bytes(20)
-        _copy_range(Source(), Read("file", 5, buffer), writer)
-        assert (bytes(memory), writer.written) == (filled, written)
-        assert bytes(buffer) == (written or bytes(10))
+@pytest.fixture(params=["ahead", "at once"])
+def copy(request, monkeypatch):
+    """Returns a function that copies the file by ranges of 10 bytes, read ahead on a thread, or on this one."""
+    monkeypatch.setattr(copy_step, "_STEP_BYTES", 10)
+    buffers = [memoryview(bytearray(10)), memoryview(bytearray(10))]
+    with ThreadPoolExecutor(1) as threads:
+        given = threads if request.param == "ahead" else None
+        yield lambda source, writer: copy_step._copy_file(source, "file", len(CONTENT), writer, buffers, given)
+
+
+@pytest.mark.parametrize("most", [0, 10, 45, 95])
+def test_the_bytes_are_those_of_the_file_however_many_are_read_where_they_stay(most, copy):
+    writer = MemoryWriter(most)
+    copy(Source(), writer)
+    assert bytes(writer.memory[: writer.used]) == CONTENT
+    extended = 10 if most == 95 else most // 10
+    assert writer.calls == ["extend"] * extended + ["write"] * (10 - extended)
+
+
+def test_the_bytes_after_a_range_without_memory_stay_behind_it(copy):
+    writer = MemoryWriter(95, refused=3)
+    copy(Source(), writer)
+    assert bytes(writer.memory[: writer.used]) == CONTENT
+
+
+@pytest.mark.parametrize("most", [0, 95])
+def test_a_range_that_cannot_be_read_ends_the_copy(most, copy):
+    with pytest.raises(StorageError, match="cannot read"):
+        copy(Source(lost=50), MemoryWriter(most))
