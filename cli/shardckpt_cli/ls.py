@@ -106,8 +106,8 @@ def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJso
     """Show which resumes of a run were compared with its records, and what differed; exit 1 if a step diverged.
 
     A step is proven if its last compared resume repeated all recorded training steps, and diverged if one was
-    different. It is unproven if it was never resumed, or no resume got as far as the last recorded step. Without a
-    witness (Checkpointer(witness=shardckpt.Witness())) it has no record.
+    different. It is unproven if it was never resumed, or no resume got as far as the last recorded step. It has no
+    record if the run ended there, or had no witness (Checkpointer(witness=shardckpt.Witness())).
     """
     import shardckpt
     from shardckpt.errors import escape

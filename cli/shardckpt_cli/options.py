@@ -28,8 +28,8 @@ StatsPart = Annotated[
     str,
     typer.Option(
         "--part",
-        help="Sections to read: model, optim or all. Default: all, without integers outside of model and optimizer,"
-        " such as states of random generators; a glob takes these too.",
+        help="Sections to read: model or optim; all, with counters and states of random generators too, as with a glob."
+        " Default: all without these.",
         show_default=False,
     ),
 ]

@@ -64,8 +64,8 @@ def stats(
 
 def _note_left_out(names: Collection[str]) -> None:
     if names:
-        tensors = output.count(len(names), "integer tensor")
-        words = "outside of model and optimizer, such as states of random generators; --part all takes them"
+        tensors = output.count(len(names), "tensor")
+        words = "of counters (of steps, of batches) and states of random generators; --part all takes them"
         print(f"left out: {tensors} {words}", file=sys.stderr)
 
 
@@ -127,7 +127,9 @@ def bisect(
     """Find the first step with a tensor that a condition is true for; exit 1 if there is one.
 
     Without --scan the condition must stay true once it is, as NaN in weights does: the newest step is looked at first.
-    Statistics leave NaN and Inf out: steps that have them do not end the search.
+    Statistics leave NaN and Inf out: steps that have them do not end the search. Examples:
+    bisect RUN --when 'l2>100' for weights and slots of the optimizer, bisect RUN --when 'max>1e3' --tensor '*.weight'
+    for some of them.
     """
     import shardckpt
     from shardckpt.errors import escape

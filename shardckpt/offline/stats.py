@@ -42,8 +42,9 @@ def stats(
 
     Args:
         src: Checkpoint in any readable format: path or URL of a folder or file.
-        part: `model`, `optim` or `all`. If empty: all but integer tensors outside of model and optimizer, such as
-            states of random generators; with `include` these too.
+        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers outside
+            of model and optimizer such as states of random generators, are left out unless it is `all` or `include` is
+            given.
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
         base: Folder of the base checkpoint if it was moved, as for `load`.
@@ -66,7 +67,7 @@ def stats(
     with gc_paused():
         reader = open_checkpoint(source, base)
         found = read_canonical(reader, parse_part(part or "all"))
-    entries, unwanted = found.tensors, set[str]() if part or include else found.side_integers
+    entries, unwanted = found.tensors, set[str]() if part == "all" or include else found.counters
     chosen = select_names(entries, include, exclude)
     tensors = tuple(
         _measure(name, reader, entries[name], recompute=recompute) for name in chosen if name not in unwanted

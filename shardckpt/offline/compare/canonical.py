@@ -23,6 +23,9 @@ from shardckpt.plan.rules.rules import Rule
 _KNOWN = ("state", "param_groups", "units", "originals")
 """Keys of an optimizer that `key_by_name` converts, or that only describe the arrangement of its files."""
 
+_STEP_SLOT = "step"
+"""Slot in which torch's optimizers count steps, as a tensor of a float dtype."""
+
 
 Naming = Literal["names", "order", "ids"]
 """Parameters by `names`, by names that a reader assigned in the `order` of the model, or by an optimizer's `ids`."""
@@ -58,8 +61,8 @@ class Canonical:
         sources: Dotted path of a value to its location, for values that were read from a file.
         optimizers: Prefix of an optimizer's names to its naming.
         left_out: Dotted paths of content outside of the requested part.
-        side_integers: Names of integer tensors outside of model and optimizers: states of random generators, positions
-            in data, counters.
+        counters: Names of tensors that are not training values: integers outside of model and optimizers (states of
+            random generators, positions in data), counts of batches in the model and of steps in optimizers.
         warnings: Oddities, one sentence each.
     """
 
@@ -70,7 +73,7 @@ class Canonical:
     sources: dict[str, ObjectEntry] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    side_integers: set[str] = field(default_factory=set)
+    counters: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -123,7 +126,9 @@ class _Naming:
             remapped = plan_rules(self._rules, tensors, None, {})
             tensors, _ = locate_model(self._reader, self._manifest, remapped, list(remapped.model), tensors)
         self._made.tensors.update(tensors)
-        self._made.side_integers.update(name for name, entry in tensors.items() if self._is_of_list(entry))
+        self._made.counters.update(
+            name for name, entry in tensors.items() if _is_count(entry) or self._is_of_list(entry)
+        )
         depth = len(self._found.model)
         for path in self._manifest.objects if depth else ():
             if path[:depth] == self._found.model and not self._is_of_optimizer(path):
@@ -144,6 +149,7 @@ class _Naming:
         values.update({(*root, *path): v for path, v in raw.values.items() if not _is_known(path)})
         made = self._made
         made.tensors.update(tensors)
+        made.counters.update(key for key in tensors if key.rpartition("/")[2] == _STEP_SLOT)
         made.values.update(values)
         if state.groups:
             made.groups[prefix] = index_groups(state.groups, are_stored=state.has_groups)
@@ -178,7 +184,7 @@ class _Naming:
             name = name if name not in self._made.tensors else f"{name} (beside the model)"
             self._made.tensors[name] = entry
             if _is_integer(entry):
-                self._made.side_integers.add(name)
+                self._made.counters.add(name)
         depth = len(self._found.model)
         for path in self._manifest.objects:
             if not self._is_of_optimizer(path) and not (depth and path[:depth] == self._found.model):
@@ -224,6 +230,11 @@ class _Naming:
 
 def _is_integer(entry: TensorEntry) -> bool:
     return "int" in entry.dtype
+
+
+def _is_count(entry: TensorEntry) -> bool:
+    """Return whether a tensor of a model is one integer, such as the number of batches that a batch norm has seen."""
+    return _is_integer(entry) and entry.shape == ()
 
 
 def _is_known(path: Path) -> bool:

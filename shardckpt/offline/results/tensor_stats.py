@@ -86,7 +86,7 @@ class Statistics:
         format: Format of the checkpoint.
         tensors: Statistics of each tensor, in saved order.
         layers: Statistics of each layer, in natural order of names.
-        left_out: Names of integer tensors outside of model and optimizer, if these were not asked for.
+        left_out: Names of counters and states of random generators, if these were not asked for.
     """
 
     source: str
@@ -119,7 +119,7 @@ class StepStats:
         number: Number of the step.
         path: Path or URL of the step.
         tensors: Statistics of each tensor.
-        left_out: Names of integer tensors outside of model and optimizer, if these were not asked for.
+        left_out: Names of counters and states of random generators, if these were not asked for.
     """
 
     number: int
@@ -154,8 +154,7 @@ class Bisection:
         examined: Numbers of the steps whose statistics were looked at, in this order.
         is_scan: Whether all steps were looked at, from the oldest until the first.
         warnings: Steps that were removed while they were read, one sentence each.
-        left_out: Names of integer tensors of these steps that are outside of model and optimizer, if these were not
-            asked for.
+        left_out: Names of counters and states of random generators in these steps, if these were not asked for.
     """
 
     root: str

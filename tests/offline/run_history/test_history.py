@@ -158,22 +158,34 @@ def run_with_generators(tmp_path: Path) -> Path:
     for number, value in enumerate([1.0, 2.0, 500.0]):
         model = torch.nn.Linear(1, 1)
         torch.nn.init.constant_(model.weight, value)
-        state = {"model": model, "rng": shardckpt.RNGState(), "order": torch.arange(1000)}
+        model.register_buffer("batches", torch.tensor(1000))
+        optim = torch.optim.Adam(model.parameters())
+        optim.state[model.bias] = {"step": torch.tensor(1000.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}
+        state = {"model": model, "optim": optim, "rng": shardckpt.RNGState(), "order": torch.arange(1000)}
         shardckpt.save(state, tmp_path / step_name(number))
     return tmp_path
 
 
-GENERATORS = ("order", "rng.0.numpy.keys", "rng.0.torch")
+COUNTERS = ("batches", "bias/step", "order", "rng.0.numpy.keys", "rng.0.torch")
 
 
-def test_states_of_random_generators_are_no_training_values(run_with_generators: Path) -> None:
+SLOTS = ("bias/exp_avg", "bias/exp_avg_sq")
+
+
+def test_counters_and_states_of_random_generators_are_no_training_values(run_with_generators: Path) -> None:
     """Their norms are above 100 in every step."""
     found = shardckpt.bisect(run_with_generators, when="l2>100")
     assert found.first is not None
     assert (found.first.number, [tensor.name for tensor in found.first.tensors]) == (2, ["weight"])
-    assert sorted(found.left_out) == sorted(GENERATORS)
+    assert sorted(found.left_out) == sorted(COUNTERS)
     steps = shardckpt.history(run_with_generators).steps
-    assert all({tensor.name for tensor in step.tensors} == {"weight", "bias"} for step in steps)
+    assert all({tensor.name for tensor in step.tensors} == {"weight", "bias", *SLOTS} for step in steps)
+
+
+def test_a_part_has_no_counters_either(run_with_generators: Path) -> None:
+    for part, left_out in (("model", ("batches",)), ("optim", ("bias/step",))):
+        found = shardckpt.bisect(run_with_generators, when="max>=1000", part=part)
+        assert (found.first, found.left_out) == (None, left_out)
 
 
 @pytest.mark.parametrize("options", [{"part": "all"}, {"include": ["rng.*"]}])
@@ -190,7 +202,9 @@ def test_what_is_left_out_is_counted(verb: list[str], run_with_generators: Path)
     place = run_with_generators / step_name(0) if name == "stats" else run_with_generators
     found = run_here(name, place, *options)
     assert "rng" not in found.out
-    assert found.err.startswith("left out: 3 integer tensors outside of model and optimizer")
+    assert found.err.startswith(
+        "left out: 5 tensors of counters (of steps, of batches) and states of random generators"
+    )
     assert "--part all" in found.err
     asked = run_here(name, place, *options, "--part", "all")
     assert "rng.0.torch" in asked.out and asked.err == ""
@@ -201,8 +215,8 @@ def test_states_of_random_generators_are_found_beside_several_models(tmp_path: P
     state = {"left": torch.nn.Linear(1, 1), "right": torch.nn.BatchNorm1d(2), "rng": shardckpt.RNGState()}
     shardckpt.save(state, tmp_path / "step")
     found = shardckpt.stats(tmp_path / "step")
-    assert sorted(found.left_out) == ["rng.0.numpy.keys", "rng.0.torch"]
-    assert "right.num_batches_tracked" in {tensor.name for tensor in found.tensors}
+    assert sorted(found.left_out) == ["right.num_batches_tracked", "rng.0.numpy.keys", "rng.0.torch"]
+    assert "right.running_var" in {tensor.name for tensor in found.tensors}
 
 
 @pytest.mark.parametrize("moment", ["before", "while"])
