@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,12 @@ import torch
 
 from shardckpt.checkpoint.manager import Checkpointer
 from shardckpt.checkpoint.peers import peer_exchange
-from shardckpt.checkpoint.peers.node_files import Node
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog
+from shardckpt.checkpoint.peers.peer_store import collect_files
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
+from shardckpt.format.native.manifest_json import decode_manifest
+from shardckpt.format.native.reader import build_manifest, find_hashes
+from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scheduler import HistoryError, Process, Scheduler
 from shardckpt.testing.simulation.seams import Machine, simulated
@@ -86,6 +90,73 @@ def run_large_job(ranks: int, *, ranks_per_node: int = 8, lost: float = 0.01) ->
     return job.costs
 
 
+class _SharedResults:
+    """Results of pure functions, which all ranks but rank 0 have in common: thousands of equal ones have no space.
+
+    Rank 0 computes its own, so that its seconds are those of a process.
+
+    Args:
+        scheduler: Scheduler of the job.
+
+    Attributes:
+        rank0: Process of rank 0.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._results: dict[tuple[object, ...], Any] = {}
+        self.rank0: Process | None = None
+
+    def share(self, act: Callable[..., Any], find_key: Callable[..., Hashable]) -> Callable[..., Any]:
+        """Return a function that computes each result once.
+
+        Args:
+            act: The function.
+            find_key: Returns the key of the arguments, equal for arguments of which the results are equal.
+        """
+
+        def compute_once(*args: Any) -> Any:
+            task = self._scheduler.current
+            if task is None or task.process is self.rank0:
+                return act(*args)
+            key = (act, find_key(*args))
+            if key not in self._results:
+                self._results[key] = (act(*args), args)  # the arguments stay, since ids are part of keys
+            return self._results[key][0]
+
+        return compute_once
+
+
+class _SharingMachine(Machine):
+    """A machine on which ranks share what is in every one of them.
+
+    Args:
+        shared: The results.
+        parts: Arguments of `Machine`.
+    """
+
+    def __init__(self, shared: _SharedResults, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._shared = shared
+
+    def twins(self) -> list[tuple[object, object]]:
+        """Return pairs of a value that modules refer to, and its simulated twin."""
+        share = self._shared.share
+        return [
+            *super().twins(),
+            (decode_manifest, _drop_options(share(decode_manifest, lambda data: data))),
+            (build_manifest, share(build_manifest, lambda store, contents, *_: (store.url, id(contents)))),
+            (find_hashes, share(find_hashes, id)),
+            (require_complete, share(require_complete, lambda manifest, entries, _: (id(manifest), *map(id, entries)))),
+            (collect_files, share(collect_files, lambda catalog, folders: (id(catalog), *sorted(folders.items())))),
+        ]
+
+
+def _drop_options(act: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function of the first argument alone; the others are for messages."""
+    return lambda first, **_options: act(first)
+
+
 class _LargeJob:
     """A running job.
 
@@ -104,6 +175,7 @@ class _LargeJob:
         self.scheduler = Scheduler(0, stay=1.0, event_s=_EVENT_S, most_events=_MOST_EVENTS)
         self._system = OperatingSystem(self.scheduler, NodeDisks(Disk()))
         self._holders = SimulatedHolders(self.scheduler, self._system, self._new_process)
+        self._shared = _SharedResults(self.scheduler)
         self.harness = self._new_process("harness", "")
         self.costs: list[PhaseCost] = []
 
@@ -120,12 +192,16 @@ class _LargeJob:
         nodes = {node.name: node for node in self._nodes}
         log, idle_s = logging.getLogger("shardckpt"), peer_exchange.IDLE_S
         was_disabled, stack_bytes = log.disabled, threading.stack_size(_STACK_BYTES)
-        with simulated(Machine(self.scheduler, self._system, self._holders, nodes)):
+        machine = _SharingMachine(self._shared, self.scheduler, self._system, self._holders, nodes)
+        decode_catalog = vars(NodeCatalog)["decode"]
+        with simulated(machine):
             log.disabled, peer_exchange.IDLE_S = True, _IDLE_S
+            NodeCatalog.decode = self._shared.share(NodeCatalog.decode, bytes)  # type: ignore[method-assign]
             try:
                 yield
             finally:
                 log.disabled, peer_exchange.IDLE_S = was_disabled, idle_s
+                NodeCatalog.decode = decode_catalog  # type: ignore[method-assign]
                 threading.stack_size(stack_bytes)
 
     def direct(self) -> None:
@@ -140,6 +216,7 @@ class _LargeJob:
         began = len(self.scheduler.events)
         places = [node.name for node in nodes for _ in range(self._ranks_per_node)]
         processes = [self._new_process(f"{name}.{rank}", node) for rank, node in enumerate(places)]
+        self._shared.rank0 = processes[0]
         ranks = SimulatedRanks(self.scheduler, processes, _TIMEOUT_S)
         tasks = [
             self.scheduler.spawn(each, each.name, partial(act, ranks, rank)) for rank, each in enumerate(processes)

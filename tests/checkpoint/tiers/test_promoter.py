@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from tier_runs import make_state
 
 import shardckpt
@@ -65,6 +66,36 @@ def test_a_step_of_both_tiers_is_saved_once_and_copied_byte_for_byte(tmp_path):
     holder_connection._forget_connections()
     into = {"w": torch.zeros(300), "step": 0}
     assert run.ck.restore(into) == 1 and into["step"] == 1 and into["w"][7] == 1
+
+
+def test_a_promotion_hashes_each_byte_once(tmp_path, monkeypatch):
+    """It compares what it reads with the hashes of the capture, and computes no others for the copy."""
+    hashed: list[int] = []
+    digest, hasher = xxhash.xxh3_64_digest, xxhash.xxh3_64
+
+    def note(data) -> None:
+        if threading.current_thread().name == "shardckpt-promote":
+            hashed.append(memoryview(data).nbytes)
+
+    class CountingHasher:
+        def __init__(self, data=b"") -> None:
+            note(data)
+            self._hasher = hasher(data)
+
+        def update(self, data) -> None:
+            note(data)
+            self._hasher.update(data)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._hasher, name)
+
+    monkeypatch.setattr(xxhash, "xxh3_64_digest", lambda data: note(data) or digest(data))
+    monkeypatch.setattr(xxhash, "xxh3_64", CountingHasher)
+    run = Run(tmp_path, local_every=1)
+    run.ck.save(1, {"w": torch.arange(1 << 20)})
+    run.ck.wait()
+    assert run.ck.durability(1).copies[1].tier == "local"
+    assert sum(hashed) == sum(file.stat().st_size for file in run.local.glob("step-*/*.safetensors")) > 8 << 20
 
 
 def begin_a_copy(run: Run, may_copy: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
