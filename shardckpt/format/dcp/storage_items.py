@@ -33,7 +33,7 @@ from shardckpt.format.encodings.zip_archive import (
     walk_front,
 )
 from shardckpt.format.reader import Checksum
-from shardckpt.format.torchsave.tensor_views import StorageRef, Storages, element_bytes, require_little
+from shardckpt.format.torchsave.storages import StorageRef, Storages, element_bytes, require_little
 from shardckpt.manifest import Encoded, Lazy, Piece, Span, Strided
 from shardckpt.storage.store import Read, Store
 

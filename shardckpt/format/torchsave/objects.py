@@ -10,7 +10,7 @@ from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.format.encodings.pickle_reader import InstanceStub, Limits, Ordered, TensorStub
 from shardckpt.format.encodings.zip_archive import LOCAL_SIGNATURE, walk_front
-from shardckpt.format.torchsave.tensor_views import StorageRef, Storages, require_little
+from shardckpt.format.torchsave.storages import StorageRef, Storages, require_little
 from shardckpt.manifest import Encoded, Span
 from shardckpt.storage.store import Store, read_bytes
 

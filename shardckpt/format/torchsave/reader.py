@@ -29,19 +29,8 @@ from shardckpt.format.encodings.zip_archive import (
 )
 from shardckpt.format.reader import Checksum, Reader, require_size
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
-from shardckpt.format.torchsave.tensor_views import (
-    LegacyView,
-    RankNote,
-    StateTree,
-    StorageRef,
-    Storages,
-    UnreadableTensor,
-    View,
-    ZipView,
-    big_endian_error,
-    element_bytes,
-    require_little,
-)
+from shardckpt.format.torchsave.storages import StorageRef, Storages, big_endian_error, element_bytes, require_little
+from shardckpt.format.torchsave.tensor_views import LegacyView, RankNote, StateTree, UnreadableTensor, View, ZipView
 from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided, dotted
 from shardckpt.storage.store import Read, Store, read_bytes
 

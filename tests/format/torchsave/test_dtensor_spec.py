@@ -16,7 +16,7 @@ from shardckpt.boxes import Box, cover, full_box
 from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
 from shardckpt.format.torchsave.dtensor_spec import Grid, ParsedShard, ShardParser
-from shardckpt.format.torchsave.tensor_views import StorageRef
+from shardckpt.format.torchsave.storages import StorageRef
 
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 
