@@ -226,11 +226,15 @@ def _check_random_after(pair: _Pair) -> Divergence | None:
         extra = set(_differing_ranks(now_before, now_after)) - drawn
         ranks = tuple(sorted(other | extra))
         if ranks:
+            draws_none = name in (now.random_before or {}) and not set(_differing_ranks(now_before, now_after)) & {
+                *ranks
+            }
+            kind = "none" if draws_none else "after"
             sentence = (
                 f"the random state of {name} differs after step {pair.number}{_on(ranks, len(values))}, though it was "
-                "equal before: it was seeded anew, or other numbers were drawn"
+                f"equal before: {_RANDOM_CHANGES[kind]}"
             )
-            return Divergence("random state", pair.number, name, sentence, _FIX_RANDOM["after"], ranks)
+            return Divergence("random state", pair.number, name, sentence, _FIX_RANDOM[kind], ranks)
     return None
 
 
@@ -569,15 +573,21 @@ _FIX_SHARE = "Give each rank the share of the sampler that it had: its rank and 
 _FIX_RANDOM = {
     "before": "Put shardckpt.RNGState() into the state, restore last, and seed nothing after it",
     "after": "Seed nothing after restore, and look for what draws other numbers since then: a loader's iterator, "
-    "a warm-up, dropout of a model that is in eval() mode, or in train() mode, and was not before",
+    "a warm-up, a model in train() mode that was in eval() mode before",
+    "none": "Call train() of the model as in the run that saved: in eval() mode dropout draws no numbers; or look for "
+    "what else draws none since the restore",
+}
+_RANDOM_CHANGES = {
+    "after": "it was seeded anew, or other numbers were drawn",
+    "none": "the recorded step drew numbers, this one none",
 }
 _FIX_PRECISION = "Build the model, autocast and mixed precision as in the run that saved"
 _FIX_FLAGS = "Set it as in the run that saved, or accept that this resume is not bit for bit the same"
 _FIX_NOISE = (
     "Either a step is not deterministic (torch.use_deterministic_algorithms(True) makes it so, or "
-    "Witness(deterministic=False) allows it), or something differs that is not in the state (autocast, train() or "
-    "eval() mode, the code of the model), or a graph that was compiled before the restore holds old values "
-    "(torch.compiler.reset() drops it)"
+    "Witness(deterministic=False) allows it), or something differs that is not in the state (inputs that are made of "
+    "the batch, autocast, train() or eval() mode, the code of the model), or a graph that was compiled before the "
+    "restore holds old values (torch.compiler.reset() drops it)"
 )
 _FIX_LOSS = "Two runs of a step differed less: look for what is not in the state"
 _FIX_DEEP = "Record with Witness(deep=1) to see whether parameters, optimizer or the computation differ"
