@@ -6,6 +6,7 @@ The training loop waits for copies of CPU memory, but not for copies from device
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, SupportsFloat
@@ -190,7 +191,8 @@ def _copy_and_start(
             saver = lane.savers.get(group, refusal)
             task.recorder.values["rank"] = saver.channels.main.rank
             last = saver.channels.background_coordinator(group, lane.name, has_low_priority=lane.has_low_priority)
-            copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most))
+            yields = lane.has_low_priority and saver.channels.main.size > 1
+            copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most), yields=yields)
             lane.pending.begin(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
         copy.stage(planned, flattened)
@@ -228,10 +230,11 @@ class _Copy:
         task: Progress and result of the save.
         session: Save session with the other ranks.
         staging: Staging area for the copy.
+        yields: Whether the thread lets other ranks of the machine copy their state first.
     """
 
-    def __init__(self, task: AsyncSaveTask, session: SaveSession, staging: StagingArea) -> None:
-        self._task, self._session, self._staging = task, session, staging
+    def __init__(self, task: AsyncSaveTask, session: SaveSession, staging: StagingArea, *, yields: bool) -> None:
+        self._task, self._session, self._staging, self._yields = task, session, staging, yields
         self._staged: SimpleQueue[StagedSave | Exception] = SimpleQueue()
         self._is_complete = self._is_claimed = False
 
@@ -298,7 +301,7 @@ class _Copy:
                 staged = self._staged.get()
                 if isinstance(staged, Exception):
                     raise staged
-                self._staging.wait()
+                self._wait_for_copies()
                 written = self._session.write(planned, staged, self._staging.blocks)
                 self._task.recorder.values["nbytes"] = written.nbytes
                 return written
@@ -308,3 +311,13 @@ class _Copy:
             self._staging.close()  # the call may be waiting for a buffer
             with self._task.phase("publish"):
                 self._session.commit(planned, written)
+
+    def _wait_for_copies(self) -> None:
+        """Wait for the copy of this rank, and as long again for those of other ranks, which may have begun later.
+
+        A training loop does not wait meanwhile, and the slowest of the ranks delays all of them.
+        """
+        start = time.monotonic()
+        self._staging.wait()
+        if self._yields and self._staging.is_filled:
+            time.sleep(time.monotonic() - start)

@@ -233,6 +233,7 @@ class StagingArea:
     Attributes:
         rounds: Number of times that copied buffers were queued for the writing thread: one more than the waits of the
             training loop.
+        is_filled: Whether everything has been copied.
     """
 
     def __init__(self, pool: BufferPool[StagingBuffer], budget: int | None) -> None:
@@ -246,6 +247,7 @@ class StagingArea:
         self._used = 0
         self._streams = SideStreams(())
         self.rounds = 0
+        self.is_filled = False
 
     # Methods for the training loop
 
@@ -269,6 +271,7 @@ class StagingArea:
                         else:
                             self._put(part)
                     self._end_block(ends_file=True)
+                self.is_filled = True
                 self._hand_over()
         except _NobodyWritesError:
             return

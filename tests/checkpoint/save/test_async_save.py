@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from states import FRONT_ENDS, Net, differing, flat, step, whole
 from torch import nn
 
 import shardckpt
-from shardckpt.checkpoint.save import session, staging
+from shardckpt.checkpoint.save import async_save, session, staging
 from shardckpt.checkpoint.save.async_save import BUFFERS, _Copy
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.checkpoint.stateful.tensor_bytes import join_small
@@ -627,3 +628,29 @@ def agreed(is_done: bool) -> bool:
     all_done = torch.tensor([int(is_done)])
     dist.all_reduce(all_done, dist.ReduceOp.MIN)
     return bool(all_done)
+
+
+@pytest.mark.parametrize(("yields", "is_filled"), [(True, True), (True, False), (False, True)])
+def test_a_capture_lets_other_ranks_copy_first_unless_its_own_loop_waits_for_it(yields, is_filled, monkeypatch):
+    slept: list[float] = []
+    stage = SimpleNamespace(wait=lambda: None, is_filled=is_filled)
+    monkeypatch.setattr(async_save.time, "sleep", slept.append)
+    _Copy(None, None, stage, yields=yields)._wait_for_copies()
+    assert bool(slept) == (yields and is_filled)
+
+
+def test_captures_of_several_ranks_let_others_copy_first_and_other_saves_do_not(tmp_path):
+    def body(rank: int, world: int) -> list[bool]:
+        seen: list[bool] = []
+        wait = _Copy._wait_for_copies
+
+        def note(self) -> None:
+            seen.append(self._yields)
+            wait(self)
+
+        _Copy._wait_for_copies = note
+        for lane in (async_save.SAVES, async_save.CAPTURES):
+            async_save.start_async_save(lane, {"x": torch.arange(9)}, tmp_path / lane.name / "c", {}).result()
+        return seen
+
+    assert run(2, body) == [[False, True]] * 2

@@ -180,7 +180,7 @@ class TestStage:
         stage.fill(files, state)
         for tensor in tensors.values():
             tensor.zero_()
-        assert stage.rounds == 1
+        assert stage.rounds == 1 and stage.is_filled
         assert list(drained(stage, payloads)) == expected
         assert len(payloads) > 1 and list(map(len, expected)) == [
             payload.nbytes - len(payload.header) for payload in payloads
@@ -194,10 +194,10 @@ class TestStage:
         loop = threading.Thread(target=stage.fill, args=(files, state))
         loop.start()
         loop.join(0.1)
-        assert loop.is_alive(), "the loop does not wait for the writer"
+        assert loop.is_alive() and not stage.is_filled, "the loop does not wait for the writer"
         assert list(drained(stage, payloads)) == expected
         loop.join()
-        assert stage.rounds > 3 and pool.nbytes <= MIB
+        assert stage.is_filled and stage.rounds > 3 and pool.nbytes <= MIB
 
     def test_a_writer_that_gave_up_ends_the_copying(self) -> None:
         files, payloads, state = planned(TENSORS)
