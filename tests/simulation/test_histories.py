@@ -33,6 +33,12 @@ def test_all_invariants_hold_in_every_history(seeds: range) -> None:
     assert failures(seeds) == {}, "python -m tests.simulation --seed N prints the events of one"
 
 
+def test_a_step_on_a_damaged_base_that_is_overwritten_before_its_save_is_reported_was_committed() -> None:
+    history = run_history(200_301)
+    assert "flip" in {event.verb for event in history.events}
+    assert history.failure is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_invariants_hold_in_many_histories() -> None:

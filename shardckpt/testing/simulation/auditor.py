@@ -129,6 +129,7 @@ class Auditor:
     _verdicts: dict[tuple[str, int], tuple[str, object]] = field(default_factory=dict)
     _version: int = -1
     _flipped: list[object] = field(default_factory=list)
+    _unreadable: set[int] = field(default_factory=set)
     _flips_before: dict[int, int] = field(default_factory=dict)
 
     # Reports of actors
@@ -172,7 +173,7 @@ class Auditor:
 
     def _was_committed(self, content: int) -> bool:
         """Return True if an attempt was committed, or may be what a flipped bit makes unreadable."""
-        damaged = {step.number for step in self.steps.values() if step.is_damaged}
+        damaged = {step.number for step in self.steps.values() if step.is_damaged} | self._unreadable
         return content in self.ever or self.attempts[content] in damaged
 
     def claim(
@@ -319,6 +320,7 @@ class Auditor:
             if not any(each in self._flipped for each in files.values()) or self._has_read_damage(number):
                 raise HistoryError(f"{folder} is committed, but cannot be loaded: {error}") from error
             self.steps[folder] = CommittedStep(number, 0, 0, mark, {}, is_damaged=True)
+            self._unreadable.add(number)  # it may be overwritten before a rank reports its save
             return
         if self.attempts.get(content) != number:
             raise HistoryError(f"{folder} has attempt {content}, which was not a save of this step")
