@@ -57,6 +57,7 @@ _BITS = {
     "float32": 32,
     "float64": 64,
     "complex32": 32,
+    "bcomplex32": 32,
     "complex64": 64,
     "complex128": 128,
     "float8_e4m3fn": 8,

@@ -19,6 +19,9 @@ _OF_ML_DTYPES = frozenset(
     ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 )
 
+HALF_COMPLEX = frozenset(("complex32", "bcomplex32"))
+"""Complex dtypes of two halves, which NumPy lacks."""
+
 _HALF_BYTES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of `float4_e2m1fn` by their bits."""
 
@@ -30,11 +33,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return NumPy's dtype for torch's name.
 
     Raises:
-        TypeError: NumPy has no such dtype in all supported releases (sub-byte types, complex32).
+        TypeError: NumPy has no such dtype in all supported releases (sub-byte types, complex32, bcomplex32).
     """
     import numpy as np  # noqa: PLC0415  (0.07 s, and what casts nothing needs none)
 
-    if name == "complex32" or bits(name) % 8:
+    if name in HALF_COMPLEX or bits(name) % 8:
         raise TypeError(f"numpy has no type for {name}")
     kind: np.dtype[Any] = np.dtype(_find_type(name) if name in _OF_ML_DTYPES else name)
     return kind
@@ -152,11 +155,19 @@ def _widen_half(data: memoryview, _: str) -> NDArray[Any]:
     return np.frombuffer(data, np.float16).astype(np.float32)
 
 
+def widen_half_complex(data: Buffer, dtype: str) -> NDArray[np.complex64]:
+    """Return elements of a dtype of `HALF_COMPLEX` as complex64, which holds their exact values."""
+    import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
+
+    widen = _widen_half if dtype == "complex32" else _widen_bfloat16
+    return widen(memoryview(data), dtype).view(np.complex64)
+
+
 def _magnitudes(data: memoryview, dtype: str) -> NDArray[Any]:
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
-    if dtype == "complex32":
-        return np.abs(_widen_half(data, dtype).view(np.complex64).astype(np.complex128))
+    if dtype in HALF_COMPLEX:
+        return np.abs(widen_half_complex(data, dtype).astype(np.complex128))
     return np.abs(_as_array(data, dtype).astype(np.complex128))
 
 
@@ -164,6 +175,7 @@ _CONVERSIONS: dict[str, Callable[[memoryview, str], NDArray[Any]]] = {
     "bfloat16": _widen_bfloat16,
     "float16": _widen_half,
     "complex32": _magnitudes,
+    "bcomplex32": _magnitudes,
     "complex64": _magnitudes,
     "complex128": _magnitudes,
 }

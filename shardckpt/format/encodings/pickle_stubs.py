@@ -263,7 +263,10 @@ def _path(what: Global, args: tuple[object, ...]) -> object:
     if not all(isinstance(a, str) for a in args):
         raise malformed(what, args)
     parts = [str(a) for a in args]
-    separator = "\\" if "Windows" in what.name else "/"
+    is_windows = "Windows" in what.name
+    separator = "\\" if is_windows else "/"
+    if is_windows:  # Python 3.13 stores the text that the path was made from
+        parts = [part.replace("/", separator) for part in parts]
     root = parts.pop(0) if parts and parts[0].endswith(separator) else ""
     return root + separator.join(parts)
 
@@ -404,7 +407,8 @@ _STORAGES = {
     "QUInt2x4": "quint2x4",
 }
 _DTYPES = (
-    *("bool", "bfloat16", "float16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("bool", "bfloat16", "float16", "float32", "float64"),
+    *("complex32", "bcomplex32", "complex64", "complex128"),
     *(f"{kind}{n}" for kind in ("int", "uint") for n in (*range(1, 9), 16, 32, 64)),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
     *("quint8", "qint8", "qint32", "quint4x2", "quint2x4"),

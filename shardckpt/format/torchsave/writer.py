@@ -55,7 +55,7 @@ _STORAGES = {
 _UNTYPED = frozenset(
     {
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-        *("complex32", "uint16", "uint32", "uint64"),
+        *("complex32", "bcomplex32", "uint16", "uint32", "uint64"),
     }
 )
 """Dtypes without a storage class: the tensor stores its dtype beside a byte storage."""

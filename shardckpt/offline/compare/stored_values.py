@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardckpt.dtypes import bits
 from shardckpt.format.chunk_reader import read_blocks
-from shardckpt.format.encodings.element_values import numpy_dtype
+from shardckpt.format.encodings.element_values import HALF_COMPLEX, numpy_dtype, widen_half_complex
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import TensorEntry, dotted
 from shardckpt.offline.write.numpy_casts import cast_into
@@ -36,8 +36,8 @@ def read_values(tensor: StoredTensor, elements: int) -> Iterator[bytearray]:
 
 def to_numbers(data: bytearray, dtype: str) -> NDArray[Any]:
     """Return elements as float64 or complex128; as bytes if NumPy lacks the dtype."""
-    if dtype == "complex32":
-        return np.frombuffer(data, np.float16).astype(np.float64).view(np.complex128)
+    if dtype in HALF_COMPLEX:
+        return widen_half_complex(data, dtype).astype(np.complex128)
     try:
         kind = numpy_dtype(dtype)
     except TypeError:

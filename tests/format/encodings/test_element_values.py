@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardckpt.format.encodings import element_values
-from shardckpt.format.encodings.element_values import measure_values
+from shardckpt.format.encodings.element_values import measure_values, widen_half_complex
 from shardckpt.format.value_stats import ValueStats
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -79,6 +79,13 @@ def test_finite_values_whose_squares_overflow_are_finite() -> None:
     assert found == ValueStats(0, 0, 0, 2, -1e300, 1e300, 0.0, math.inf)
 
 
+def test_complex_numbers_of_two_bfloat16_are_those_of_complex64() -> None:
+    halves = torch.randn(100, 2).bfloat16()
+    data, expected = halves.view(torch.uint8).numpy().tobytes(), torch.view_as_complex(halves.float())
+    assert torch.equal(torch.from_numpy(widen_half_complex(data, "bcomplex32")), expected)
+    assert measure_values(data, "bcomplex32") == measure(expected)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("dtype", "signaling"),
@@ -88,6 +95,7 @@ def test_finite_values_whose_squares_overflow_are_finite() -> None:
         ("float32", "0100807f"),
         ("float64", "010000000000f07f"),
         ("complex32", "017c0000"),
+        ("bcomplex32", "817f0000"),
         ("complex64", "0100807f00000000"),
     ],
 )

@@ -119,6 +119,7 @@ def test_every_dtype_of_torch_is_known_by_name() -> None:
 def test_paths_become_text(make: type) -> None:
     assert load(pickle.dumps(make("/a/b")), where="x") == str(make("/a/b"))
     assert load(pickle.dumps(make("c")), where="x") == "c"
+    assert load(b"\x80\x02cpathlib\nPureWindowsPath\nU\x05C:/ab\x85R.", where="x") == r"C:\ab"
     assert load(b"\x80\x02cpathlib._local\nPosixPath\nU\x01/U\x01a\x86R.", where="x") == "/a"
 
 

@@ -146,7 +146,8 @@ def test_every_dtype_is_found(tmp_path: Path, container: bool) -> None:
     ]
     if container is ZIP:  # torch cannot read these back from the legacy container
         dtypes += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-        dtypes += [torch.complex32, *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else [])]
+        dtypes += [torch.complex32]
+        dtypes += [getattr(torch, name) for name in ("float8_e8m0fnu", "bcomplex32") if hasattr(torch, name)]
     generator = torch.Generator().manual_seed(1)
     value = {}
     for dtype in dtypes:
