@@ -65,8 +65,8 @@ def stats(
 def _note_left_out(names: Collection[str]) -> None:
     if names:
         tensors = output.count(len(names), "tensor")
-        words = "of counters (of steps, of batches) and states of random generators; --part all takes them"
-        print(f"left out: {tensors} {words}", file=sys.stderr)
+        words = "of counters (of steps, of batches), single numbers beside the model and states of random generators"
+        print(f"left out: {tensors} {words}; --part all takes them", file=sys.stderr)
 
 
 def _row(item: TensorStats | LayerStats) -> tuple[str, ...]:

@@ -42,9 +42,9 @@ def stats(
 
     Args:
         src: Checkpoint in any readable format: path or URL of a folder or file.
-        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers outside
-            of model and optimizer such as states of random generators, are left out unless it is `all` or `include` is
-            given.
+        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers and
+            single numbers outside of model and optimizer such as states of random generators, are left out unless it is
+            `all` or `include` is given.
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
         base: Folder of the base checkpoint if it was moved, as for `load`.

@@ -61,8 +61,9 @@ class Canonical:
         sources: Dotted path of a value to its location, for values that were read from a file.
         optimizers: Prefix of an optimizer's names to its naming.
         left_out: Dotted paths of content outside of the requested part.
-        counters: Names of tensors that are not training values: integers outside of model and optimizers (states of
-            random generators, positions in data), counts of batches in the model and of steps in optimizers.
+        counters: Names of tensors that are not training values: integers and single numbers outside of model and
+            optimizers (states of random generators, positions in data, scores of a callback), counts of batches in the
+            model and of steps in optimizers.
         warnings: Oddities, one sentence each.
     """
 
@@ -183,7 +184,7 @@ class _Naming:
             name = dotted(path)
             name = name if name not in self._made.tensors else f"{name} (beside the model)"
             self._made.tensors[name] = entry
-            if _is_integer(entry):
+            if _is_integer(entry) or entry.shape == ():
                 self._made.counters.add(name)
         depth = len(self._found.model)
         for path in self._manifest.objects:

@@ -36,9 +36,9 @@ def bisect(
         when: `nan`, `inf`, or a comparison of a statistic and a number: `l2>100`, `max>=1e4`, `nans>3`. The statistics
             are `nans`, `infs`, `zeros`, `min`, `max`, `mean`, `l2`; the comparisons `<`, `<=`, `>`, `>=`.
         scan: Look at every step, from the oldest on, until the condition is true.
-        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers outside
-            of model and optimizer such as states of random generators, are left out unless it is `all` or `include` is
-            given.
+        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers and
+            single numbers outside of model and optimizer such as states of random generators, are left out unless it is
+            `all` or `include` is given.
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
 

@@ -30,9 +30,9 @@ def history(
 
     Args:
         root: Path or URL of the run's folder.
-        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers outside
-            of model and optimizer such as states of random generators, are left out unless it is `all` or `include` is
-            given.
+        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers and
+            single numbers outside of model and optimizer such as states of random generators, are left out unless it is
+            `all` or `include` is given.
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
         html: Path or URL of a file to write: one page that draws the statistics over the steps, a line for each tensor.

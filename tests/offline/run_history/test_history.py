@@ -182,6 +182,20 @@ def test_counters_and_states_of_random_generators_are_no_training_values(run_wit
     assert all({tensor.name for tensor in step.tensors} == {"weight", "bias", *SLOTS} for step in steps)
 
 
+def test_scores_of_a_callback_are_no_training_values(tmp_path: Path) -> None:
+    """Lightning's `ModelCheckpoint` saves `kth_value`, which is infinite until enough steps have a score."""
+    callback = {"kth_value": torch.tensor(math.inf), "best_k_models": {"runs/a/step-1": torch.tensor(0.5)}}
+    state = {"model": torch.nn.Linear(1, 1), "average": torch.ones(2), "trainer": {"callbacks": {"saving": callback}}}
+    shardckpt.save(state, tmp_path / step_name(1))
+    found = shardckpt.bisect(tmp_path, when="inf")
+    assert found.first is None
+    assert all(name.startswith("trainer.callbacks.saving.") for name in found.left_out) and len(found.left_out) == 2
+    [step] = shardckpt.history(tmp_path).steps
+    assert {tensor.name for tensor in step.tensors} == {"weight", "bias", "average"}
+    asked = shardckpt.bisect(tmp_path, when="inf", include=["*kth_value"])
+    assert asked.first is not None and len(asked.first.tensors) == 1
+
+
 def test_a_part_has_no_counters_either(run_with_generators: Path) -> None:
     for part, left_out in (("model", ("batches",)), ("optim", ("bias/step",))):
         found = shardckpt.bisect(run_with_generators, when="max>=1000", part=part)
@@ -203,7 +217,7 @@ def test_what_is_left_out_is_counted(verb: list[str], run_with_generators: Path)
     found = run_here(name, place, *options)
     assert "rng" not in found.out
     assert found.err.startswith(
-        "left out: 5 tensors of counters (of steps, of batches) and states of random generators"
+        "left out: 5 tensors of counters (of steps, of batches), single numbers beside the model and states of"
     )
     assert "--part all" in found.err
     asked = run_here(name, place, *options, "--part", "all")
