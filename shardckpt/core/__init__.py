@@ -31,6 +31,7 @@ from shardckpt.core.params.mesh_placement import DataParallelMeshDims, FSDPMeshI
 from shardckpt.core.policies import AllGather, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from shardckpt.core.registration.base import FlatParameter
 from shardckpt.core.runtime.fsdp_unit import UnshardHandle
+from shardckpt.core.runtime.root_state import GradientReductionHandle
 from shardckpt.core.setup.materialize import sync_module_states
 from shardckpt.core.tools.clip_grad_norm import clip_grad_norm_
 from shardckpt.core.tools.grad_scaler import ShardedGradScaler
@@ -49,6 +50,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",

@@ -116,6 +116,12 @@ COVERED = {
     "FSDPModule.set_is_last_backward": (
         "fsdp2/test_fully_shard.py::test_microbatches_may_say_which_backward_is_the_last"
     ),
+    "FSDPModule.set_manual_backward_finalization": (
+        "fsdp2/test_fully_shard.py::test_gradients_of_manual_finalization_have_the_same_bits"
+    ),
+    "FSDPModule.finalize_backward": (
+        "fsdp2/test_fully_shard.py::test_a_unit_whose_inputs_have_no_gradient_is_reduced_by_finalize_backward"
+    ),
     "FSDPModule.set_gradient_divide_factor": (
         "fsdp2/test_fully_shard.py::test_gradients_are_divided_by_the_factor_that_was_set"
     ),

@@ -34,6 +34,7 @@ OURS_ALONE = {
     "AllGather": "the interface of set_custom_all_gather, which torch keeps private",
     "FSDPMeshInfo": "what shard_placement_fn may return part of, which torch keeps private",
     "FlatParameter": "importable from torch as well, but not listed",
+    "GradientReductionHandle": "only newer ones of torch have it",
     "HSDPMeshInfo": "what shard_placement_fn may return part of, which torch keeps private",
     "ReduceScatter": "the interface of set_custom_reduce_scatter, which torch keeps private",
     "ShardPlacementResult": "what shard_placement_fn may return, which torch keeps private",

@@ -113,6 +113,7 @@ EQUIVALENT = {
     ),
     "core.fsdp1.wrapper:FullyShardedDataParallel._unshard:wait": "it unshards, and a forward does so too",
     "core.fsdp2.fully_shard:FSDPModule.unshard:wait": "it unshards, and a forward does so too",
+    "core.fsdp2.fully_shard:FSDPModule.finalize_backward:wait": "without it there are no gradients to read",
     "core.runtime.root_state:RootState.begin_all_gather:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_reduction:wait": HOST,

@@ -249,6 +249,18 @@ def accumulates_over_replicas(style: Style) -> None:
     train(model, optimizer)
 
 
+def finalizes_backward_by_a_call(style: Style) -> None:
+    """The gradients of some units are kept until then; others are being reduced."""
+    model, optimizer = made(style)
+    model.set_manual_backward_finalization(True)
+    for step in range(2):
+        square(model(floats(0, step))).backward()
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def is_dropped_while_gradients_are_reduced(style: Style) -> None:
     model, _ = made(style)
     model.set_is_last_backward(False)
@@ -576,7 +588,7 @@ IN_PLACE: tuple[Scenario, ...] = (
     *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
     *(copies_for_a_background_save, drops_extended_parameters_that_are_gathered),
     *(loads_a_state_dict_between_the_passes, gathers_by_extensions_within_another_unit),
-    gathers_into_kept_storage,
+    *(gathers_into_kept_storage, finalizes_backward_by_a_call),
 )
 FOUR_RANKS: tuple[Scenario, ...] = (
     *(trains_with_replicas, accumulates_over_replicas, keeps_slices, keeps_slices_within_a_forward),

@@ -150,6 +150,7 @@ class FSDPState:
         self.collectives = UnitCollectives()
         self.root_state: RootState | None = None
         self._is_last_backward = True
+        self._is_finalized_manually = False
         self._keeps_unsharded_storage = False
         self._param_dtypes: dict[Identity, torch.dtype | None] = {}
         module = self._one_module
@@ -319,8 +320,12 @@ class FSDPState:
         ]
         for name, state in units:
             state.check_materialized(name, names[state][0])
+        _refuse_nested_finalization(
+            [name for name, state in units if state is not self and state._is_finalized_manually]
+        )
         root_state = RootState(self.unit, [(name, state.unit) for name, state in units])
-        root_state.set_is_last_backward(self._is_last_backward)
+        root_state.reductions.set_is_last_backward(self._is_last_backward)
+        root_state.reductions.set_manual(self._is_finalized_manually)
         for state in names:
             state.root_state = root_state
         return root_state
@@ -333,7 +338,17 @@ class FSDPState:
         """
         self._is_last_backward = is_last_backward
         if self.root_state is not None:
-            self.root_state.set_is_last_backward(is_last_backward)
+            self.root_state.reductions.set_is_last_backward(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether `finalize_backward` ends iterations; a root's setting only.
+
+        Args:
+            enabled: Whether it does; if not, each last backward does.
+        """
+        if self.root_state is not None:
+            self.root_state.reductions.set_manual(enabled)
+        self._is_finalized_manually = enabled
 
     def set_post_optim_event(self, event: Any) -> None:
         """Set the event that the next all-gathers wait for; ignored without a root.
@@ -410,6 +425,11 @@ class FSDPState:
     def _attach(self) -> None:
         if self.unit.root is None:
             RootState(self.unit, [(self.unit.name, self.unit)])
+
+
+def _refuse_nested_finalization(names: Sequence[str]) -> None:
+    if names:
+        raise StateError("set_manual_backward_finalization must be called on the root FSDP module", found=names)
 
 
 def _check_meshes(placements: Sequence[MeshPlacement]) -> None:

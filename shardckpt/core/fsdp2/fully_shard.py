@@ -44,6 +44,7 @@ from shardckpt.core.params.mesh_placement import (
 )
 from shardckpt.core.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, UnshardHandle
+from shardckpt.core.runtime.root_state import GradientReductionHandle, RootState
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.devices import Stream, get_current_stream, use_stream
 
@@ -281,6 +282,13 @@ class FSDPModule:
         state = self._fsdp_state
         return state.root_state is not None and state.root_state.root is state.unit
 
+    def _get_own_root_state(self, called: str) -> RootState | None:
+        """Return the state of this root; None before its first forward."""
+        root_state, unit = self._fsdp_state.root_state, self._fsdp_state.unit
+        if root_state is not None and root_state.root is not unit:
+            raise StateError(f"{called} must be called on the root FSDP module", where=unit.name)
+        return root_state
+
     def _states(self, recurse: bool) -> list[FSDPState]:
         return fsdp_states_below(self._as_module) if recurse else [self._fsdp_state]
 
@@ -289,9 +297,9 @@ class FSDPModule:
         for state in self._states(recurse):
             state.unit.config = change(state.unit.config)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit = self._fsdp_state.unit
         if not unit.params.is_checked_out:
             unit.pull_user_changes()
@@ -340,16 +348,14 @@ class FSDPModule:
         """Return to the state before an iteration that raised an exception.
 
         Gradients of that iteration are dropped. The call is optional: the next iteration does the same.
+        A `GradientReductionHandle` that was not waited for becomes invalid.
 
         Raises:
             StateError: This module is not the root.
         """
-        root_state, unit = self._fsdp_state.root_state, self._fsdp_state.unit
-        if root_state is None:
-            return
-        if root_state.root is not unit:
-            raise StateError("reset_iter_state must be called on the root FSDP module", where=unit.name)
-        root_state.reset_after_error()
+        root_state = self._get_own_root_state("reset_iter_state")
+        if root_state is not None:
+            root_state.reset_after_error()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether the module reshards its parameters after forward, also as the root.
@@ -450,6 +456,54 @@ class FSDPModule:
             is_last_backward: Whether the next backward is the last.
         """
         self._fsdp_state.set_is_last_backward(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether `finalize_backward` ends an iteration, not the last backward.
+
+        It then replaces `set_is_last_backward`. Without that call, gradients may stay unreduced.
+
+        Args:
+            enabled: Whether `finalize_backward` ends an iteration.
+
+        Raises:
+            StateError: This module is not the root, or a backward of the iteration has begun in the other mode.
+        """
+        self._get_own_root_state("set_manual_backward_finalization")
+        self._fsdp_state.set_manual_backward_finalization(enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that wait, reshard, and end the iteration. Collective.
+
+        Call it after the backwards of an iteration if `set_manual_backward_finalization` is on. Gradients wait for it
+        if synchronization was off in their backward and is on now, or if no input of the module requires gradients.
+        Before the first forward it does nothing.
+
+        Args:
+            async_op: Return without waiting for the reductions. The gradients may be used, and a forward may run, only
+                after `wait()` of the handle.
+
+        Returns:
+            A handle that waits for the reductions; None if the gradients are ready.
+
+        Raises:
+            StateError: This module is not the root, manual finalization is off, a backward is running or failed,
+                another handle was not waited for, or the all-reduce over replicas is off.
+        """
+        root_state = self._get_own_root_state("finalize_backward")
+        handle = root_state.finalize_backward() if root_state is not None else GradientReductionHandle()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of summed gradients, which replaces the number of ranks.

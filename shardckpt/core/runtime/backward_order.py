@@ -76,6 +76,7 @@ class BackwardOrder(Generic[Unit]):
 
     def __init__(self, calls: Sequence[ForwardCall[Unit]]) -> None:
         self.forward_ids: set[int] = set()  # forwards that this backward has reached
+        self.is_finishing = False  # whether autograd has called all its hooks
         self._calls = tuple(calls)
         self._positions = {call: position for position, call in enumerate(self._calls)}
         self._cursor = len(self._calls)  # calls at this position and after it have been reached or skipped
@@ -102,7 +103,8 @@ class BackwardOrder(Generic[Unit]):
             yield from self._close_after(call.finished_before - 1, before=position)
 
     def finish(self) -> Steps[Unit]:
-        """Finish all calls of the forwards that were reached."""
+        """Finish all calls of the forwards that were reached; autograd calls no more hooks."""
+        self.is_finishing = True
         if self.forward_ids:
             yield from self._skip_after(0)
             yield from self._close_after(-1)

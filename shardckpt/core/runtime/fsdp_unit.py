@@ -578,13 +578,12 @@ class FSDPUnit:
                 self.unshard(full_precision=self.full_precision)
         return True
 
-    def post_backward(self, forward_ids: Set[int] | None = None) -> None:
+    def post_backward(self, forward_ids: Set[int] | None, *, is_unsynced: bool) -> None:
         """Reshard after the gradients of the given forwards, or of all, are complete."""
         done = {RECOMPUTED, *forward_ids} if forward_ids is not None else set(self.pending_forward_ids)
         self.pending_forward_ids -= done
         self.params.rearm_watches()
         self.phase = Phase.POST_BACKWARD
-        is_unsynced = not self.config.sync_gradients
         self._has_unsynced_grads |= is_unsynced
         if not _stays_after_backward(self.config, is_unsynced=is_unsynced):
             self.reshard()

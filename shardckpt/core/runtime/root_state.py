@@ -12,7 +12,7 @@ import torch
 from shardckpt.core.api import BackwardPrefetch
 from shardckpt.core.comm import rank_checks
 from shardckpt.core.comm.streams import RateLimiter
-from shardckpt.core.errors import DoubleBackwardError, TransformError
+from shardckpt.core.errors import DoubleBackwardError, StateError, TransformError
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward, profile_range
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
@@ -68,6 +68,197 @@ class Prefetcher:
                 following.prefetch_unshard()
 
 
+class GradientReductionHandle:
+    """Handle of an asynchronous `finalize_backward`.
+
+    Args:
+        finish: Function that waits for the reductions and ends the iteration; None if there is nothing to wait for.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+        self._is_invalid = False
+
+    def wait(self) -> None:
+        """Wait until the parameters have their gradients; a second call does nothing.
+
+        Raises:
+            StateError: The iteration was reset, so its gradients are lost.
+        """
+        if self._is_invalid:
+            raise StateError(
+                "the handle of this gradient reduction was invalidated by a reset, which dropped the gradients",
+                fix="Run the iteration again.",
+            )
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def invalidate(self) -> None:
+        """Let `wait` raise from now on."""
+        self._is_invalid = True
+
+
+class UnitReductions:
+    """Reductions of the units below one root, and who ends an iteration: a backward, or the user.
+
+    | mode | a unit that backward leaves by its hook | a unit without such a hook | who waits for reductions |
+    |---|---|---|---|
+    | automatic | is reduced then | is reduced at the end of the backward | the backward, if it is the last one |
+    | manual | is reduced then | waits for `finalize` | the handle of `finalize` |
+
+    In both modes the gradients of a unit that does not synchronize wait: for its next reduction, or for `finalize`.
+
+    Attributes:
+        pending_handle: Handle of a `finalize` that was not waited for; None without one.
+
+    Args:
+        units: Units of the root, outer ones first.
+        order: Comparison of the order on all ranks; None outside of debug mode.
+    """
+
+    def __init__(self, units: Sequence[FSDPUnit], order: rank_checks.OrderCheck | None) -> None:
+        self._units = tuple(units)
+        self._order = order
+        self._running: list[FSDPUnit] = []  # oldest first
+        self._unreduced: set[FSDPUnit] = set()  # their gradients wait for another reduction
+        self._is_last_backward = True
+        self._is_manual = False
+        self._mode_in_use: bool | None = None  # `_is_manual` of an iteration whose backward has begun
+        self.pending_handle: GradientReductionHandle | None = None
+
+    # ---------------------------------------------------------------------------------------------------- settings
+
+    @property
+    def is_manual(self) -> bool:
+        """Return True if the user ends the iteration by `finalize`."""
+        return self._is_manual if self._mode_in_use is None else self._mode_in_use
+
+    def set_manual(self, is_manual: bool) -> None:
+        """Set whether the user ends iterations.
+
+        Args:
+            is_manual: Whether the user does; if not, each last backward does.
+
+        Raises:
+            StateError: The mode would change during an iteration whose backward has begun.
+        """
+        if is_manual != self._is_manual and autograd_hooks.in_backward():
+            raise StateError("set_manual_backward_finalization cannot change mode during backward")
+        if self._mode_in_use not in (None, is_manual):
+            raise StateError(
+                "set_manual_backward_finalization cannot change mode after backward starts",
+                fix="Set it before the first backward, or after finalize_backward or reset_iter_state.",
+            )
+        self._is_manual = is_manual
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether a backward waits for its last reductions, or the next one does."""
+        self._is_last_backward = is_last_backward
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    def begin_backward(self) -> None:
+        """Record the mode of the iteration."""
+        self._mode_in_use = self.is_manual
+
+    def start(self, unit: FSDPUnit) -> None:
+        """Start the reduction of a unit; older ones may be waited for, to free buffers. Collective."""
+        if self._order is not None:
+            self._order.check_unit(self._units.index(unit), "reduce")
+        with unit.profile_range("post_backward_reduce"):
+            unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
+        (self._unreduced.discard if _is_complete(unit) else self._unreduced.add)(unit)
+        self._running = [*(other for other in self._running if other is not unit), unit]
+        buffers = unit.config.reduce_scatter_max_input_buffers
+        # Without streams the backend has a copy of the buffer until the reduction is over
+        self._finish(buffers if unit.params.is_async else buffers - 1)
+
+    def defer(self, unit: FSDPUnit) -> None:
+        """Record that the gradients of a unit wait for its next reduction."""
+        self._unreduced.add(unit)
+
+    def finish_completed(self) -> None:
+        """Finish reductions that are over, which frees their buffers early."""
+        while self._running and self._running[0].params.is_reduced:
+            self._finish(len(self._running) - 1)
+
+    def _finish(self, left: int) -> None:
+        """Finish the oldest reductions to free their buffers, until `left` remain."""
+        while len(self._running) > left:
+            unit = self._running.pop(0)
+            with unit.profile_range("post_backward_rs_wait"):
+                unit.params.finish_reduction(unit.config)
+
+    def end_backward(self) -> None:
+        """End a backward; the last one of an automatic iteration waits for all reductions."""
+        if self._is_last_backward and not self.is_manual:
+            self._finish(0)
+            self._mode_in_use = None
+        for unit in self._units:
+            unit.params.finish_gradients()
+
+    def reset_after_error(self) -> None:
+        """Forget the reductions of a failed iteration."""
+        self._running, self._unreduced = [], set()
+        self._mode_in_use = None
+        if self.pending_handle is not None:
+            self.pending_handle.invalidate()
+            self.pending_handle = None
+
+    # ------------------------------------------------------------------------------------------ by a call of the user
+
+    def check_finalized(self) -> None:
+        """Check that no `finalize` is pending.
+
+        Raises:
+            StateError: Its handle was not waited for.
+        """
+        if self.pending_handle is not None:
+            raise StateError(
+                "the previous gradient reduction must be waited on before a forward or another finalize_backward",
+                where=self._units[0].name,
+                fix="Call wait() of the handle of finalize_backward, or reset_iter_state.",
+            )
+
+    def finalize(self) -> GradientReductionHandle:
+        """Start the reductions of all gradients that wait for one. Collective.
+
+        Returns:
+            A handle that waits for all reductions and ends the iteration.
+
+        Raises:
+            StateError: The mode is automatic, a handle is pending, or replicas of a unit do not all-reduce.
+        """
+        self.check_finalized()
+        if not self.is_manual:
+            raise StateError(
+                "finalize_backward requires manual backward finalization",
+                where=self._units[0].name,
+                fix="Call set_manual_backward_finalization(True) before forward.",
+            )
+        ready = [unit for unit in reversed(self._units) if unit in self._unreduced and unit.config.sync_gradients]
+        partial = [unit.name for unit in ready if not _is_complete(unit)]
+        if partial:
+            raise StateError(
+                "finalize_backward requires an all-reduce over replicas",
+                found=partial,
+                fix="Call set_requires_all_reduce(True) before it.",
+            )
+        self.pending_handle = GradientReductionHandle(self._end_iteration)
+        with torch.no_grad(), profile_range("finalize_backward"):
+            for unit in ready:
+                self.start(unit)
+        return self.pending_handle
+
+    def _end_iteration(self) -> None:
+        with torch.no_grad():
+            self._finish(0)
+            for unit in self._units:
+                unit.params.finish_gradients()
+        self.pending_handle = self._mode_in_use = None
+
+
 class RootState:
     """Units below one root: their hooks, their order, and the running iteration.
 
@@ -82,20 +273,15 @@ class RootState:
         self.limiter = RateLimiter()
         self.shard_writes = ShardWrites(self.units)
         self.owners = BufferOwners()
-        self._is_last_backward = True
         self._forward_id = self._forward_depth = 0
         self._prefetcher = Prefetcher()
         self._calls: list[ForwardCall[FSDPUnit]] = []  # calls that require gradients, as they finished
         self._order: BackwardOrder[FSDPUnit] | None = None  # while a backward runs
-        self._reducing_units: list[FSDPUnit] = []
         self._has_kept_params = False
         for name, unit in units:
             unit.attach(self, name)
         self._rank_checks = _build_rank_checks(root, self.units) if rank_checks.is_debug_mode() else None
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether a backward waits for its last reductions, or the next one does."""
-        self._is_last_backward = is_last_backward
+        self.reductions = UnitReductions(self.units, self._rank_checks.order if self._rank_checks is not None else None)
 
     def begin_all_gather(self, unit: FSDPUnit) -> None:
         """Prepare the all-gathers of a unit: order them, and limit how far they run ahead."""
@@ -119,7 +305,12 @@ class RootState:
             function: Forward of the module, or another method.
             args: Positional arguments of the function.
             kwargs: Keyword arguments of the function.
+
+        Raises:
+            StateError: The handle of `finalize_backward` was not waited for; nothing is lost.
         """
+        if self.reductions.pending_handle is not None:
+            self.reductions.check_finalized()
         try:
             call, saved_tensor_hooks, args, kwargs = self.pre_forward(unit, args, kwargs)
             with saved_tensor_hooks:
@@ -249,10 +440,10 @@ class RootState:
             The order of the running backward.
         """
         if self._order is not None:
-            while self._reducing_units and self._reducing_units[0].params.is_reduced:  # frees their buffers early
-                self._finish_reductions(len(self._reducing_units) - 1)
+            self.reductions.finish_completed()
             return self._order
         self._order = BackwardOrder(self._calls)
+        self.reductions.begin_backward()
         if self._rank_checks is not None:
             self._rank_checks.order.backward_begins()
         autograd_hooks.queue_backward_callback(partial(self._finalize_backward, self._order))
@@ -294,27 +485,14 @@ class RootState:
                 self.post_backward(call)
 
     def _reduce(self, unit: FSDPUnit, order: BackwardOrder[FSDPUnit], forward_ids: set[int] | None = None) -> None:
-        """Reshard a unit and start its reduction if gradient sync is enabled. Collective."""
+        """Reshard a unit; start its reduction, or keep its gradients for a later one. Collective."""
+        is_deferred = order.is_finishing and self.reductions.is_manual
+        reduces = unit.config.sync_gradients and not is_deferred
         with unit.profile_range("post_backward_reshard"):
-            unit.post_backward(forward_ids)
+            unit.post_backward(forward_ids, is_unsynced=not reduces)
         self._prefetcher.prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST, order)
-        if not (unit.config.sync_gradients and unit.params.requires_grad):
-            return
-        if self._rank_checks is not None:
-            self._rank_checks.order.check_unit(self.units.index(unit), "reduce")
-        with unit.profile_range("post_backward_reduce"):
-            unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
-        self._reducing_units = [*(other for other in self._reducing_units if other is not unit), unit]
-        buffers = unit.config.reduce_scatter_max_input_buffers
-        # Without streams the backend has a copy of the buffer until the reduction is over
-        self._finish_reductions(buffers if unit.params.is_async else buffers - 1)
-
-    def _finish_reductions(self, left: int) -> None:
-        """Finish the oldest reductions to free their buffers, until `left` remain."""
-        while len(self._reducing_units) > left:
-            unit = self._reducing_units.pop(0)
-            with unit.profile_range("post_backward_rs_wait"):
-                unit.params.finish_reduction(unit.config)
+        if unit.params.requires_grad:
+            (self.reductions.start if reduces else self.reductions.defer)(unit)
 
     def _finalize_backward(self, order: BackwardOrder[FSDPUnit]) -> None:
         """End a backward: reduce remaining gradients in the order of units; reshard all."""
@@ -328,16 +506,33 @@ class RootState:
             for unit in reversed(self.units):
                 if not unit.pending_forward_ids.isdisjoint({RECOMPUTED, *order.forward_ids}):
                     self._reduce(unit, order, order.forward_ids)
-            if self._is_last_backward:
-                self._finish_reductions(0)
-            for unit in self.units:
-                unit.params.finish_gradients()
+            self.reductions.end_backward()
             for unit in self.units:
                 unit.finalize_backward()
             if self._rank_checks is not None:
                 self._rank_checks.order.backward_ends()
             self._order = None
             self._has_kept_params &= any(unit.pending_forward_ids for unit in self.units)
+
+    def finalize_backward(self) -> GradientReductionHandle:
+        """Reduce the gradients that wait, and reshard all units (manual finalization). Collective.
+
+        Returns:
+            A handle that waits for all reductions and ends the iteration.
+
+        Raises:
+            StateError: A backward is running or failed, or as for `UnitReductions.finalize`.
+        """
+        if self._order is not None:
+            raise StateError(
+                "finalize_backward must be called after backward completes",
+                where=self.root.name,
+                fix="After a backward that failed, call reset_iter_state.",
+            )
+        handle = self.reductions.finalize()
+        for unit in self.units:
+            unit.finalize_backward()
+        return handle
 
     # ------------------------------------------------------------------------------------------------ recovery
 
@@ -352,8 +547,14 @@ class RootState:
         if self._rank_checks is not None:
             self._rank_checks.order.forget()
         self._prefetcher.forget()
-        self._reducing_units, self._calls = [], []
+        self._calls = []
+        self.reductions.reset_after_error()
         run_all(unit.reset_after_error for unit in self.units)
+
+
+def _is_complete(unit: FSDPUnit) -> bool:
+    """Return True if a reduction of a unit sums over all ranks, replicas included."""
+    return unit.config.all_reduce or all(bucket.group.replicas == 1 for bucket in unit.buckets)
 
 
 def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks.RankComparison:

@@ -133,6 +133,11 @@ def assert_averaged_gradients(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(full(one.grad), other.grad)
 
 
+needs_manual_finalization = pytest.mark.skipif(
+    not hasattr(FSDPModule, "finalize_backward"), reason="torch has it from 2.15 on"
+)
+
+
 @contextlib.contextmanager
 def refused(kind: type[BaseException], words: str) -> Any:
     with pytest.raises(kind, match=words):
@@ -323,8 +328,8 @@ def test_training_has_the_same_bits_as_torchs(world: int) -> None:
         ({"reshard_after_forward": False}, {"reshard_after_forward": False}),
         ({"mp_policy": half}, {"mp_policy": theirs}),
         (
-            {"mp_policy": Policy(torch.bfloat16)},
-            {"mp_policy": torch_fsdp.MixedPrecisionPolicy(torch.bfloat16)},
+            {"mp_policy": Policy(torch.bfloat16)},  # without a reduce_dtype torch 2.15 averages in the stored dtype
+            {"mp_policy": torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
         ),
     ]
 
@@ -827,6 +832,180 @@ def test_microbatches_may_say_which_backward_is_the_last() -> None:
         assert_averaged_gradients(model, plain)
 
     harness.run(2, body)
+
+
+def finalized(model: Any, rank: int, *, async_op: bool = False, held: int = 0) -> list[torch.Tensor]:
+    """Full gradients of `held` backwards without synchronization and one with it, then `finalize_backward`."""
+    model.zero_grad()
+    for step in range(held + 1):
+        model.set_requires_gradient_sync(not held)
+        model(batch(step, rank)).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=async_op)
+    if handle is not None:
+        handle.wait()
+    return [full(p.grad) for p in model.parameters()]
+
+
+@needs_manual_finalization
+@pytest.mark.parametrize("held", [0, 2])
+def test_gradients_of_manual_finalization_have_the_same_bits(held: int) -> None:
+    def body(rank: int, world: int) -> None:
+        for settings in ({}, {"reshard_after_forward": False}):
+            automatic, model = tower(**settings), tower(**settings)
+            for step in range(held + 1):
+                automatic.set_requires_gradient_sync(step == held)
+                automatic(batch(step, rank)).square().mean().backward()
+            expected = [full(p.grad) for p in automatic.parameters()]
+            model.set_manual_backward_finalization(True)
+            for async_op in (False, True):
+                found = finalized(model, rank, async_op=async_op, held=held)
+                assert all(map(torch.equal, found, expected))
+                assert all(isinstance(p, DTensor) for p in model.parameters())
+
+    harness.run(2, body)
+
+
+@pytest.mark.skipif(TORCH, reason="compares ours with torch's")
+@pytest.mark.skipif(not hasattr(torch_fsdp.FSDPModule, "finalize_backward"), reason="torch has it from 2.15 on")
+def test_manual_finalization_has_the_same_bits_as_torchs() -> None:
+    def body(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        theirs: Any = Tower()
+        for block in theirs.blocks:
+            torch_fsdp.fully_shard(block, mesh=line())
+        torch_fsdp.fully_shard(theirs, mesh=line())
+        ours = tower()
+        for model in (ours, theirs):
+            model.set_manual_backward_finalization(True)
+        for held in (0, 2):
+            assert all(map(torch.equal, finalized(ours, rank, held=held), finalized(theirs, rank, held=held)))
+
+    harness.run(2, body)
+
+
+@needs_manual_finalization
+def test_a_unit_whose_inputs_have_no_gradient_is_reduced_by_finalize_backward() -> None:
+    def body(rank: int, world: int) -> None:
+        plain, model = twins()
+        model.set_manual_backward_finalization(True)
+        model.set_is_last_backward(True)  # manual finalization replaces it
+        for step in range(2):
+            with harness.recorded() as calls:
+                model(batch(step, rank)).square().mean().backward()
+            assert harness.count(calls, "reduce_scatter") == 3  # of the blocks
+            plain(batch(step, rank)).square().mean().backward()
+        with harness.recorded() as calls:
+            handle = model.finalize_backward(async_op=True)
+            handle.wait()
+            handle.wait()
+            model.finalize_backward()  # nothing is left to reduce
+        assert harness.count(calls, "reduce_scatter") == 1
+        assert_averaged_gradients(model, plain)
+
+    harness.run(2, body)
+
+
+@needs_manual_finalization
+def test_finalize_backward_reshards_and_leaves_unsynchronized_gradients() -> None:
+    def body(rank: int, world: int) -> None:
+        plain, model = twins()
+        assert model.finalize_backward() is None  # before the first forward
+        model.finalize_backward(async_op=True).wait()
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        model(batch(0, rank)).square().mean().backward()
+        plain(batch(0, rank)).square().mean().backward()
+        assert not isinstance(model.head.weight, DTensor)
+        model.set_reshard_after_backward(True)
+        model.finalize_backward()
+        assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+        assert_averaged_gradients(model, plain)
+
+    harness.run(2, body)
+
+
+@needs_manual_finalization
+def test_manual_finalization_is_refused_where_it_would_lose_gradients() -> None:
+    def body(rank: int, world: int) -> None:
+        plain, model = twins()
+        other = tower()
+        other.blocks[0].set_manual_backward_finalization(True)
+        with refused(RuntimeError, "must be called on the root"):
+            other(batch(0, rank))
+        output = model(batch(0, rank))
+        for call in (lambda: model.blocks[0].set_manual_backward_finalization(True), model.blocks[0].finalize_backward):
+            with refused(RuntimeError, "must be called on the root"):
+                call()
+        with refused(RuntimeError, "requires manual backward finalization"):
+            model.finalize_backward()
+        model.set_manual_backward_finalization(True)
+
+        def within(_: torch.Tensor) -> None:
+            with refused(RuntimeError, "cannot change mode during backward"):
+                model.set_manual_backward_finalization(False)
+            with refused(RuntimeError, "after backward completes"):
+                model.finalize_backward()
+
+        output.register_hook(within)
+        output.square().mean().backward()
+        with refused(RuntimeError, "after backward starts"):
+            model.set_manual_backward_finalization(False)
+        handle = model.finalize_backward(async_op=True)
+        for again in (model.finalize_backward, lambda: model(batch(1, rank))):
+            with refused(RuntimeError, "must be waited on before"):
+                again()
+        with refused(RuntimeError, "after backward starts"):
+            model.set_manual_backward_finalization(False)
+        handle.wait()
+        plain(batch(0, rank)).square().mean().backward()
+        assert_averaged_gradients(model, plain)
+        model.set_manual_backward_finalization(False)
+        model(batch(1, rank)).square().mean().backward()
+
+    harness.run(2, body)
+
+
+@needs_manual_finalization
+def test_a_reset_invalidates_the_handle_of_finalize_backward() -> None:
+    def body(rank: int, world: int) -> None:
+        automatic, model = tower(), tower()
+        automatic(batch(0, rank)).square().mean().backward()
+        expected = [full(p.grad) for p in automatic.parameters()]
+        model.set_manual_backward_finalization(True)
+        model(batch(1, rank)).square().mean().backward()
+        handle = model.finalize_backward(async_op=True)
+        model.reset_iter_state()
+        for _ in range(2):
+            with refused(RuntimeError, "invalidated"):
+                handle.wait()
+        assert all(map(torch.equal, finalized(model, rank), expected))
+
+    harness.run(2, body)
+
+
+@torch_is_wrong("it refuses gradients that replicas have not summed, also after all-reduces are on again")
+@needs_manual_finalization
+def test_finalize_backward_sums_over_replicas_once_that_is_required() -> None:
+    def body(rank: int, world: int) -> None:
+        plain = twins()[0]
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = tower(mesh=mesh)
+        model.set_manual_backward_finalization(True)
+        model.set_requires_all_reduce(False)
+        for step in range(2):
+            model(batch(step, rank)).square().mean().backward()
+            plain(batch(step, rank)).square().mean().backward()
+        with refused(RuntimeError, r"requires an all-reduce.*set_requires_all_reduce\(True\)"):
+            model.finalize_backward()
+        model.set_requires_all_reduce(True)
+        model.finalize_backward()
+        assert_averaged_gradients(model, plain)
+
+    harness.run(4, body)
 
 
 def test_forwards_of_several_microbatches_may_come_before_their_backwards() -> None:
