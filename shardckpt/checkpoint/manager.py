@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, SupportsFloat
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from shardckpt.checkpoint.load.load import EARLIER_PARAMS, LoadParams, load
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.claims import DurabilityClaims
 from shardckpt.checkpoint.run.restore_attempts import open_attempts
-from shardckpt.checkpoint.run.save_schedule import SaveSchedule
+from shardckpt.checkpoint.run.save_schedule import SaveSchedule, require_signals
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import restore_step
 from shardckpt.checkpoint.run.step_retention import StepRetention
@@ -322,8 +322,7 @@ class Checkpointer:
         """
         return self._schedule.should_save(step, get_channels(self._group).main)
 
-    @contextmanager
-    def save_on_signal(self, *numbers: int) -> Iterator[None]:
+    def save_on_signal(self, *numbers: int) -> AbstractContextManager[None]:
         """Make a signal request a last save, instead of ending the process.
 
         The next `should_save` reports the signal to all ranks, whichever received it: it returns True, and
@@ -333,10 +332,10 @@ class Checkpointer:
             numbers: Signal numbers; SIGTERM by default.
 
         Raises:
-            UsageError: The call is not in the main thread, which alone receives signals.
+            UsageError: An argument is not the number of a signal; or the block begins outside of the main thread, which
+                alone receives signals.
         """
-        with self._schedule.watch(numbers or (signal.SIGTERM,)):
-            yield
+        return self._schedule.watch(require_signals(numbers) or (signal.SIGTERM,))
 
 
 def _find_best(

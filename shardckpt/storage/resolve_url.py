@@ -37,6 +37,19 @@ def as_url(path: object) -> str:
     return path
 
 
+def as_place(path: object) -> str:
+    """Return a path argument as text that names a place.
+
+    Raises:
+        UsageError: The argument is neither a string nor a path, is empty or contains a NUL character.
+    """
+    url = as_url(path)
+    if not url or "\0" in url:
+        what = "must not contain a NUL character" if url else "must not be empty"
+        raise UsageError(f"the path {what}", where=repr(url), fix="Name a file, a folder or a URL.")
+    return url
+
+
 _TEXT = "Name a file, a folder or a URL as text; a state goes before it."
 
 
@@ -48,9 +61,7 @@ def local_path(url: str) -> str | None:
     Raises:
         UsageError: The URL is empty or contains a NUL character.
     """
-    if not url or "\0" in url:
-        what = "must not contain a NUL character" if url else "must not be empty"
-        raise UsageError(f"the path {what}", where=repr(url), fix="Name a file, a folder or a URL.")
+    url = as_place(url)
     if url.startswith(("file://", "local://")):
         return url.partition("://")[2] or "/"
     return None if _PROTOCOL.match(url) else os.path.expanduser(url)

@@ -155,9 +155,9 @@ class TestSaveAndRestore:
             shardckpt.save(state(), ck.root, overwrite=True)
         assert ck.steps() == (1, 2)
 
-    @pytest.mark.parametrize("root", ["memory://", "s3://", "s3:///", 5, None], ids=repr)
+    @pytest.mark.parametrize("root", ["memory://", "s3://", "s3:///", 5, None, "", "a\0b"], ids=repr)
     def test_a_root_that_is_no_place_is_refused(self, root):
-        with pytest.raises(UsageError, match=r"names no place|must be a path or a URL"):
+        with pytest.raises(UsageError, match=r"names no place|must be a path|must not be empty|a NUL character"):
             Checkpointer(root)
 
     @pytest.mark.parametrize(
@@ -799,6 +799,30 @@ def test_one_clock_that_is_ten_years_ahead_removes_nothing(tmp_path, monkeypatch
     assert saved(ck, 5).steps() == (1, 2, 3, 4, 5)
 
 
+class TestStatesThatAreNone:
+    """A step of nothing would be the newest complete one, and push a good one out."""
+
+    @pytest.mark.parametrize("wrong", [None, 3, True, "model", b"model"], ids=repr)
+    @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
+    def test_a_plain_value_is_refused_and_the_good_step_stays(self, wrong, is_async, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        with pytest.raises(UsageError, match="the state must hold objects to save"):
+            (ck.async_save if is_async else ck.save)(2, wrong)
+        assert restored(ck) == (1, 1)
+
+    def test_one_rank_without_a_state_fails_the_save_on_all(self, tmp_path):
+        def body(rank: int, world: int) -> str:
+            try:
+                shardckpt.save(None if rank else state(), tmp_path / "step")
+            except shardckpt.ShardckptError as error:
+                return str(error)
+            return ""
+
+        found = run(2, body)
+        assert all("the state must hold objects to save" in text for text in found)
+        assert not (tmp_path / "step" / "COMMIT").exists()
+
+
 class TestGoingBack:
     """What a restored run saves is newer than what lay there when it was restored, whatever the numbers."""
 
@@ -904,6 +928,11 @@ class TestWhenToSave:
             saved(ck, 1)
             assert ck.stop_requested
             assert not ck.should_save(2)
+
+    @pytest.mark.parametrize("number", ["TERM", None, 0, True, 15.0], ids=repr)
+    def test_a_signal_is_a_number_when_the_block_is_made(self, number, tmp_path):
+        with pytest.raises(UsageError, match=rf"must be a signal's number.*found {number!r}.*signal\.SIGTERM"):
+            Checkpointer(tmp_path).save_on_signal(number)
 
     def test_signals_are_for_the_main_thread(self, tmp_path):
         raised: list[Exception] = []

@@ -354,6 +354,9 @@ def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
         training.accelerator.save_state("/proc/none/a")
     with pytest.raises(shardckpt.UsageError, match="must be a path or a URL; found 3"):
         training.accelerator.save_state(3)
+    for call in (training.accelerator.save_state, training.accelerator.load_state):
+        with pytest.raises(shardckpt.UsageError, match="the path must not be empty"):
+            call("")
     os.environ["HOME"] = str(folder)
     os.chdir(folder)
     for training.average.values in (torch.ones(2), torch.zeros(2)):

@@ -491,6 +491,12 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ShardckptModelCheckpoint(tmp_path, background="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="keep_last"):
         ShardckptModelCheckpoint(tmp_path, keep_last=3)
+    for root, words in (("", "must not be empty"), (None, "must be a path or a URL"), (3, "must be a path or a URL")):
+        with pytest.raises(shardckpt.UsageError, match=words):
+            ShardckptModelCheckpoint(root)
+    for options in (3, "checksums", ["checksums"]):
+        with pytest.raises(shardckpt.UsageError, match=r"ShardckptModelCheckpoint\.options must be a dict"):
+            ShardckptModelCheckpoint(tmp_path, options=options)
     for background, options in ((True, {"chekcsums": True}), (False, {"max_staging_bytes": "1GB"})):
         with pytest.raises(TypeError, match=rf"unexpected keyword argument '{next(iter(options))}'"):
             ShardckptModelCheckpoint(tmp_path, background=background, options=options)

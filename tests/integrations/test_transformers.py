@@ -33,6 +33,13 @@ def test_background_is_true_or_false(tmp_path: Path) -> None:
         trainers.ShardckptCallback(tmp_path, background="yes")
 
 
+def test_an_empty_root_is_refused() -> None:
+    import trainers
+
+    with pytest.raises(UsageError, match="the path must not be empty"):
+        trainers.ShardckptCallback("")
+
+
 @pytest.mark.parametrize(("background", "typo"), [(False, "max_staging_bytes"), (False, "chekcsums"), (True, "metric")])
 def test_an_unknown_option_is_refused_before_the_training(background: bool, typo: str, tmp_path: Path) -> None:
     import trainers

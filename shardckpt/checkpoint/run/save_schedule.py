@@ -126,6 +126,23 @@ class SaveSchedule:
         self.has_signal = True
 
 
+def require_signals(numbers: Sequence[object]) -> tuple[int, ...]:
+    """Return numbers of signals.
+
+    Args:
+        numbers: Numbers, or members of `signal.Signals`.
+
+    Raises:
+        UsageError: One is not the number of a signal.
+    """
+    known = signal.valid_signals()
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number not in known:
+            fix = "Pass members of the module signal, such as signal.SIGTERM."
+            raise UsageError("each argument must be a signal's number", found=repr(number), fix=fix)
+    return tuple(number for number in numbers if isinstance(number, int))
+
+
 def _set_handler(number: int, handler: Callable[[int, FrameType | None], None]) -> Any:
     try:
         return signal.signal(number, handler)

@@ -32,7 +32,7 @@ from shardckpt.format.native.run_directory import (
 )
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.storage.publication import target_exists_error
-from shardckpt.storage.resolve_url import as_url, local_path, open_store
+from shardckpt.storage.resolve_url import as_place, local_path, open_store
 from shardckpt.storage.store import Store
 
 SHOWN = 5
@@ -119,9 +119,7 @@ class StepFinder:
     """
 
     def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
-        self.root = as_url(root).rstrip("/") or "/"
-        if self.root.endswith(":") and as_url(root).startswith(f"{self.root}//"):
-            raise UsageError("this URL names no place", where=as_url(root), fix="Name a bucket, or a folder in it.")
+        self.root = parse_root(root)
         self.group = group
         self.tier = ROOT
         self.damaged: set[str] = set()
@@ -328,6 +326,22 @@ class StepFinder:
         fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."
         shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])
         return NoCompleteCheckpoint(what, where=self.root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
+
+
+def parse_root(root: object) -> str:
+    """Return the folder of a run as text, without a slash at the end.
+
+    Args:
+        root: Argument of the user: a path, or a URL that fsspec supports.
+
+    Raises:
+        UsageError: It is neither text nor a path, is empty, or a URL that names no place.
+    """
+    place = as_place(root)
+    folder = place.rstrip("/") or "/"
+    if folder.endswith(":") and place.startswith(f"{folder}//"):
+        raise UsageError("this URL names no place", where=place, fix="Name a bucket, or a folder in it.")
+    return folder
 
 
 def find_next_branch(restored: tuple[int, int], newest: tuple[int, int]) -> int:

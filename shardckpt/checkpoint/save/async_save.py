@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -55,20 +55,23 @@ class StepSaveParams(AsyncSaveParams, total=False):
     metrics: Mapping[str, SupportsFloat] | None
 
 
-def require_known_options(function: str, names: Iterable[str], *, background: bool, has_metrics: bool = False) -> None:
+def require_known_options(function: str, options: object, *, background: bool, has_metrics: bool = False) -> None:
     """Require options of `async_save`, or of `save`, long before they are used.
 
     Args:
         function: Name of the function that was called, for the message.
-        names: Names of the options.
+        options: The options by name.
         background: Whether they are for `async_save`.
         has_metrics: Whether they are those of a `Checkpointer`.
 
     Raises:
         TypeError: A name is unknown.
+        UsageError: The options are not a dict.
     """
+    if not isinstance(options, Mapping):
+        raise UsageError(f"{function} must be a dict", found=repr(options), fix="Leave it out for the defaults.")
     known = AsyncSaveParams if background else SaveParams
-    require_keywords(function, names, {*known.__annotations__, *(("metrics",) if has_metrics else ())})
+    require_keywords(function, options, {*known.__annotations__, *(("metrics",) if has_metrics else ())})
 
 
 BUFFERS = BufferPool(make_buffer, is_unpinned)

@@ -86,7 +86,8 @@ def save(
     Raises:
         TargetExistsError: The target exists and `overwrite` is False.
         UnsupportedError: A value in the state cannot be saved; the message contains its dotted path.
-        UsageError: A value differs between ranks; or a frozen parameter differs from the base.
+        UsageError: The state is None or another plain value; a value differs between ranks; or a frozen parameter
+            differs from the base.
         RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed. The written files were removed.
     """

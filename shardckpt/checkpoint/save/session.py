@@ -39,7 +39,7 @@ from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, writ
 from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
-from shardckpt.checkpoint.stateful.stateful import as_root
+from shardckpt.checkpoint.stateful.stateful import as_root, require_state
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.events import FallbackEvent, OnEvent, Recorder, SaveEvent, record_operation
 from shardckpt.format.budget import gc_paused
@@ -614,6 +614,7 @@ class SavePlanner:
         """
         if refusal is not None:
             raise refusal
+        require_state(state)
         root, objects = as_root(state), dict[int, Any]()
         trace = None if self._options.trainable_only else trace_state(root, objects)
         fitting = (cached for cached in self._saver.cached_saves if trace is not None and cached.fits(trace))

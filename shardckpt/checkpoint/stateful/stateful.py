@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt import dtypes
-from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError
+from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, UsageError
 from shardckpt.format.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
@@ -103,6 +103,20 @@ def _fill_in_place(held: Any, saved: Any) -> Any:
 def as_root(state: Any) -> Any:
     """Return a state as a dict if it is another mapping, which is read once."""
     return dict(state) if isinstance(state, Mapping) and not isinstance(state, dict) else state
+
+
+def require_state(state: object) -> None:
+    """Require that a state is more than one plain value.
+
+    Args:
+        state: Argument of a save.
+
+    Raises:
+        UsageError: It is None, a number or text, which no training has as its state.
+    """
+    if state is None or isinstance(state, (bool, int, float, complex, str, bytes)):
+        fix = 'Pass the objects that a resume needs: {"model": model, "optim": optim}.'
+        raise UsageError("the state must hold objects to save", found=repr(state), fix=fix)
 
 
 def is_optimizer(value: object) -> bool:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from shardckpt import SourceNotFoundError, StorageError, TargetExistsError, UsageError
+from shardckpt.checkpoint.run.step_finder import parse_root
 from shardckpt.events.warn_user import warn_user
 from shardckpt.integrations.local_folders import list_names, require_access
 
@@ -53,13 +54,13 @@ def as_text(folder: Folder) -> str:
         folder: Path or URL that the user gives.
 
     Raises:
-        UsageError: The folder is None or of another type.
+        UsageError: The folder is None, empty or of another type, or a URL that names no place.
     """
     if folder is None:
         raise UsageError("no folder is given", fix="Pass one, or set project_dir and automatic_checkpoint_naming.")
     if not isinstance(folder, (str, os.PathLike)):
         raise UsageError("the folder must be a path or a URL", found=repr(folder))
-    text = os.fspath(folder)
+    text = parse_root(folder)
     return text if is_url(text) else os.path.expanduser(text)
 
 

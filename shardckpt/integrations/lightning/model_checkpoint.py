@@ -26,6 +26,7 @@ from shardckpt import (
     ls,
     model_state_dict,
 )
+from shardckpt.checkpoint.run.step_finder import parse_root
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
 from shardckpt.events.warn_user import warn_user
 from shardckpt.integrations.lightning.lightning_state import (
@@ -102,7 +103,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
                 "this version of Lightning is not supported", found=f"a ModelCheckpoint without {', '.join(missing)}"
             )
         super().__init__(
-            os.fspath(root),
+            parse_root(root),
             "step-{step:08d}",
             auto_insert_metric_name=False,
             enable_version_counter=False,
