@@ -339,7 +339,7 @@ def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
         needed_bytes=folder.nbytes,
         last=COMMIT if folder.mark else None,
         prefix=folder.save if COMMIT in transfer.held else "",
-        keep=read_referred_files(transfer.target) | reused if overwrite else reused,
+        find_kept=lambda: read_referred_files(transfer.target) | reused if overwrite else reused,
     ) as publication:
         _copy_files(folder, [name for name in folder.files if name not in reused], publication, meter)
         meter.add(write_commit(folder, publication))

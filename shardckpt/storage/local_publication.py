@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 
@@ -23,7 +22,7 @@ from shardckpt.storage.orphans import (
     sweep,
     take,
 )
-from shardckpt.storage.publication import Publication, folder_exists_error, target_exists_error
+from shardckpt.storage.publication import FindKept, Publication, folder_exists_error, keep_no_file, target_exists_error
 from shardckpt.storage.replaceable import FileKind, Kind, find_replaceable_files, require_file
 from shardckpt.storage.store import Listed, convert_os_errors, storage_error
 
@@ -37,7 +36,8 @@ class LocalPublication(Publication):
         overwrite: Replace one existing checkpoint of this kind.
         needed_bytes: Bytes of the result. The disk must hold both the result and the old content, which is removed
             last.
-        keep: Names of files of the old folder that become part of the new one.
+        find_kept: Returns the files of the old folder that become part of the new one if they exist. Called at the
+            commit, when all new files are in `staging_url`.
 
     Raises:
         UsageError: The path cannot be a target; TargetExistsError if it exists and may not be replaced.
@@ -52,11 +52,11 @@ class LocalPublication(Publication):
         *,
         overwrite: bool,
         needed_bytes: int,
-        keep: Collection[str] = (),
+        find_kept: FindKept = keep_no_file,
     ) -> None:
         self._target = _resolve_target(path)
         self._kind = kind
-        self._keep = tuple(keep)
+        self._find_kept = find_kept
         self._overwrite = overwrite
         self._made: list[str] = []
         self._old = ""
@@ -147,7 +147,8 @@ class LocalPublication(Publication):
 
     def _keep_old(self) -> None:
         """Hard-link the files to keep from the old folder into the new one."""
-        for name in self._keep:
+        kept = self._find_kept()
+        for name in kept:
             old, new = os.path.join(self._target, name), os.path.join(self._partial, name)
             if os.path.isfile(old) and not os.path.lexists(new):
                 try:
@@ -157,7 +158,7 @@ class LocalPublication(Publication):
                         raise
                     with self._store.create(name) as writer:
                         writer.copy_from(LocalStore(self._target), name, 0, os.path.getsize(old))
-        if self._keep:
+        if kept:
             sync_folder(self._partial)
 
     def _place_folder(self) -> None:

@@ -130,14 +130,22 @@ def is_at(fd: int, path: str) -> bool:
 
 def find_orphans(target: str, kind: str) -> list[str]:
     """Return the unlocked orphans of a kind beside `target`, oldest first."""
+    return sorted((path for path in _list_siblings(target, kind) if _is_free(path)), key=_changed)
+
+
+def _list_siblings(target: str, kind: str) -> list[str]:
     folder, name = os.path.split(target)
     pattern = re.compile(rf"\.{re.escape(name)}\.{kind}-{_IDS[kind]}")
     try:
         with os.scandir(folder) as entries:
-            paths = [entry.path for entry in entries if pattern.fullmatch(entry.name)]
+            return [entry.path for entry in entries if pattern.fullmatch(entry.name)]
     except OSError:
         return []
-    return sorted((path for path in paths if _is_free(path)), key=_changed)
+
+
+def list_owned(target: str, kind: str) -> list[str]:
+    """Return the paths of a kind beside `target` that another process may own: they are locked, or have no locks."""
+    return [path for path in _list_siblings(target, kind) if not _is_free(path)]
 
 
 def _is_free(path: str) -> bool:

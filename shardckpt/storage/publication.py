@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 
 from shardckpt.errors import TargetExistsError
 from shardckpt.storage.store import Writer
+
+FindKept = Callable[[], Collection[str]]
+"""Returns the names of files of the old content that stay."""
+
+
+def keep_no_file() -> Collection[str]:
+    """Return no name: all old content is replaced."""
+    return ()
+
 
 _REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
 

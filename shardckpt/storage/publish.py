@@ -6,12 +6,12 @@ One process begins and commits a publication; other processes may join it and ad
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from shardckpt.errors import MissingFileError, StorageError, UsageError
 from shardckpt.storage.local_publication import LocalPublication
-from shardckpt.storage.publication import Publication
+from shardckpt.storage.publication import FindKept, Publication, keep_no_file
 from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder
 from shardckpt.storage.replaceable import FileKind, Kind
 from shardckpt.storage.resolve_url import local_path, open_place
@@ -29,7 +29,7 @@ def publish(
     needed_bytes: int,
     last: str | None = None,
     prefix: str = "",
-    keep: Collection[str] = (),
+    find_kept: FindKept = keep_no_file,
 ) -> Iterator[Publication]:
     """Open a publication: leaving the block commits, an exception rolls back.
 
@@ -44,7 +44,7 @@ def publish(
         needed_bytes: Bytes of the result, to check the free space; 0 if unknown.
         last: Name of the file that makes the result loadable.
         prefix: As for `begin`.
-        keep: Names of files of the old content that become part of the new one if they exist.
+        find_kept: As for `begin`.
 
     Yields:
         The publication in which to create the files of the result.
@@ -56,7 +56,9 @@ def publish(
         NoSpaceError: The disk has too little space for the result; nothing was written.
         StorageError: The storage failed; the target is unchanged.
     """
-    publication = begin(url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, prefix=prefix, keep=keep)
+    publication = begin(
+        url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, prefix=prefix, find_kept=find_kept
+    )
     try:
         yield publication
         publication.commit()
@@ -73,7 +75,7 @@ def begin(
     needed_bytes: int,
     last: str | None = None,
     prefix: str = "",
-    keep: Collection[str] = (),
+    find_kept: FindKept = keep_no_file,
 ) -> Publication:
     """Open a publication; the caller must call its `commit` or `rollback`.
 
@@ -87,14 +89,16 @@ def begin(
         last: Name of the file that makes the result loadable.
         prefix: Prefix of the names of all new files but the last, if no old name has it. Then the old content stays
             until the last file is replaced.
-        keep: Names of files of the old content that become part of the new one if they exist.
+        find_kept: Returns the files of the old content that become part of the new one if they exist. On a disk it is
+            called when all new files are written, before they are in place; on a store without rename when the old
+            `last` is replaced or removed, before any other old file is.
     """
     path = local_path(url)
     if path is not None:
-        return LocalPublication(path, kind, overwrite=overwrite, needed_bytes=needed_bytes, keep=keep)
+        return LocalPublication(path, kind, overwrite=overwrite, needed_bytes=needed_bytes, find_kept=find_kept)
     if isinstance(kind, FileKind):
         return RemoteFile(url, kind, overwrite=overwrite)
-    return RemoteFolder(url, kind, overwrite=overwrite, last=last, prefix=prefix, keep=keep)
+    return RemoteFolder(url, kind, overwrite=overwrite, last=last, prefix=prefix, find_kept=find_kept)
 
 
 class JoinedPublication(Publication):

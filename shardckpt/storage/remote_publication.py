@@ -9,9 +9,9 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, UsageError
+from shardckpt.errors import MissingFileError, ShardckptError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.orphans import is_partial
-from shardckpt.storage.publication import Publication, folder_exists_error, target_exists_error
+from shardckpt.storage.publication import FindKept, Publication, folder_exists_error, keep_no_file, target_exists_error
 from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, find_replaceable_files, require_file
 from shardckpt.storage.resolve_url import kind as kind_at
 from shardckpt.storage.resolve_url import open_remote, split
@@ -122,7 +122,8 @@ class RemoteFolder(Publication):
         last: Name of the file that makes the result loadable.
         prefix: Prefix of the names of all other files, including those of other processes; empty if they may be names
             of old files.
-        keep: Names of old files that stay.
+        find_kept: Returns the old files that stay. Called when the old `last` is replaced or removed; if it raises an
+            error, all stay.
 
     Raises:
         TargetExistsError: The target exists and may not be overwritten.
@@ -137,7 +138,7 @@ class RemoteFolder(Publication):
         overwrite: bool,
         last: str | None,
         prefix: str = "",
-        keep: Collection[str] = (),
+        find_kept: FindKept = keep_no_file,
     ) -> None:
         if kind_at(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
@@ -154,7 +155,7 @@ class RemoteFolder(Publication):
         self._deferred: dict[str, DeferredWriter | BufferedWriter] = {}
         self._written: list[str] = []
         self._prefix = prefix
-        self._keep = frozenset(keep)
+        self._find_kept = find_kept
         self._is_done = self._is_doubtful = False
 
     def create(self, name: str) -> Writer:
@@ -184,9 +185,10 @@ class RemoteFolder(Publication):
         if isinstance(last, BufferedWriter) and len(self._deferred) == 1 and (self._prefix or not self._old):
             self._flip(last)
             return
-        for name in sorted(self._old, key=lambda name: name != self._last):
-            if name not in self._keep:
-                self._store.delete(name)
+        if self._last in self._old:
+            self._store.delete(self._last)
+        for name in self._list_unneeded(set(self._old) - {self._last}):
+            self._store.delete(name)
         for name in sorted(self._deferred, key=lambda name: name == self._last):
             self._written.append(name)
             self._deferred[name].finish()
@@ -202,9 +204,18 @@ class RemoteFolder(Publication):
         gone = self._old if is_new else self._replaced()
         last.finish(is_new=is_new)
         self._is_done = True
-        for name in sorted(set(gone) - set(self._deferred) - self._keep):
+        for name in self._list_unneeded(set(gone) - set(self._deferred)):
             with suppress(StorageError):
                 self._store.delete(name)
+
+    def _list_unneeded(self, names: Collection[str]) -> list[str]:
+        """Return those of the old files that do not stay."""
+        if not names:
+            return []
+        try:
+            return sorted(set(names).difference(self._find_kept()))
+        except ShardckptError:  # unneeded files do no harm, but a needed one cannot be replaced
+            return []
 
     def _replaced(self) -> list[str]:
         """Return the files to remove after `last` is replaced.

@@ -28,6 +28,7 @@ from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
+from shardckpt.storage.remote_publication import RemoteFolder
 from shardckpt.storage.resolve_url import open_store
 
 NAMES = ("a", "b", "c")
@@ -328,6 +329,54 @@ class TestTwoCheckpointers:
 
         assert run(2, body) == [(2,)] * 2
         assert values(folder(tmp_path, 2)) == (0, 2, 0)
+
+
+class TestTheBaseIsOverwritten:
+    """Another process overwrites the base of a save that is under way."""
+
+    @pytest.mark.parametrize("moment", MOMENTS)
+    def test_a_saved_step_has_its_base_or_stands_alone(self, root: str, moment: str, monkeypatch) -> None:
+        ck = Checkpointer(root, dedup=True)
+        ck.save(1, state(0, 1, 0))
+        meddle(monkeypatch, moment, lambda: shardckpt.save(state(7, 7, 7), ck.path(1), overwrite=True))
+        ck.save(2, state(0, 2, 0))
+        assert (values(ck.path(1)), values(ck.path(2))) == ((7, 7, 7), (0, 2, 0))
+
+    def test_so_has_one_that_is_saved_after_the_references_were_listed(self, tmp_path: Path, monkeypatch) -> None:
+        """On a disk the old step still has its name then."""
+        ck = Checkpointer(tmp_path, dedup=True)
+        ck.save(1, state(0, 1, 0))
+        find = session.read_referred_files
+
+        def save_after(url: str) -> frozenset[str]:
+            monkeypatch.setattr(session, "read_referred_files", find)
+            found = find(url)
+            Checkpointer(tmp_path, dedup=True).save(2, state(0, 2, 0))
+            return found
+
+        monkeypatch.setattr(session, "read_referred_files", save_after)
+        shardckpt.save(state(7, 7, 7), ck.path(1), overwrite=True)
+        assert (values(ck.path(1)), values(ck.path(2))) == ((7, 7, 7), (0, 2, 0))
+
+    def test_so_has_one_on_a_store_before_the_old_files_are_removed(self, monkeypatch) -> None:
+        """On a store without rename the old manifest is still there when the references were listed."""
+        Bucket.reset()
+        ck = Checkpointer("bucket://b/run", dedup=True)
+        ck.save(1, state(0, 1, 0))
+        unneeded: list[str] = []
+        find = RemoteFolder._list_unneeded
+
+        def overwrite_but_remove_later() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(RemoteFolder, "_list_unneeded", lambda *given: unneeded.extend(find(*given)) or [])
+                shardckpt.save(state(7, 7, 7), ck.path(1), overwrite=True)
+
+        meddle(monkeypatch, "before the manifest", overwrite_but_remove_later)
+        ck.save(2, state(0, 2, 0))
+        for name in unneeded:
+            open_store(ck.path(1)).delete(name)
+        assert any(name.endswith(".safetensors") for name in unneeded)
+        assert (values(ck.path(1)), values(ck.path(2))) == ((7, 7, 7), (0, 2, 0))
 
 
 class TestWhatOtherFoldersOfTheRunReferTo:

@@ -39,6 +39,10 @@ def test_a_step_on_a_damaged_base_that_is_overwritten_before_its_save_is_reporte
     assert history.failure is None
 
 
+def test_a_step_that_is_overwritten_keeps_the_files_of_a_step_that_another_job_saves_meanwhile() -> None:
+    assert run_history(201_309).failure is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_invariants_hold_in_many_histories() -> None:

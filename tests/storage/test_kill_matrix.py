@@ -41,7 +41,9 @@ NEWEST = {"a.bin": b"newest a", LAST: b"newest index"}
 def publish_folder(
     target: Path, files: dict[str, bytes], *, overwrite: bool = True, keep: tuple[str, ...] = ()
 ) -> None:
-    with publish(str(target), FOLDER, overwrite=overwrite, needed_bytes=1, last=LAST, keep=keep) as publication:
+    with publish(
+        str(target), FOLDER, overwrite=overwrite, needed_bytes=1, last=LAST, find_kept=lambda: keep
+    ) as publication:
         for name, data in files.items():
             with publication.create(name) as writer:
                 half = len(data) // 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -41,7 +42,7 @@ from shardckpt.format.native.payload import PayloadChunk, PayloadFile, arrange_f
 from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.opened.state_tree import TensorRef, iter_refs
 from shardckpt.manifest import Path, dotted, unflatten
-from shardckpt.storage.publication import Publication
+from shardckpt.storage.publication import Publication, keep_no_file
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 from shardckpt.storage.resolve_url import as_url
 
@@ -162,7 +163,7 @@ class StorageWriter(storage.StorageWriter):
             needed_bytes=sum(_nbytes(item) for plan in plans for item in plan.items),
             last=COMMIT,
             prefix=self._save,
-            keep=read_referred_files(url) if self._overwrite else (),
+            find_kept=partial(read_referred_files, url) if self._overwrite else keep_no_file,
         )
         place = self._publication.staging_url
         return [replace(plan, storage_data=_Placement(self._save, place, rank)) for rank, plan in enumerate(plans)]

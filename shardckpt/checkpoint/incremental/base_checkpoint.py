@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
 from array import array
@@ -16,17 +17,18 @@ from shardckpt.boxes import Box, contiguous_blocks
 from shardckpt.checkpoint.load.load_plan import model_names
 from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.dtypes import nbytes
-from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
+from shardckpt.errors import CheckpointError, IncompleteError, MissingFileError, UnsupportedError, UsageError
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.native.base_refs import Base, is_same_folder, refer_to, resolve_base
-from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.commit import COMMIT, read_commit
 from shardckpt.format.native.manifest_json import PartialManifest
 from shardckpt.format.native.payload import BLOCK_BYTES, PayloadChunk
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base, plain_name
 from shardckpt.format.value_stats import STATS_BYTES
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
-from shardckpt.storage.resolve_url import file_version, open_store
+from shardckpt.storage.orphans import PARTIAL, list_owned
+from shardckpt.storage.resolve_url import file_version, local_path, open_store
 from shardckpt.storage.store import Read
 
 _BATCH_BYTES = 64 << 20
@@ -240,7 +242,11 @@ class BaseCheckpoint:
     # Files
 
     def is_committed(self) -> bool:
-        """Return True if the base was not replaced since it was opened.
+        """Return True if the base was not replaced since it was opened, and no save is about to replace it.
+
+        A save that replaces a step on a disk writes `COMMIT` into its temporary folder, lists the files that other
+        steps refer to, and keeps these. So either it sees a manifest that was written before this call, or this call
+        sees its `COMMIT`. On a store without rename it replaces `COMMIT` before it lists them.
 
         It is always True for a base of another format.
 
@@ -249,8 +255,15 @@ class BaseCheckpoint:
         """
         if not isinstance(self._reader, NativeReader):
             return True
-        names = {entry.name for entry in open_store(self._reader.store.url).list()}
-        return {COMMIT, self._reader.commit.manifest} <= names
+        url = self._reader.store.url
+        if _is_being_replaced(url):  # before COMMIT is read, since the save may replace it in between
+            return False
+        store = open_store(url)
+        sizes = {entry.name: entry.size for entry in store.list()}
+        try:
+            return self._reader.commit.manifest in sizes and read_commit(store, sizes) == self._reader.commit
+        except (CheckpointError, MissingFileError):  # another process has removed it
+            return False
 
     def _file(self, place: str) -> FileRecord:
         """Return a file of the base as the new step refers to it, with stored hashes."""
@@ -428,6 +441,14 @@ class BaseReferences:
     def part(self) -> PartialManifest:
         """Return the references as the manifest part of one writer."""
         return PartialManifest(tuple(self._files), tuple(self._arrays.values()))
+
+
+def _is_being_replaced(url: str) -> bool:
+    """Return True if another process has written all files of a step that will replace this one, on a disk."""
+    path = local_path(url)
+    if path is None:
+        return False
+    return any(os.path.lexists(os.path.join(each, COMMIT)) for each in list_owned(os.path.realpath(path), PARTIAL))
 
 
 def has_all_files(step: str, files: Iterable[FileRecord]) -> bool:

@@ -67,7 +67,7 @@ from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
-from shardckpt.storage.publication import Publication
+from shardckpt.storage.publication import Publication, keep_no_file
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 
 T = TypeVar("T")
@@ -732,7 +732,7 @@ class SavePlanner:
         base = _open_base(options, plan)
         cache = planned if planned.save else replace(planned, save=save_id)
         self.begun = _BegunSave(cache, build(save_id), base)
-        kept = read_referred_files(options.path) if options.overwrite else ()
+        find_kept = partial(read_referred_files, options.path) if options.overwrite else keep_no_file
         self.publication = begin(
             options.path,
             STEP,
@@ -740,7 +740,7 @@ class SavePlanner:
             needed_bytes=plan.nbytes,
             last=COMMIT,
             prefix=save_id,
-            keep=kept,
+            find_kept=find_kept,
         )
         if base is not None:
             base.ask_for_hashes(self._saver.frozen_params.hashes)

@@ -456,7 +456,9 @@ def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
 def read_referred_files(url: str) -> frozenset[str]:
     """Return the files of a folder that its run needs and a new save there must keep.
 
-    Other folders of the run refer to them.
+    Other folders of the run refer to them. Call it when the new `COMMIT` is in the temporary folder, or, on a store
+    without rename, when the old one is replaced or removed: a save that writes its manifest later does not refer to the
+    old step.
 
     Args:
         url: URL of the folder. The run is read only if the folder, or one beside it, is named like a step, and the

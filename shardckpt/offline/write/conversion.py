@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from shardckpt.errors import UsageError
@@ -24,7 +25,7 @@ from shardckpt.offline.write.stream import (
 )
 from shardckpt.offline.write.worker_pool import WorkerPool, count_threads, limit_threads, report_missing_threads
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.storage.publication import Publication
+from shardckpt.storage.publication import Publication, keep_no_file
 from shardckpt.storage.publish import publish
 from shardckpt.storage.replaceable import FolderKind, Kind
 from shardckpt.storage.resolve_url import local_path
@@ -174,7 +175,7 @@ class ConversionPlan:
             overwrite=self.overwrite,
             needed_bytes=files.nbytes + sum(self.copied.values()),
             last=files.last,
-            keep=files.find_kept(target) if self.overwrite else (),
+            find_kept=partial(files.find_kept, target) if self.overwrite else keep_no_file,
         )
 
     def plan_layout(self, unique_suffix: str, save_id: str) -> Layout:
