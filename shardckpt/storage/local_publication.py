@@ -162,7 +162,8 @@ class LocalPublication(Publication):
             sync_folder(self._partial)
 
     def _place_folder(self) -> None:
-        self._keep_old()
+        if self._overwrite:
+            self._keep_old()
         try:
             if not self._overwrite or _is_vacant(self._target):
                 os.rename(self._partial, self._target)
