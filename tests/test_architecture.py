@@ -128,7 +128,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"prune", "tiers"},
         {"run_history"},
     ),
-    "integrations": ({"local_folders", "step_removal"}, {"accelerate", "lightning", "transformers"}),
+    "integrations": ({"damaged_step", "local_folders", "step_removal"}, {"accelerate", "lightning", "transformers"}),
     "testing": ({"simulation"},),
 }
 

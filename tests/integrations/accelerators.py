@@ -135,6 +135,13 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def damage(step: Path) -> None:
+    """Flip a bit in the last byte of each payload file of a step."""
+    for file in step.glob("*.safetensors"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def wait_for(file: Path, seconds: float = 30.0) -> None:
     """Wait until a file exists."""
     end = time.monotonic() + seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +178,35 @@ def test_folders_are_numbered_and_the_oldest_go_once_the_newest_is_complete(tmp_
         ["checkpoint_3", "checkpoint_4"],
         True,
     ]
+
+
+def load_damaged_folders(rank: int, world: int, folder: Path) -> list[str]:
+    """Load the newest of numbered folders, which is damaged, and do as the error says; the errors."""
+    import accelerators
+
+    training, _ = start(rank, world, "ddp", project={"project_dir": str(folder), "automatic_checkpoint_naming": True})
+    for _ in range(11):
+        training.accelerator.save_state()
+    newest = folder / "checkpoints" / "checkpoint_10"
+    accelerators.damage(newest / "shardckpt")
+    with pytest.raises(shardckpt.ChecksumError) as damaged:
+        training.accelerator.load_state()
+    shutil.rmtree(newest)
+    (earlier,) = re.findall(r'load_state\("(.*?)"\)', str(damaged.value))
+    training.accelerator.project_configuration.iteration = 0  # as in a new job
+    training.accelerator.load_state(earlier)
+    assert training.accelerator.save_state() == newest
+    first = folder / "checkpoints" / "checkpoint_0"
+    accelerators.damage(first / "shardckpt")
+    with pytest.raises(shardckpt.ChecksumError) as alone:
+        training.accelerator.load_state(first)
+    return [str(damaged.value), str(alone.value)]
+
+
+def test_the_error_of_a_damaged_folder_names_the_one_before(tmp_path: Path) -> None:
+    ((damaged, alone),) = run(1, load_damaged_folders, tmp_path)
+    assert f'remove this folder, and call load_state("{tmp_path}/checkpoints/checkpoint_9").' in damaged
+    assert alone.endswith("There is none before it.")
 
 
 def save_twice_as_number(rank: int, world: int, folder: Path) -> tuple[str, str]:

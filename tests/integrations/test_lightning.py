@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import resource
 import time
 from pathlib import Path
@@ -466,6 +467,23 @@ def test_hooks_get_and_change_the_weights_without_gathering_them(kind: str, tmp_
     saved = shardckpt.load(tmp_path / "run" / "step-00000003")
     assert torch.equal(saved["trainer"]["double"], saved["model"]["net.0.weight"] * 2)
     assert "net.2.0.bias" in saved["model"]
+
+
+def resume_from_damaged_step(rank: int, world: int, folder: Path) -> tuple[list[str], list[int]]:
+    """Resume with the advice in the error of a damaged newest step; its paths, and the steps of the training."""
+    import accelerators
+
+    fit(rank, world, "one", folder, None, saving={"every_n_train_steps": 1}, max_epochs=1)
+    accelerators.damage(folder / "run" / "step-00000004")
+    with pytest.raises(shardckpt.ChecksumError) as caught:
+        fit(rank, world, "one", folder, "last")
+    paths = re.findall(r'pass ckpt_path="(.*?)"', str(caught.value))
+    _, net = fit(rank, world, "one", folder, paths[0], saving={"every_n_train_steps": 1}, max_epochs=1)
+    return paths, list(net.losses)
+
+
+def test_the_error_of_a_damaged_step_names_the_one_before(tmp_path: Path) -> None:
+    assert run(1, resume_from_damaged_step, tmp_path) == [([str(tmp_path / "run" / "step-00000003")], [4])]
 
 
 def start_again(rank: int, world: int, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,29 @@ def test_a_training_from_the_start_does_not_replace_a_run(tmp_path: Path) -> Non
     (message,) = run(1, start_again, tmp_path)
     assert "found step 2" in message
     assert "train(resume_from_checkpoint=True)" in message
+
+
+def resume_from_damaged_step(rank: int, world: int, folder: Path) -> list[Any]:
+    """Resume with the advice in the error of a damaged newest step; the error, the steps, and an error of step 1."""
+    import accelerators
+    import trainers
+
+    trainers.train(rank, world, "ddp", folder, None, max_steps=3, save_steps=1)
+    accelerators.damage(folder / "run" / "step-00000003")
+    with pytest.raises(shardckpt.ChecksumError) as caught:
+        trainers.train(rank, world, "ddp", folder, True, max_steps=4, save_steps=1)
+    (path,) = re.findall(r'pass resume_from_checkpoint="(.*?)"', str(caught.value))
+    losses = trainers.train(rank, world, "ddp", folder, path, max_steps=4, save_steps=1)
+    accelerators.damage(folder / "run" / "step-00000001")
+    with pytest.raises(shardckpt.ChecksumError) as first:
+        trainers.train(rank, world, "ddp", folder, str(folder / "run" / "step-00000001"), max_steps=4, save_steps=1)
+    return [path, list(losses), str(first.value)]
+
+
+def test_the_error_of_a_damaged_step_names_the_one_before(tmp_path: Path) -> None:
+    (found,) = run(1, resume_from_damaged_step, tmp_path)
+    assert found[:2] == [str(tmp_path / "run" / "step-00000002"), [3, 4]]
+    assert found[2].endswith("There is none before it.")
 
 
 def test_unsupported_trainers_are_refused(tmp_path: Path) -> None:

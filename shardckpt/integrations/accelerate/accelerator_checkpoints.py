@@ -26,10 +26,12 @@ from shardckpt.integrations.accelerate.state_folders import (
     NumberedFolders,
     as_text,
     describe_missing,
+    find_earlier_folder,
     is_complete,
     is_url,
     make_folder,
 )
+from shardckpt.integrations.damaged_step import name_earlier
 from shardckpt.integrations.local_folders import list_names
 
 __all__ = ["AcceleratorCheckpoints", "register"]
@@ -206,7 +208,8 @@ class AcceleratorCheckpoints:
         for hook in self._accelerator._load_model_state_pre_hook.values():
             hook(models, folder)  # it removes the models that it loads
         state = self._build_state(_number("model", self._accelerator._models, None if self._is_fsdp else models))
-        shardckpt.load(state, f"{folder}/{STEP}", include=list(state), strict=model_kwargs.get("strict", True))
+        with name_earlier(lambda: find_earlier_folder(folder), 'remove this folder, and call load_state("{}")'):
+            shardckpt.load(state, f"{folder}/{STEP}", include=list(state), strict=model_kwargs.get("strict", True))
 
     def _load_folder(self, folder: str, load_kwargs: Any, model_kwargs: dict[str, Any]) -> None:
         """Load a folder that Accelerate wrote; if one side is FSDP, its models and optimizers with shardckpt."""

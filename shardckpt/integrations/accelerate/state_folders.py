@@ -22,6 +22,7 @@ __all__ = [
     "NumberedFolders",
     "as_text",
     "describe_missing",
+    "find_earlier_folder",
     "is_complete",
     "is_url",
     "make_folder",
@@ -35,6 +36,7 @@ STEP = "shardckpt"
 _SHOWN = 8
 """Maximum number of folders in a message."""
 
+_NAME_AND_NUMBER = re.compile(r"(.*?)(\d+)")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
@@ -109,6 +111,25 @@ def describe_missing(folder: str) -> SourceNotFoundError:
     shown = ", ".join(near[-_SHOWN:])
     fix = f"Complete checkpoints in {around}: {shown}." if near else "Check the path."
     return SourceNotFoundError(what, where=folder, fix=fix)
+
+
+def find_earlier_folder(folder: str) -> str:
+    """Return the complete folder before a local one whose name ends with a number; empty without one.
+
+    Args:
+        folder: Path, such as `runs/a/epoch-2`; the one before has the same name with a smaller number.
+
+    Raises:
+        StorageError: The folder above cannot be listed.
+    """
+    parent, name = os.path.split(folder.rstrip("/"))
+    given = _NAME_AND_NUMBER.fullmatch(name)
+    if given is None or is_url(folder):
+        return ""
+    found = filter(None, map(_NAME_AND_NUMBER.fullmatch, list_names(parent or ".")))
+    numbers = {int(each[2]): os.path.join(parent, each[0]) for each in found if each[1] == given[1]}
+    earlier = [number for number, path in numbers.items() if number < int(given[2]) and is_complete(path)]
+    return numbers[max(earlier)] if earlier else ""
 
 
 def is_complete(folder: str) -> bool:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, model_state_dict
+from shardckpt.integrations.damaged_step import name_earlier_step
 from shardckpt.integrations.local_folders import require_access
 
 __all__ = [
@@ -150,7 +151,7 @@ class StepLoading:
         if not self._path:
             return type(strategy).load_checkpoint(strategy, checkpoint_path, weights_only=weights_only)
         values, generators, loaders = _Values({}), RNGState(), _LoaderStates([])
-        load({"trainer": values}, self._path, ignore_extra=True)
+        self._read({"trainer": values}, ignore_extra=True)
         checkpoint, state = values.held, {"model": strategy.model}
         has_progress = is_fitting and "optimizer_states" in checkpoint
         if has_progress:
@@ -171,9 +172,14 @@ class StepLoading:
         for checkpointer in self._checkpointers:
             for number in checkpointer.steps():
                 if checkpointer.path(number) == self._path:
-                    checkpointer.restore(state, step=number, ignore_extra=True, **options)
+                    with name_earlier_step(self._path, "ckpt_path"):
+                        checkpointer.restore(state, step=number, ignore_extra=True, **options)
                     return
-        load(state, self._path, ignore_extra=True, **options)
+        self._read(state, ignore_extra=True, **options)
+
+    def _read(self, state: dict[str, Any], **options: Any) -> None:
+        with name_earlier_step(self._path, "ckpt_path"):
+            load(state, self._path, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights that a hook of the user has changed; all others are loaded.
@@ -198,7 +204,7 @@ class StepLoading:
             type(strategy).load_optimizer_state_dict(strategy, checkpoint)
             return
         state = {"model": strategy.model, "optim": _one_or_all(strategy.optimizers)}
-        load(state, self._path, include=["optim"])
+        self._read(state, include=["optim"])
         self.restore_generators()
 
     def restore_generators(self, is_epoch_running: bool = False) -> None:

@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
+from shardckpt.integrations.damaged_step import name_earlier_step
 from shardckpt.integrations.step_removal import StepRemoval
 from shardckpt.integrations.transformers.step_rotation import choose_removed
 from shardckpt.integrations.transformers.trainer_folder import (
@@ -190,11 +191,12 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def _load_step(self, path: str, state: dict[str, Any]) -> dict[str, Any]:
         """Load a step into a state, and return it. Collective."""
-        for number in self.checkpointer.steps():
-            if os.path.abspath(self.checkpointer.path(number)) == os.path.abspath(path):
-                self.checkpointer.restore(state, step=number, ignore_extra=True)  # which remembers the step
-                return state
-        return load(state, path, ignore_extra=True)  # type: ignore[no-any-return]
+        with name_earlier_step(path, "resume_from_checkpoint"):
+            for number in self.checkpointer.steps():
+                if os.path.abspath(self.checkpointer.path(number)) == os.path.abspath(path):
+                    self.checkpointer.restore(state, step=number, ignore_extra=True)  # which remembers the step
+                    return state
+            return load(state, path, ignore_extra=True)  # type: ignore[no-any-return]
 
     def _restore_step(self, path: str) -> None:
         generators = RNGState()
