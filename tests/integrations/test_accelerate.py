@@ -404,6 +404,9 @@ def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
             training.accelerator.load_state(wrong)
     with pytest.raises(shardckpt.UsageError, match="`train_step` must be a function; found None"):
         checkpoints.prove_resume(None, folder / "drill")
+    with pytest.raises(shardckpt.UsageError, match="the drill proves nothing"):
+        checkpoints.prove_resume(lambda: None, folder / "drill")
+    shutil.rmtree(folder / "drill")
     project = ProjectConfiguration(project_dir="memory://run", automatic_checkpoint_naming=True, total_limit=1)
     remote = Accelerator(cpu=True, project_config=project)
     register(remote)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from shardckpt.checkpoint.resume.state_digests import StateReader
 from shardckpt.checkpoint.resume.trained_objects import find_trained_objects
 from shardckpt.checkpoint.save.save import save
 from shardckpt.errors import UsageError, require_bools
-from shardckpt.plan.resume.step_records import Observation, WitnessRecord
+from shardckpt.plan.resume.step_records import NO_FLOAT, Observation, StepRecord, WitnessRecord
 from shardckpt.plan.resume.verdict import Divergence, find_divergence
 
 TrainStep = Callable[[], Any]
@@ -93,7 +93,8 @@ def prove_resume(
         The first difference, and values that were not restored.
 
     Raises:
-        UsageError: An argument has an invalid value, or `train_step` returns something else.
+        UsageError: An argument has an invalid value; `train_step` returns something else, or it returns nothing and
+            changes nothing of the state, so that nothing is compared.
         ShardckptError: As for `shardckpt.save` and `shardckpt.load`.
 
     Examples:
@@ -110,11 +111,11 @@ def prove_resume(
     second = drill.resume()
     changed = [name for name, digest in saved.items() if trained.get(name, digest) != digest]
     missing = [name for name in changed if drill.restored.get(name, 0) != saved[name]]
-    divergence, named = drill.compare(first, second, missing)
+    divergence, named = drill.compare(first, second, missing, has_restored=len(changed) > len(missing))
     is_repeatable = None
     if divergence is not None and divergence.since == "step" and not named:
         third = drill.resume()
-        is_repeatable = drill.compare(second, third, [])[0] is None
+        is_repeatable = drill.compare(second, third, [], has_restored=True)[0] is None
     return ResumeReport(os.fspath(path), steps, divergence, named, is_repeatable)
 
 
@@ -193,12 +194,21 @@ class _Drill:
         return messages
 
     def compare(
-        self, first: list[bytes], second: list[bytes], missing: list[str]
+        self, first: list[bytes], second: list[bytes], missing: list[str], *, has_restored: bool
     ) -> tuple[Divergence | None, tuple[str, ...]]:
-        """Return the first difference, and the values that are missing on any rank. Collective."""
-        own = json.dumps([[part.decode("ascii") for part in run] for run in (first, second)] + [missing]).encode(
-            "ascii"
-        )
+        """Return the first difference, and the values that are missing on any rank. Collective.
+
+        Args:
+            first: This rank's messages about the first time.
+            second: The same about the second time.
+            missing: Values that the load did not restore.
+            has_restored: Whether it restored other values that training changed.
+
+        Raises:
+            UsageError: Nothing differs, and nothing could, on any rank.
+        """
+        runs = [[part.decode("ascii") for part in run] for run in (first, second)]
+        own = json.dumps([*runs, missing, has_restored]).encode("ascii")
 
         def decide(messages: list[bytes]) -> list[bytes]:
             ranks = [json.loads(message) for message in messages]
@@ -209,11 +219,33 @@ class _Drill:
             record = WitnessRecord("drill", 0, once[0].environment, tuple(each.record for each in once))
             steps = (find_divergence(record, Observation(each.environment, each.record)) for each in again)
             found = next((each for each in steps if each is not None), None)
+            if found is None and not any(rank[3] for rank in ranks):
+                _require_content(record.steps, names)
             return [json.dumps([None if found is None else asdict(found), names]).encode()] * len(messages)
 
         raw, names = json.loads(self._coordinator.coordinate("comparing the steps", own, decide))
         found = None if raw is None else Divergence(**{**raw, "ranks": tuple(raw["ranks"])})
         return found, tuple(names)
+
+
+def _require_content(steps: Sequence[StepRecord], missing: Sequence[str]) -> None:
+    """Require that there is something to compare.
+
+    Raises:
+        UsageError: No step returned a result, drew random numbers or changed the state.
+    """
+    before = steps[0].before
+    if any(_has_results(step) or step.random_before != step.random_after or step.after != before for step in steps):
+        return
+    fix = "Return the loss of the step, and pass the objects that it trains as the state"
+    raise UsageError(
+        "the drill proves nothing: the training steps return nothing and change nothing that it compares",
+        fix=f"{fix}; it changes {', '.join(missing)}." if missing else f"{fix}.",
+    )
+
+
+def _has_results(step: StepRecord) -> bool:
+    return step.batch is not None or any(bits != NO_FLOAT for bits in (*step.loss, *step.grad_norm))
 
 
 def _read_results(results: Any) -> Mapping[str, Any]:

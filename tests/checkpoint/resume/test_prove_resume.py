@@ -154,6 +154,44 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], tmp_path: Path) 
         shardckpt.prove_resume(**{"train_step": lambda: None, "state": {}, "path": tmp_path / "a", **arguments})
 
 
+NOTHING = "the drill proves nothing: the training steps return nothing and change nothing that it compares"
+
+
+@pytest.mark.parametrize("state", [{"w": torch.ones(1)}, {"model": nn.Linear(2, 1), "epoch": 3}], ids=repr)
+def test_steps_that_return_and_change_nothing_prove_nothing(state: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{NOTHING}. Return the loss"):
+        shardckpt.prove_resume(lambda: None, state, tmp_path / "drill")
+
+
+def test_steps_that_change_other_values_alone_prove_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+
+    def step() -> None:
+        model.weight.data += 1
+
+    with pytest.raises(UsageError, match=rf"{NOTHING}.*it changes model \(Linear\)"):
+        shardckpt.prove_resume(step, {"w": torch.ones(1)}, tmp_path / "drill")
+
+
+def test_a_result_or_a_change_of_the_state_is_enough(tmp_path: Path) -> None:
+    counts = {"step": torch.zeros(()), "epoch": 0}
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    for number, step in enumerate([lambda: 0.5, lambda: {"batch": torch.ones(2)}, lambda: count("step")]):
+        assert shardckpt.prove_resume(step, counts, tmp_path / str(number)).ok
+
+
+def test_ranks_raise_together_that_nothing_is_proven(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> str:
+        with pytest.raises(UsageError) as caught:
+            shardckpt.prove_resume(lambda: None, {"w": torch.ones(1)}, tmp_path / "drill")
+        return str(caught.value)
+
+    assert all(NOTHING in message for message in run(2, body))
+
+
 def test_a_step_that_returns_unknown_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="accuracy"):
         shardckpt.prove_resume(lambda: {"accuracy": 1}, {"w": torch.ones(1)}, tmp_path / "a")
