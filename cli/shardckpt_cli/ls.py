@@ -21,7 +21,10 @@ def ls(
     ] = False,
     metric: Annotated[
         str,
-        typer.Option("--metric", help="With -l: metric of the best step. Default: loss, or the first that ends so."),
+        typer.Option(
+            "--metric",
+            help="Metric of the best step, with -l, which it implies. Default: loss, or the first that ends so.",
+        ),
     ] = "",
     mode: Annotated[str, typer.Option("--mode", help="With -l: which metric is the best, min or max.")] = "min",
     proof: Annotated[
@@ -40,6 +43,7 @@ def ls(
     """List the complete steps of a run, one number per line; report others on stderr."""
     import shardckpt
 
+    long = long or bool(metric)
     found = shardckpt.ls(root, metrics=long or as_json, proof=proof or as_json, durability=durability)
     if as_json:
         output.print_json(found)

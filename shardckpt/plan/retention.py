@@ -282,10 +282,12 @@ def find_best(steps: Iterable[SavedStep], metric: str, mode: Literal["min", "max
     complete = sorted((step for step in steps if step.is_complete), key=_age_order)
     ranked = [step for step in complete if not math.isnan(step.metrics.get(metric, math.nan))]
     if complete and not ranked:
+        names = ", ".join(sorted({name for step in complete for name in step.metrics}))
+        fix = 'Name a metric that was saved: best("accuracy", mode="max"), or Checkpointer(metric=, mode=).'
         raise UsageError(
             f"no step has a number for the metric {metric!r}",
-            found=", ".join(sorted({name for step in complete for name in step.metrics})) or "no metrics",
-            fix='Name a metric that was saved: best("accuracy", mode="max"), or Checkpointer(metric=, mode=).',
+            found=names or "no metrics",
+            fix=fix if names else "Give metrics to each save.",
         )
     return next(iter(_best(ranked, 1, rules)), None)
 

@@ -69,6 +69,7 @@ def test_ls_marks_the_best_step_and_leaves_out_timings(tmp_path: Path) -> None:
 
     assert list_best() == [[], [], ["lowest eval_loss"], []], "of equal steps the later"
     assert list_best("--metric", "eval_accuracy", "--mode", "max")[3] == ["highest eval_accuracy"]
+    assert run_here("ls", tmp_path, "--metric", "eval_loss").out == run_here("ls", tmp_path, "-l").out
     assert "eval_runtime" in run_here("ls", tmp_path, "--json").out
     wrong = run_here("ls", tmp_path, "-l", "--metric", "acc")
     assert (wrong.code, wrong.out) == (2, "")
@@ -78,6 +79,9 @@ def test_ls_marks_the_best_step_and_leaves_out_timings(tmp_path: Path) -> None:
 
 def test_ls_of_steps_without_metrics_marks_none(root: Path) -> None:
     assert "best" not in run_here("ls", root, "-l").out
+    wrong = run_here("ls", root, "--metric", "loss")
+    assert wrong.code == 2
+    assert "found no metrics. Give metrics to each save." in wrong.err
 
 
 def test_unfinished_steps_are_one_line(root: Path) -> None:
