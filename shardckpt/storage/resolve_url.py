@@ -31,9 +31,9 @@ def as_url(path: object) -> str:
     if isinstance(path, os.PathLike):
         path = os.fspath(path)
     if not isinstance(path, str):
-        raise UsageError(
-            "the path must be a path or a URL", found=f"an object of type {type(path).__name__}", fix=_TEXT
-        )
+        is_plain = path is None or isinstance(path, (bool, int, float, bytes))
+        found, fix = f"an object of type {type(path).__name__}", f"{_TEXT}." if is_plain else _ORDER
+        raise UsageError("the path must be a path or a URL", found=found, fix=fix)
     return path
 
 
@@ -50,7 +50,8 @@ def as_place(path: object) -> str:
     return url
 
 
-_TEXT = "Name a file, a folder or a URL as text; a state goes before it."
+_TEXT = "Name a file, a folder or a URL as text"
+_ORDER = f"{_TEXT}; a state goes before it."
 
 
 def local_path(url: str) -> str | None:

@@ -155,6 +155,12 @@ class TestSaveAndRestore:
             shardckpt.save(state(), ck.root, overwrite=True)
         assert ck.steps() == (1, 2)
 
+    def test_a_state_in_place_of_a_path_is_named_but_not_in_place_of_none(self):
+        with pytest.raises(UsageError, match=r"found an object of type dict\. .*a state goes before it"):
+            shardckpt.save("step", state())
+        with pytest.raises(UsageError, match=r"NoneType\. Name a file, a folder or a URL as text\."):
+            Checkpointer(None)
+
     @pytest.mark.parametrize("root", ["memory://", "s3://", "s3:///", 5, None, "", "a\0b"], ids=repr)
     def test_a_root_that_is_no_place_is_refused(self, root):
         with pytest.raises(UsageError, match=r"names no place|must be a path|must not be empty|a NUL character"):
