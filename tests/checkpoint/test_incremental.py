@@ -387,11 +387,11 @@ class TestWhatOtherFoldersOfTheRunReferTo:
         ck.save(2, state(5, 5, 5), base=None)
         assert (ck.steps(), values(tmp_path / name)) == ((2,), (0, 1, 0))
         monkeypatch.setattr(retention, "ORPHAN_TTL_S", -1.0)
-        assert shardckpt.prune(str(tmp_path), keep_last=1).orphans == ()
+        assert shardckpt.prune(str(tmp_path), keep_last=1, unfinished_for=0).orphans == ()
         ck.save(3, state(5, 5, 5), base=None)
         assert values(tmp_path / name) == (0, 1, 0)
         shutil.rmtree(tmp_path / name)
-        assert shardckpt.prune(str(tmp_path)).orphans == (step_name(1),)
+        assert shardckpt.prune(str(tmp_path), unfinished_for=0).orphans == (step_name(1),)
 
     @pytest.mark.parametrize("name", ["best/ema", f"{step_name(2)}/ema", f"{step_name(1)}/ema"])
     @pytest.mark.parametrize("store", ["disk", "memory", "bucket"])
@@ -463,13 +463,12 @@ class TestCheckpointer:
         assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (10, 12, 13)]
         assert values(ck.path(13)) == (1, 13, 5)
 
-    def test_garbage_of_a_day_is_not_what_is_referred_to(self, tmp_path: Path, monkeypatch) -> None:
+    def test_garbage_of_a_day_is_not_what_is_referred_to(self, tmp_path: Path) -> None:
         saved(Checkpointer(tmp_path, dedup=True, keep_last=1), 1, 2)
-        monkeypatch.setattr(retention, "ORPHAN_TTL_S", -1.0)
-        assert shardckpt.prune(str(tmp_path)).orphans == ()
+        assert shardckpt.prune(str(tmp_path), unfinished_for=0).orphans == ()
         assert values(folder(tmp_path, 2)) == (0, 2, 0)
         (folder(tmp_path, 1) / "0mwqkzsavex3s13-00000-00.safetensors").write_bytes(b"of a dead save")
-        assert shardckpt.prune(str(tmp_path)).orphans == (step_name(1),)
+        assert shardckpt.prune(str(tmp_path), unfinished_for=0).orphans == (step_name(1),)
         assert values(folder(tmp_path, 2)) == (0, 2, 0)
         assert len(list(folder(tmp_path, 1).iterdir())) == 1
 
