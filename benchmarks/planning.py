@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from cases import Cases, Row, run_cases
+from goal_cases import Cases, Row, run_cases
 from inputs import LISTED_TENSORS, make_listed
 from save_load import time_planning
 from torch.distributed.device_mesh import DeviceMesh

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers import it at their first step; import it once, before the fork
 import torch.distributed as dist
-from cases import Cases, Row, run_cases
+from goal_cases import Cases, Row, run_cases
 from llama import Block, Llama, Shape
 from planning import measure
 from ranks import run_ranks
