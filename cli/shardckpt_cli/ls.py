@@ -23,7 +23,7 @@ def ls(
         str,
         typer.Option(
             "--metric",
-            help="Metric of the best step, with -l, which it implies. Default: loss, or the first that ends so.",
+            help="Metric of the best step; implies -l. Default: loss, or the first whose name ends with loss.",
         ),
     ] = "",
     mode: Annotated[str, typer.Option("--mode", help="With -l: which metric is the best, min or max.")] = "min",

@@ -38,7 +38,8 @@ def name_earlier(find_earlier: Callable[[], str], fix: str) -> Iterator[None]:
     except _DAMAGE as error:
         with suppress(ShardckptError):
             earlier = find_earlier()
-            hint = f"To go on from the one before it, {fix.format(earlier)}." if earlier else "There is none before it."
+            known = f"To go on from the one before it, {fix.format(earlier)}."
+            hint = known if earlier else "None was found before it."
             error.args = (f"{str(error).rstrip('.')}. {hint}", *error.args[1:])
         raise
 

@@ -206,7 +206,7 @@ def load_damaged_folders(rank: int, world: int, folder: Path) -> list[str]:
 def test_the_error_of_a_damaged_folder_names_the_one_before(tmp_path: Path) -> None:
     ((damaged, alone),) = run(1, load_damaged_folders, tmp_path)
     assert f'remove this folder, and call load_state("{tmp_path}/checkpoints/checkpoint_9").' in damaged
-    assert alone.endswith("There is none before it.")
+    assert alone.endswith("None was found before it.")
 
 
 def save_twice_as_number(rank: int, world: int, folder: Path) -> tuple[str, str]:

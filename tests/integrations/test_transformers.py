@@ -255,7 +255,7 @@ def resume_from_damaged_step(rank: int, world: int, folder: Path) -> list[Any]:
 def test_the_error_of_a_damaged_step_names_the_one_before(tmp_path: Path) -> None:
     (found,) = run(1, resume_from_damaged_step, tmp_path)
     assert found[:2] == [str(tmp_path / "run" / "step-00000002"), [3, 4]]
-    assert found[2].endswith("There is none before it.")
+    assert found[2].endswith("None was found before it.")
 
 
 def test_unsupported_trainers_are_refused(tmp_path: Path) -> None:
