@@ -69,6 +69,20 @@ def test_captures_of_a_job_without_some_nodes_are_newer_than_those_that_it_could
     assert subjects(history, "restored", of="job3") == ["step 1"] * 2
 
 
+def test_captures_after_a_part_of_the_nodes_are_newer_though_the_clock_of_the_node_is_late() -> None:
+    """The second start has a part of step 1, and captures another one; its clock is behind that of the first start."""
+    places = ((0, 1), (1,), (0, 1))
+    scenario = replace(ON_TWO, memory_bytes=1 << 30, copies=0, worlds=(2, 1, 2), places=places)
+    for seed in range(6):  # forward and back
+        events = run_history(seed, scenario).events
+        began = next(event.number for event in events if event.subject == "step 1 as attempt 2001")
+        jump = PlannedFault(began + 1, FaultKind("clock jump", EVERYTHING))
+        history = run_history(seed, replace(scenario, faults=(jump,)))
+        assert history.failure is None
+        assert history.fired == [jump]
+        assert subjects(history, "restored", of="job2") == ["step 1"] * 2
+
+
 def test_a_restore_that_loses_a_rank_while_it_reads_memory_fails() -> None:
     """It must not begin anew, as if there were no captures."""
     scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(1, 2), places=((1,), (0, 1)))

@@ -35,11 +35,18 @@ class NodeStep(NamedTuple):
         save: Id of the save.
         total: Number of files of the step on all nodes.
         files: Name to size in bytes of the files on this node.
+        branch: Branch of the run that the step belongs to.
     """
 
     save: str
     total: int
     files: Mapping[str, int]
+    branch: int = 0
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Position among the saves of one step: clocks of nodes differ, so the branch counts before the save's time."""
+        return self.branch, self.save
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,8 @@ class NodeReport:
 
 
 def _decode_step(step: Any) -> NodeStep:
-    save, total, files = step
-    return NodeStep(str(save), int(total), {str(name): int(size) for name, size in files.items()})
+    save, total, files, branch = step
+    return NodeStep(str(save), int(total), {str(name): int(size) for name, size in files.items()}, int(branch))
 
 
 def report_files(store: Store, node: Node, folders: Iterable[str] | None = None) -> NodeReport:
@@ -109,7 +116,7 @@ def _read_step(store: Store) -> NodeStep | None:
         commit = read_commit(store, sizes)
         expected = {**commit.files, commit.manifest: commit.manifest_bytes, COMMIT: sizes[COMMIT]}
         held = {name: size for name, size in expected.items() if sizes.get(name) == size}
-        return NodeStep(commit.save, len(expected), held)
+        return NodeStep(commit.save, len(expected), held, commit.branch)
     return None
 
 
@@ -148,7 +155,7 @@ class NodeCatalog:
         """Return the catalog of the reports of all ranks, in rank order.
 
         Of ranks on one node the report of the lowest counts. If nodes have different saves of one step, the newest
-        counts.
+        of the newest branch counts.
         """
         ranks: dict[str, list[int]] = {}
         for rank, report in enumerate(reports):
@@ -158,7 +165,7 @@ class NodeCatalog:
         for index, report in enumerate(first):
             for folder, step in report.steps.items():
                 steps.setdefault(folder, []).append((index, step))
-        saves = {folder: max(step.save for _, step in held) for folder, held in steps.items()}
+        saves = {folder: max(step.order for _, step in held)[1] for folder, held in steps.items()}
         newest = {folder: [pair for pair in held if pair[1].save == saves[folder]] for folder, held in steps.items()}
         return cls(
             tuple(report.node for report in first),

@@ -50,6 +50,13 @@ def test_files_of_an_older_save_of_a_step_do_not_count():
     assert catalog.count_machines(FOLDER) == 0 and catalog.count_machines("step-00000009") == 0
 
 
+def test_a_save_of_a_newer_branch_counts_whatever_the_clock_of_its_node():
+    early = NodeReport(Node("a", "a"), {FOLDER: NodeStep("0001", 1, {"x": 1}, branch=2)})
+    late = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0002", 1, {"y": 1}, branch=1)})
+    reports = [NodeReport.decode(report.encode()) for report in (early, late)]
+    assert NodeCatalog.from_reports(reports).saves == {FOLDER: "0001"}
+
+
 def test_a_node_reports_the_committed_files_that_have_their_sizes(tmp_path):
     shardckpt.save({"w": [1, 2]}, tmp_path / FOLDER)
     (tmp_path / "step-00000002").mkdir()
