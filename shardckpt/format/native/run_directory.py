@@ -264,7 +264,7 @@ def read_run(store: Store) -> RunDirectory:
     )
 
 
-def read_run_to_remove(store: Store) -> RunDirectory:
+def read_run_to_remove(store: Store, removed: Iterable[StepFolder] = ()) -> RunDirectory:
     """Read every step of a run, and all other references to steps in its folder.
 
     To remove a step, delete its `COMMIT`, call this function, and delete the files without references. To save a step,
@@ -273,14 +273,16 @@ def read_run_to_remove(store: Store) -> RunDirectory:
 
     Args:
         store: Store whose root is the run. Open a new store for each call, since stores cache listings.
+        removed: Steps whose `COMMIT` was just deleted: their manifests are of this version even if they are damaged.
 
     Raises:
         StorageError: The store failed, or folders change faster than they can be read.
     """
+    own = {step.name: step.own for step in removed}
     folders = _folders(store)
     for _ in range(_LOOKS):
         run = read_run(store)
-        others = (*_other_folders(store, folders, run.steps), *_find_unfinished(store, run.steps))
+        others = (*_other_folders(store, folders, run.steps), *_find_unfinished(store, run.steps, own))
         store = open_store(store.url)
         now = _folders(store)
         if now == folders:
@@ -320,12 +322,21 @@ def _find_referring(store: Store, name: str, depth: int) -> list[StepFolder]:
     return found
 
 
-def _find_unfinished(store: Store, steps: Iterable[StepFolder]) -> list[StepFolder]:
-    """Return the references of uncommitted manifests in folders of steps."""
+def _find_unfinished(store: Store, steps: Iterable[StepFolder], removed: Mapping[str, Set[str]]) -> list[StepFolder]:
+    """Return the references of uncommitted manifests in folders of steps.
+
+    Args:
+        store: Store whose root is the run.
+        steps: Steps of the run.
+        removed: Names of the files that were committed before the `COMMIT` was deleted, by folder.
+    """
     found = []
     for step in steps:
         sizes = {name: step.held[name] for name in step.held if name.endswith(MANIFEST_SUFFIX) and name not in step.own}
-        found += [_reference(store, step.name, name, sizes) for name in sizes]
+        for name in sizes:
+            reference = _reference(store, step.name, name, sizes)
+            is_known = name in removed.get(step.name, ())  # its COMMIT was of this version: a flipped bit seems newer
+            found.append(replace(reference, is_newer=False) if is_known else reference)
     return found
 
 
@@ -700,7 +711,7 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
     for step in gone:
         _delete_mark(store, step.name)
     fresh = open_store(store.url)
-    now = read_run_to_remove(fresh)
+    now = read_run_to_remove(fresh, gone)
     now.require_readable()
     _delete_witnesses(store, fresh.list(), {step.name for step in now.steps if step.name not in names})
     needed = now.referred(but=names)

@@ -16,10 +16,18 @@ from bucket import Bucket
 from native_writer import write_step
 
 import shardckpt
-from shardckpt.errors import StorageError
+from shardckpt.errors import StorageError, UnsupportedError
 from shardckpt.format.native import run_directory as steps_module
 from shardckpt.format.native.payload import new_save_id
-from shardckpt.format.native.run_directory import StepFolder, delete_step, find_orphans, read_about, read_run, step_name
+from shardckpt.format.native.run_directory import (
+    StepFolder,
+    delete_step,
+    delete_steps,
+    find_orphans,
+    read_about,
+    read_run,
+    step_name,
+)
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed, Store
@@ -230,6 +238,26 @@ class TestRemoval:
         delete_step(LocalStore(str(tmp_path)), step_name(1))
         assert gone[0] == "COMMIT"
         assert len(gone) == 3
+
+    def test_a_flipped_bit_in_a_manifest_does_not_stop_the_removal(self, tmp_path: Path) -> None:
+        """The manifest seems to be of a newer version, which its `COMMIT` was not."""
+        write(tmp_path, 1, 2)
+        manifest = only(tmp_path / step_name(1), ".manifest.json")
+        flipped = manifest.read_bytes().replace(b"float32", b"vloat32")
+        manifest.write_bytes(flipped)
+        store = LocalStore(str(tmp_path))
+        assert delete_steps(store, read_run(store), [step_name(1)]) == []
+        assert os.listdir(tmp_path) == [step_name(2)]
+
+    def test_nothing_is_removed_beside_an_unfinished_save_of_a_newer_version(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2, 3)
+        (tmp_path / step_name(3) / "COMMIT").unlink()
+        manifest = only(tmp_path / step_name(3), ".manifest.json")
+        manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"vloat32"))
+        store = LocalStore(str(tmp_path))
+        with pytest.raises(UnsupportedError, match="step-00000003"):
+            delete_steps(store, read_run(store), [step_name(1)])
+        assert len(os.listdir(tmp_path / step_name(1))) == 2
 
 
 class TestLeftovers:
