@@ -83,6 +83,32 @@ def test_captures_after_a_part_of_the_nodes_are_newer_though_the_clock_of_the_no
         assert subjects(history, "restored", of="job2") == ["step 1"] * 2
 
 
+def test_a_capture_stays_until_all_nodes_have_the_one_that_overwrites_it() -> None:
+    """The first node has its marks of the new capture, and has removed the old files; the other one never gets them."""
+    scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(2, 2), places=((0, 1), (0, 1)), overwrite_every=1)
+    events = run_history(1, scenario).events
+    removed = next(event.number for event in events if event.subject.startswith("delete step-00000001/"))
+    lost = PlannedFault(removed, FaultKind("marks lost", frozenset({"send"}), "lost", within="0 -> 1"))
+    history = run_history(1, replace(scenario, faults=(lost,)))
+    assert history.failure is None
+    assert history.fired == [lost]
+    assert subjects(history, "restored", of="job1") == ["step 1"] * 2
+
+
+def test_a_capture_of_which_a_part_is_lost_before_it_is_copied_replaces_none() -> None:
+    places = ((0, 1, 2), (0, 1, 2))
+    scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(3, 3), saves=2, nodes=(0, 0, 1), places=places)
+    events = run_history(1, scenario).events
+    began = next(event.number for event in events if event.subject == "step 2 as attempt 1002")
+    written = [e.number for e in events if e.verb == "write memory" and e.subject.endswith("step-00000002/COMMIT")][-1]
+    assert written > began
+    for seed in range(1, 4):
+        kill = PlannedFault(written + 1, FaultKind("holder killed", frozenset({"ask"}), within="list step-00000002"))
+        history = run_history(seed, replace(scenario, faults=(kill,)))
+        assert history.failure is None
+        assert subjects(history, "restored", of="job1") == ["step 1"] * 3
+
+
 def test_a_restore_that_loses_a_rank_while_it_reads_memory_fails() -> None:
     """It must not begin anew, as if there were no captures."""
     scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(1, 2), places=((1,), (0, 1)))

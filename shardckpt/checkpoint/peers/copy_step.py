@@ -61,7 +61,7 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
     start = time.monotonic()
     order = share_copy_orders(coordinator, report_files(own, node, [folder]), folder, copies)
     store = PeerStore(own, order.catalog, coordinator.rank)
-    fault = ""
+    fault = f"no node has {order.lost} of its files" if order.lost and coordinator.rank == 0 else ""
     with PeerExchange(coordinator, own, store.forget) as exchange:
         store.exchange = exchange
         try:

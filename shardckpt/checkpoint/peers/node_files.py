@@ -154,8 +154,8 @@ class NodeCatalog:
     def from_reports(cls, reports: Sequence[NodeReport]) -> NodeCatalog:
         """Return the catalog of the reports of all ranks, in rank order.
 
-        Of ranks on one node the report of the lowest counts. If nodes have different saves of one step, the newest
-        of the newest branch counts.
+        Of ranks on one node the report of the lowest counts. If nodes have different saves of one step, one counts of
+        which they have all files, since an overwrite may have been interrupted; then the newest of the newest branch.
         """
         ranks: dict[str, list[int]] = {}
         for rank, report in enumerate(reports):
@@ -165,14 +165,13 @@ class NodeCatalog:
         for index, report in enumerate(first):
             for folder, step in report.steps.items():
                 steps.setdefault(folder, []).append((index, step))
-        saves = {folder: max(step.order for _, step in held)[1] for folder, held in steps.items()}
-        newest = {folder: [pair for pair in held if pair[1].save == saves[folder]] for folder, held in steps.items()}
+        chosen = {folder: _choose_save(held) for folder, held in steps.items()}
         return cls(
             tuple(report.node for report in first),
             tuple(map(tuple, ranks.values())),
-            saves,
-            {folder: max(step.total for _, step in held) for folder, held in newest.items()},
-            {folder: _merge_files(held) for folder, held in newest.items()},
+            {folder: held[0][1].save for folder, held in chosen.items()},
+            {folder: max(step.total for _, step in held) for folder, held in chosen.items()},
+            {folder: _merge_files(held) for folder, held in chosen.items()},
         )
 
     def encode(self) -> bytes:
@@ -247,6 +246,21 @@ class NodeCatalog:
             return self.count_machines(each), each == folder, self.saves[each]
 
         return max(self.files, key=rank_step, default=folder)
+
+
+def _choose_save(held: Sequence[tuple[int, NodeStep]]) -> Sequence[tuple[int, NodeStep]]:
+    """Return the parts of the save that counts, of those of one step; each with the index of its node."""
+    saves: dict[str, list[tuple[int, NodeStep]]] = {}
+    for index, step in held:
+        saves.setdefault(step.save, []).append((index, step))
+    if len(saves) == 1:
+        return held
+
+    def rank_save(parts: Sequence[tuple[int, NodeStep]]) -> tuple[bool, tuple[int, str]]:
+        names = {name for _, step in parts for name in step.files}
+        return len(names) == max(step.total for _, step in parts), parts[0][1].order
+
+    return max(saves.values(), key=rank_save)
 
 
 def _merge_files(held: Sequence[tuple[int, NodeStep]]) -> dict[str, FileCopies]:

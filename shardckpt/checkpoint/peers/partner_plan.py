@@ -139,22 +139,24 @@ class CopyOrder(NamedTuple):
     Attributes:
         names: Names of the files.
         machines: Number of machines of all nodes.
+        lost: Number of files of the step that no node has.
         catalog: The files that the node has, and those to copy with the nodes that have them.
     """
 
     names: tuple[str, ...]
     machines: int
+    lost: int
     catalog: NodeCatalog
 
     def encode(self) -> bytes:
         """Return the order as bytes."""
-        return pack_message([self.names, self.machines], self.catalog.encode())
+        return pack_message([self.names, self.machines, self.lost], self.catalog.encode())
 
     @classmethod
     def decode(cls, data: bytes) -> CopyOrder:
         """Return the order from the bytes of `encode`."""
-        (names, machines), catalog = unpack_message(data)
-        return cls(tuple(names), machines, NodeCatalog.decode(catalog))
+        (names, machines, lost), catalog = unpack_message(data)
+        return cls(tuple(names), machines, lost, NodeCatalog.decode(catalog))
 
 
 def plan_copy_orders(catalog: NodeCatalog, folder: str, copies: int) -> list[CopyOrder]:
@@ -167,13 +169,15 @@ def plan_copy_orders(catalog: NodeCatalog, folder: str, copies: int) -> list[Cop
     """
     orders = plan_copies(catalog, folder, copies)
     machines = len({node.machine for node in catalog.nodes})
+    files = catalog.files.get(folder, {})
+    lost = catalog.totals.get(folder, 1) - len(files)
     held: list[list[str]] = [[] for _ in catalog.nodes]
-    for name, found in catalog.files.get(folder, {}).items():
+    for name, found in files.items():
         for node in found.nodes:
             held[node].append(name)
     planned: dict[int, CopyOrder] = {}
     for node, members in enumerate(catalog.ranks):
         for rank in members:
             names = tuple(orders.get(rank, ()))
-            planned[rank] = CopyOrder(names, machines, catalog.select(folder, node, held[node], names))
+            planned[rank] = CopyOrder(names, machines, lost, catalog.select(folder, node, held[node], names))
     return [planned[rank] for rank in sorted(planned)]

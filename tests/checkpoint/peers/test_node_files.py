@@ -43,11 +43,19 @@ def test_a_step_survives_the_loss_of_machines_exactly_if_every_file_is_on_more_o
 
 
 def test_files_of_an_older_save_of_a_step_do_not_count():
-    old = NodeReport(Node("a", "a"), {FOLDER: NodeStep("0001", 1, {"x": 1})})
+    old = NodeReport(Node("a", "a"), {FOLDER: NodeStep("0001", 2, {"x": 1})})
     new = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0002", 2, {"y": 1})})
     catalog = NodeCatalog.from_reports([old, new])
     assert catalog.saves == {FOLDER: "0002"} and [*catalog.files[FOLDER]] == ["y"]
     assert catalog.count_machines(FOLDER) == 0 and catalog.count_machines("step-00000009") == 0
+
+
+def test_an_older_save_counts_while_its_files_are_all_there_and_those_of_the_newer_are_not():
+    """An overwrite was interrupted after the first node had its marks."""
+    new = NodeReport(Node("a", "a"), {FOLDER: NodeStep("0002", 2, {"y": 1}, branch=1)})
+    old = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0001", 1, {"x": 1})})
+    catalog = NodeCatalog.from_reports([new, old])
+    assert catalog.saves == {FOLDER: "0001"} and catalog.is_complete(FOLDER)
 
 
 def test_a_save_of_a_newer_branch_counts_whatever_the_clock_of_its_node():

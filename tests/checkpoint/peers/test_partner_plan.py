@@ -88,6 +88,13 @@ def test_an_order_names_the_files_of_its_rank_and_the_nodes_that_have_them():
             assert int(name[1:]) in order.catalog.ranks[holder]
 
 
+def test_an_order_counts_the_files_that_no_node_has():
+    reports = [NodeReport(Node(name, name), {FOLDER: NodeStep("save", 3, {"COMMIT": 9, name: 7})}) for name in "ab"]
+    assert [each.lost for each in plan_copy_orders(NodeCatalog.from_reports(reports), FOLDER, 1)] == [0, 0]
+    assert [each.lost for each in plan_copy_orders(NodeCatalog.from_reports(reports[:1]), FOLDER, 1)] == [1]
+    assert [each.lost for each in plan_copy_orders(NodeCatalog.from_reports(reports[:1]), "step-00000009", 1)] == [1]
+
+
 def test_the_bytes_of_an_order_do_not_grow_with_the_number_of_nodes():
     few, many = (max(len(order.encode()) for order in read_orders(nodes)) for nodes in (8, 80))
     assert many < 1.2 * few
