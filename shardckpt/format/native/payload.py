@@ -38,6 +38,12 @@ SUB_BLOCK_BYTES = 1 << 17
 DATA_ALIGNMENT = 4096
 """Alignment of a file's data, in bytes, for direct I/O; readers do not depend on it."""
 
+SUB_ALIGNED_BYTES = 1 << 24
+"""Bytes of data from which it begins at a sub-block.
+
+Then a rank that loads some sub-blocks of an array reads no other bytes to verify them. Smaller files stay small.
+"""
+
 KEY = "shardckpt"
 """Key in a payload file's `__metadata__`."""
 
@@ -227,8 +233,9 @@ def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[Pay
         yield sorted(file, key=_by_alignment)
 
 
-def _by_alignment(chunk: PayloadChunk) -> tuple[bool, int]:
-    return chunk.nbytes % _TENSOR_ALIGNMENT != 0, -bits(chunk.dtype)
+def _by_alignment(chunk: PayloadChunk) -> tuple[bool, bool, int]:
+    size = chunk.nbytes
+    return size % SUB_BLOCK_BYTES != 0, size % _TENSOR_ALIGNMENT != 0, -bits(chunk.dtype)
 
 
 class _Keys:
@@ -267,7 +274,8 @@ def _payload(save: str, writer: int, number: int, file: FileLayout, carry: Mappi
     first = encode_canonical({"version": list(FIRST_VERSION), "save": save, "writer": writer}).decode("ascii")
     last = "" if carry is None else f',"carry":{encode_canonical(carry).decode("ascii")}'
     metadata = {"format": "pt", KEY: f'{first[:-1]},"chunks":{file.listed}{last}}}'}
-    header = join_header(file.entries, metadata, align=DATA_ALIGNMENT)
+    align = SUB_BLOCK_BYTES if file.nbytes >= SUB_ALIGNED_BYTES else DATA_ALIGNMENT
+    header = join_header(file.entries, metadata, align=align)
     start = len(header)
     offsets = tuple([start + end for end in (0, *file.ends[:-1])]) if file.chunks else ()
     name = f"{save}-{writer:05d}-{number:02d}.safetensors"

@@ -23,6 +23,7 @@ from shardckpt.format.native.payload import (
     BLOCK_BYTES,
     DATA_ALIGNMENT,
     KEY,
+    SUB_ALIGNED_BYTES,
     SUB_BLOCK_BYTES,
     BlockHasher,
     FileHashes,
@@ -90,6 +91,27 @@ def test_data_begins_aligned_and_every_chunk_is_aligned_to_its_type() -> None:
     assert payload.nbytes == at
     sizes = [c.nbytes % 64 == 0 for c in payload.chunks]
     assert sizes == sorted(sizes, reverse=True), "sizes that are multiples of 64 first"
+
+
+@given(
+    st.lists(st.sampled_from([1, 64, 4096, SUB_BLOCK_BYTES, 3 * SUB_BLOCK_BYTES, SUB_BLOCK_BYTES + 64]), max_size=20),
+    st.integers(0, 8),
+)
+def test_in_a_large_file_chunks_of_complete_sub_blocks_begin_at_one(sizes: list[int], before: int) -> None:
+    sizes.insert(min(before, len(sizes)), SUB_ALIGNED_BYTES)
+    [payload] = plan_payloads("s", 0, [chunk((str(at),), (size,), "uint8") for at, size in enumerate(sizes)])
+    offsets = [
+        offset
+        for offset, each in zip(payload.offsets, payload.chunks, strict=True)
+        if each.nbytes % SUB_BLOCK_BYTES == 0
+    ]
+    assert offsets
+    assert [offset % SUB_BLOCK_BYTES for offset in offsets] == [0] * len(offsets)
+
+
+def test_the_header_of_a_small_file_is_small() -> None:
+    [payload] = plan_payloads("s", 0, [chunk(("a",), (SUB_ALIGNED_BYTES - 1,), "uint8")])
+    assert len(payload.header) == DATA_ALIGNMENT
 
 
 def test_a_file_says_itself_what_it_holds() -> None:
