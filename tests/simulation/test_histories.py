@@ -43,6 +43,13 @@ def test_a_step_that_is_overwritten_keeps_the_files_of_a_step_that_another_job_s
     assert run_history(201_309).failure is None
 
 
+def test_a_step_on_a_base_whose_bit_flipped_counts_for_retention_by_its_branch() -> None:
+    """The step that is removed is of the same branch: the run had gone back before it."""
+    history = run_history(514_613)
+    assert "flip" in {event.verb for event in history.events}
+    assert history.failure is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_invariants_hold_in_many_histories() -> None:

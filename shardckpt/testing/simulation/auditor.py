@@ -312,14 +312,15 @@ class Auditor:
     def _add_step(self, folder: str, mark: object, files: Mapping[str, object]) -> None:
         url = f"{self.storage.root}/{folder}"
         old = self.steps.get(folder)
-        number = int(folder.removeprefix("step-"))
+        number, commit = int(folder.removeprefix("step-")), None
         try:
             commit = decode_commit(self.storage.read(f"{folder}/{COMMIT}"))
             content = read_content(self.scheduler.observe(lambda: load(url)))
         except ShardckptError as error:
             if not any(each in self._flipped for each in files.values()) or self._has_read_damage(number):
                 raise HistoryError(f"{folder} is committed, but cannot be loaded: {error}") from error
-            self.steps[folder] = CommittedStep(number, 0, 0, mark, {}, is_damaged=True)
+            branch = 0 if commit is None else commit.branch  # retention cannot know of the bit
+            self.steps[folder] = CommittedStep(number, 0, branch, mark, {}, is_damaged=True)
             self._unreadable.add(number)  # it may be overwritten before a rank reports its save
             return
         if self.attempts.get(content) != number:
