@@ -50,6 +50,13 @@ def test_a_step_on_a_base_whose_bit_flipped_counts_for_retention_by_its_branch()
     assert history.failure is None
 
 
+@pytest.mark.parametrize("seed", [502_374, 508_426, 515_212, 519_855])
+def test_a_capture_that_is_overwritten_while_it_is_promoted_is_no_failed_promotion(seed: int) -> None:
+    history = run_history(seed)
+    assert history.fired == []
+    assert history.failure is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_invariants_hold_in_many_histories() -> None:

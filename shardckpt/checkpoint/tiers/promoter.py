@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardckpt.checkpoint.peers.copy_step import copy_part
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
 from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, record_operation
 from shardckpt.format.native.copy_files import copy_stored_step
 from shardckpt.format.native.run_directory import step_name
@@ -25,12 +25,14 @@ class Promotion(NamedTuple):
         source: Tier that has its capture.
         target: Tier that takes the copy.
         rank: This rank.
+        is_overwritten: Whether the step was captured again since: its files may go, and another promotion follows.
     """
 
     number: int
     source: CaptureTier
     target: CaptureTier
     rank: int = 0
+    is_overwritten: bool = False
 
 
 class Promoter:
@@ -69,6 +71,16 @@ class Promoter:
             path = given_up.target.path(given_up.number)
             emit(FallbackEvent(path, step=given_up.number, rank=given_up.rank, warnings=(reason,)), self._on_event)
 
+    def note_capture(self, number: int, source: CaptureTier) -> None:
+        """Record that a step is captured now: earlier captures of it are overwritten, also while they are promoted."""
+
+        def mark(each: Promotion) -> Promotion:
+            return each._replace(is_overwritten=True) if (each.number, each.source) == (number, source) else each
+
+        with self._lock:
+            self._waiting = deque(map(mark, self._waiting))
+            self._running = None if self._running is None else mark(self._running)
+
     def list_promoted(self, tier: CaptureTier) -> frozenset[int]:
         """Return the steps of a tier that are being promoted from there or to there, or will be."""
         with self._lock:
@@ -97,22 +109,34 @@ class Promoter:
             promotion.source.apply_rules()
 
     def _promote(self, promotion: Promotion) -> None:
-        number, source, target, rank = promotion
+        number, source, target, rank, _ = promotion
         place = target.place.name
         try:
             with record_operation(PromotionEvent, target.path(number), self._on_event, tier=place) as recorder:
                 recorder.values.update(source=source.path(number), rank=rank)
-                recorder.values["nbytes"] = _copy(promotion)
+                try:
+                    recorder.values["nbytes"] = _copy(promotion)
+                except (CheckpointError, MissingFileError):
+                    if not self._is_overwritten():
+                        raise
+                    reason = f"not copied from {source.path(number)}: it was saved again meanwhile"
+                    recorder.kind, recorder.values = FallbackEvent, {"rank": rank, "warnings": (reason,)}
+                    return
         except ShardckptError as error:
             target.note_failure(error)
         else:
             target.note_success()
             target.note_promoted(number)
 
+    def _is_overwritten(self) -> bool:
+        """Return True if the step that is being promoted was captured again since. On the promoter's thread."""
+        with self._lock:
+            return self._running is not None and self._running.is_overwritten
+
 
 def _copy(promotion: Promotion) -> int:
     """Copy a step, or the part of this node, and return its bytes. Raises ShardckptError."""
-    number, source, target, _ = promotion
+    number, source, target = promotion[:3]
     if source.is_spread:
         return copy_part(source.place.open_own(), target.place.open_own(), step_name(number))
     return copy_stored_step(source.path(number), target.path(number))

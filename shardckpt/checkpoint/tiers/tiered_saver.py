@@ -237,6 +237,7 @@ class TieredSaver:
                         target.apply_rules()
                     self._promoter.add(Promotion(number, source, target, coordinator.rank))
 
+            self._promoter.note_capture(places.number, source)
             source.capture(places.number, state, notes, copy_options, share, promote)
             self._captured_in = self._list_captured(places, source, targets)
         if places.in_root:

@@ -17,6 +17,7 @@ import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionEvent
 from shardckpt.checkpoint.tiers import promoter
 from shardckpt.errors import ChecksumError, NoSpaceError
+from shardckpt.format.native import copy_files
 from shardckpt.storage.holder import holder_connection
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY
 from shardckpt.storage.resolve_url import open_store
@@ -154,6 +155,35 @@ def test_a_copy_that_fails_is_one_warning_an_event_and_no_claim(tmp_path, monkey
     run.save(4, 6)
     run.ck.wait()
     assert run.list_local() == [6], "one attempt is left out"
+
+
+def test_a_step_that_is_saved_again_while_it_is_copied_is_no_fault_of_the_tier(tmp_path, monkeypatch):
+    run, begun, may_read = Run(tmp_path), threading.Event(), threading.Event()
+    read = copy_files.read_blocks
+
+    def read_later(*args):
+        if not begun.is_set():
+            begun.set()
+            assert may_read.wait(DEADLINE_S)
+        return read(*args)
+
+    monkeypatch.setattr(copy_files, "read_blocks", read_later)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.ck.save(2, make_state(1))
+        run.ck._saver._tiers[0].settle()
+        assert begun.wait(DEADLINE_S)
+        run.ck.save(2, make_state(2), overwrite=True)
+        run.ck._saver._tiers[0].settle()
+        may_read.set()
+        run.ck.wait()
+    (given_up,) = run.list(FallbackEvent)
+    assert given_up.step == 2 and "saved again" in given_up.warnings[0]
+    assert [(event.step, event.error) for event in run.list(PromotionEvent)] == [(2, None)]
+    assert shardckpt.load(run.local / "step-00000002")["w"][0] == 2
+    run.save(4)
+    run.ck.wait()
+    assert run.list_local() == [2, 4], "no step is left out"
 
 
 def test_a_capture_that_is_damaged_in_memory_is_not_copied(tmp_path, monkeypatch):
