@@ -1,4 +1,4 @@
-"""Run simulated histories: `--seed 7` replays one, `--from 0 --count 10000` runs a campaign.
+"""Run simulated histories: `--seed 7` replays one, `--from 0 --count 10000 --jobs 2` runs a campaign.
 
 `--ranks 256 1024` runs jobs of many ranks, and prints what they cost.
 """
@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
 from shardckpt.testing.simulation import run_history, run_large_job
 
-_EVERY = 1000
+_PART = 25
+"""Histories that a process runs before it takes others."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, nargs="+", help="print histories, with one line an event")
     parser.add_argument("--from", type=int, default=0, dest="first", help="first seed of a campaign")
     parser.add_argument("--count", type=int, default=1000, help="number of seeds of a campaign")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes of a campaign")
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks of large jobs")
     chosen = parser.parse_args(arguments)
     if chosen.ranks is not None:
@@ -30,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         histories = [run_history(seed) for seed in chosen.seed]
         print(*histories, sep="\n")
         return any(history.failure is not None for history in histories)
-    return bool(run_campaign(chosen.first, chosen.count))
+    return run_campaign(chosen.first, chosen.count, chosen.jobs)
 
 
 def print_costs(ranks: int) -> None:
@@ -43,24 +51,80 @@ def print_costs(ranks: int) -> None:
         )
 
 
-def run_campaign(first: int, count: int) -> list[int]:
-    """Run histories; print the seeds that fail, and return them."""
-    failed: list[int] = []
-    events = faults = 0
+class PartResult(NamedTuple):
+    """What some histories had in all.
+
+    Attributes:
+        histories: Number of histories.
+        events: Number of events.
+        faults: Number of faults that showed.
+        failed: Number of histories that failed.
+        cpu_s: Seconds of processors.
+    """
+
+    histories: int = 0
+    events: int = 0
+    faults: int = 0
+    failed: int = 0
+    cpu_s: float = 0.0
+
+    def plus(self, other: PartResult) -> PartResult:
+        """Return the sums."""
+        return PartResult(*map(sum, zip(self, other, strict=True)))
+
+
+def run_campaign(first: int, count: int, jobs: int = 1) -> int:
+    """Run histories; print a line for each that fails, and the sums at the end. Return 1 if one failed.
+
+    An interrupt ends it: the last line says from which seed it can go on.
+    """
+    end, began, result = first + count, time.monotonic(), PartResult()
+    is_interrupted = False
+    try:
+        for part in _run_parts([range(at, min(at + _PART, end)) for at in range(first, end, _PART)], jobs):
+            result = result.plus(part)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    print(
+        f"{result.histories} histories, {result.events} events, {result.faults} faults, {result.failed} failed,"
+        f" {time.monotonic() - began:.0f} s, {result.cpu_s:.0f} s of processors"
+    )
+    if is_interrupted:
+        print(f"interrupted: go on with --from {first + result.histories} --count {count - result.histories}")
+    return int(is_interrupted or result.failed > 0)
+
+
+def _run_parts(parts: list[range], jobs: int) -> Iterator[PartResult]:
+    """Run the histories of ranges of seeds, in processes forked from this one; yield the results in order."""
+    if jobs == 1:
+        yield from map(run_part, parts)
+        return
+    gc.freeze()  # the forked processes need not look at the objects of this one
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _ignore_interrupts)
+    try:
+        yield from pool.map(run_part, parts)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    """Leave the interrupt of a terminal, which all processes get, to the first one: the others end their part."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def run_part(seeds: range) -> PartResult:
+    """Run histories, and print a line for each that fails."""
+    events = faults = failed = 0
     began = time.process_time()
-    for done, seed in enumerate(range(first, first + count), 1):
+    for seed in seeds:
         history = run_history(seed)
         events += len(history.events)
         faults += len(history.fired)
         if history.failure is not None:
-            failed.append(seed)
-            print(f"seed {seed}: {type(history.failure).__name__}: {str(history.failure)[:300]}", flush=True)
-        if done % _EVERY == 0 or done == count:
-            spent = time.process_time() - began
-            print(
-                f"{done} histories, {events} events, {faults} faults, {len(failed)} failed, {spent:.0f} s", flush=True
-            )
-    return failed
+            failed += 1
+            reason = " ".join(str(history.failure).split())
+            print(f"seed {seed}: {type(history.failure).__name__}: {reason[:300]}\n", end="", flush=True)
+    return PartResult(len(seeds), events, faults, failed, time.process_time() - began)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
         warnings.simplefilter("ignore")
         try:
             run.run()
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # noqa: BLE001  (a result)
             history.failure = error
     history.events, history.fired = run.scheduler.events, run.faults.fired
