@@ -10,6 +10,7 @@ Features are detected by attribute, never by version.
 | `DeviceMesh._concatenate` | take the dimensions by name from the root mesh of both meshes |
 | `Tensor.grad_dtype` | give the parameter the gradient's data while the gradient is assigned |
 | `_top_saved_tensors_default_hooks` | record contexts of saved-tensor hooks when they are entered |
+| `_torchdynamo_wrapper_id` | hide the function below `torch.compiler.disable`, for which bound methods lose `self` |
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shardckpt.errors import UsageError
 __all__ = [
     "assign_gradient_of_another_type",
     "concatenate_meshes",
+    "disable_compiler",
     "find_accelerator",
     "get_group_store",
     "get_saved_tensor_hooks",
@@ -126,6 +128,21 @@ def assign_gradient_of_another_type(parameter: torch.Tensor, grad: torch.Tensor)
     parameter.data = grad
     parameter.grad = grad
     parameter.data = data
+
+
+def disable_compiler(function: Callable[..., Any], *, recursive: bool) -> Callable[..., Any]:
+    """Return a function that torch.compile does not compile, and whose bound methods it calls with their `self`.
+
+    Args:
+        function: Function of a class.
+        recursive: Whether the functions that it calls are not compiled, either.
+    """
+    disable: Any = torch.compiler.disable
+    made: Callable[..., Any] = disable(function, recursive=recursive)
+    # A compiler that does not compare this id takes the innermost function for a method that is bound.
+    if not recursive and not hasattr(made, "_torchdynamo_wrapper_id"):
+        vars(made).pop("_torchdynamo_orig_callable", None)
+    return made
 
 
 # ----------------------------------------------------------------------------------------- hooks of saved tensors

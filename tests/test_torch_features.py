@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,3 +123,27 @@ class TestHooksOfSavedTensors:
         checkpoint(body, x, use_reentrant=False).sum().backward()
         assert None not in found
         assert torch.equal(x.grad, torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("recursive", [True, False])
+def test_a_method_that_is_not_compiled_keeps_its_self_where_a_compiler_asks_for_the_innermost_function(
+    monkeypatch: pytest.MonkeyPatch, *, recursive: bool
+) -> None:
+    def disable(function: Any, *, recursive: bool) -> Any:
+        """As torch 2.9: what is below is found through a bound method, too, and called without its `self`."""
+
+        def wrapper(*args: Any) -> Any:
+            return function(*args)
+
+        wrapper._torchdynamo_orig_callable = function
+        return wrapper
+
+    class Module:
+        def call(self, x: int) -> tuple[Any, int]:
+            return self, x
+
+    monkeypatch.setattr(torch.compiler, "disable", disable)
+    Module.call = torch_features.disable_compiler(Module.call, recursive=recursive)
+    module = Module()
+    assert module.call(3) == (module, 3)
+    assert hasattr(module.call, "_torchdynamo_orig_callable") is recursive

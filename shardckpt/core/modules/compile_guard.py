@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-import torch
+from shardckpt.torch_features import disable_compiler
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,5 +43,4 @@ def apply_compiler_disable() -> None:
     """
     while _DISABLED:
         owner, name, nested = _DISABLED.pop()
-        disable: Any = torch.compiler.disable
-        setattr(owner, name, disable(owner.__dict__[name], recursive=not nested))
+        setattr(owner, name, disable_compiler(owner.__dict__[name], recursive=not nested))
