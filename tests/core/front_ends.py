@@ -14,6 +14,7 @@ from models import Case, Sharder, built, square
 from reference import Group, Training, differs, groups, mismatches, reduce_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch_limits import full_tensor
 from under_test import Strategy, core, no_sync, shard, wrap
 
 FRONT_ENDS = ("flat", "orig", "in place")
@@ -60,7 +61,7 @@ def differing(model: nn.Module, plain: nn.Module, front_end: str, close: Callabl
 
 def full(value: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a parameter or gradient of `fully_shard`."""
-    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+    return full_tensor(value).detach() if isinstance(value, DTensor) else value.detach()
 
 
 def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, front_end: str) -> list[str]:

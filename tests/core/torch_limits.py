@@ -12,8 +12,10 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardckpt.state.redistribute.dtensor_rows import gather_full
 
 
 def find_limits() -> dict[str, str]:
@@ -61,6 +63,24 @@ def divide_after_sum(scattering: dist.ProcessGroup, replicas: dist.ProcessGroup 
     return 1.0, float(scattering.size() * (replicas.size() if replicas is not None else 1))
 
 
+def places_uneven_rows() -> bool:
+    """Return whether this torch puts the rows of two mesh dimensions in their order, if the ranks do not divide them.
+
+    Versions that do not return them in another order from `full_tensor()`, without an error.
+    """
+    try:
+        first, _ = _StridedShard(0, split_factor=2)._split_tensor(torch.arange(6), 2, with_padding=False)[0]
+    except AssertionError:
+        return True  # it refuses them: `LIMITS`
+    return bool(first.tolist() == [0, 1, 3, 4])
+
+
+def full_tensor(value: DTensor) -> torch.Tensor:
+    """Return the full tensor as torch joins it, or as we do where this torch would misplace its rows."""
+    return value.full_tensor() if PLACES_UNEVEN_ROWS else gather_full(value)
+
+
+PLACES_UNEVEN_ROWS = places_uneven_rows()
 LIMITS = find_limits()
 SHARDS_UNEVEN_ROWS_TWICE = not any("uneven sharding" in message for message in LIMITS)
 """True if torch's `fully_shard` takes tensor-parallel parameters whose rows the ranks do not divide."""

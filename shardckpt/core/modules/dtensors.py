@@ -36,3 +36,16 @@ def wrap_local(
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
     with torch.no_grad():
         return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
+
+
+def is_strided(value: DTensor) -> bool:
+    """Return True if a DTensor has dimensions that data parallelism split after tensor parallelism did."""
+    return any(hasattr(placement, "split_factor") for placement in value.placements)
+
+
+def sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
+    """Return mesh dimensions and placements in the order in which they split a tensor.
+
+    A strided shard, which `fully_shard` uses if tensor parallelism shards the same dimension, splits last.
+    """
+    return sorted(enumerate(placements), key=lambda pair: hasattr(pair[1], "split_factor"))

@@ -19,7 +19,6 @@ from shardckpt.layout import DimLayout, ParamSpec
 from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, get_mesh_placements, local
 from shardckpt.state.redistribute import dtensor_rows
 from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
-from shardckpt.torch_features import shard_replicated
 
 
 class DTensorAdapter(ParameterAdapter):
@@ -114,7 +113,7 @@ class DTensorAdapter(ParameterAdapter):
         kept = self._kept
         at = dtensor_rows.direction(kept) if first_only else None
         own = packed.to(self.device)
-        full = self._around(own).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, own)
+        full = dtensor_rows.gather_full(self._around(own)) if at is None else dtensor_rows.gather_rows(kept, at, own)
         return None if full is None or (first_only and not self.ranks.is_first) else [full]
 
     def from_full(self, values: Tensors, into: Tensors) -> None:
@@ -122,9 +121,7 @@ class DTensorAdapter(ParameterAdapter):
         (value,), (place,) = values, into
         if value is None or place is None:
             return
-        kept = self._kept
-        sharded = shard_replicated(value.to(self.device), kept.device_mesh, kept.placements)
-        place.copy_(sharded.to_local())
+        place.copy_(dtensor_rows.shard_full(value.to(self.device), self._kept))
 
     def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
         """Scatter rows from rank 0; if the mesh does not allow it, broadcast and shard."""

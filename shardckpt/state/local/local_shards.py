@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift
+from shardckpt.core.modules.dtensors import sort_by_split_order
 from shardckpt.core.params.buffer_layout import view_in_order
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
@@ -134,7 +135,7 @@ def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, c
         coordinate: Coordinate of the rank in the mesh.
     """
     offset, size = [0] * len(shape), list(shape)
-    for at, placement in _sort_by_split_order(placements):
+    for at, placement in sort_by_split_order(placements):
         if placement.is_partial():
             raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
         dim = getattr(placement, "dim", None)
@@ -142,14 +143,6 @@ def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, c
             start, size[dim] = chunk_range(size[dim], mesh[at], coordinate[at])
             offset[dim] += start
     return Box(tuple(offset), tuple(size))
-
-
-def _sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
-    """Return mesh dimensions and placements in the order in which they split a tensor.
-
-    A strided shard, which `fully_shard` uses if tensor parallelism shards the same dimension, splits last.
-    """
-    return sorted(enumerate(placements), key=lambda pair: hasattr(pair[1], "split_factor"))
 
 
 def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[tuple[LocalShard, ...]]:

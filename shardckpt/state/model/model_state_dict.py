@@ -20,6 +20,7 @@ from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.keys.kinds import KEY, VERSION, StateKind, parse_kind_to_take
 from shardckpt.state.model import module_hooks
+from shardckpt.state.redistribute.dtensor_rows import gather_full
 
 
 def world() -> Group:
@@ -70,7 +71,7 @@ def _buffers(index: ModelIndex, kind: StateKind, offload: bool) -> Iterator[tupl
 def _to_kind(value: torch.Tensor, kind: StateKind) -> torch.Tensor:
     if not isinstance(value, DTensor) or kind is StateKind.SHARDED:
         return value
-    return value.full_tensor() if kind is StateKind.FULL else local(value)
+    return gather_full(value) if kind is StateKind.FULL else local(value)
 
 
 def model_state_dict(

@@ -18,7 +18,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch_limits import compares_with_newer_torch
+from torch_limits import compares_with_newer_torch, full_tensor
 from under_test import TORCH, core, torch_is_wrong
 
 fully_shard, FSDPModule = core.fully_shard, core.FSDPModule
@@ -73,7 +73,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def averaged(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch_limits import full_tensor
 
 from shardckpt.core.errors import ArgumentError
 from shardckpt.core.params import mesh_placement
@@ -44,7 +45,7 @@ def joined(parameter: nn.Parameter, info: mesh_placement.DataParallelMeshInfo, d
     choose = None if dim is None else lambda _: Shard(dim)
     placed = mesh_placement.place_param("p", parameter, info, choose)
     made = placed.sharded(box(placed, placed.local(parameter)))
-    return made, made.full_tensor()
+    return made, full_tensor(made)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

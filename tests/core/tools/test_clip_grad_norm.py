@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch_limits import full_tensor
 from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
 
 STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
@@ -406,7 +407,7 @@ def averaged(model: nn.Module, group: dist.ProcessGroup | None = None) -> list[n
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def clips_alike(model: nn.Module, plain: nn.Module, wanted: list[nn.Parameter], order: float) -> None:
