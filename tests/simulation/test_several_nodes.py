@@ -69,6 +69,13 @@ def test_captures_of_a_job_without_some_nodes_are_newer_than_those_that_it_could
     assert subjects(history, "restored", of="job3") == ["step 1"] * 2
 
 
+def test_captures_of_a_start_on_other_nodes_are_newer() -> None:
+    """The third start has no part of what the second one captured: it begins anew, with memory for one step."""
+    history = run_history(507_035)
+    assert subjects(history, "claims", of="job2")[0] == "step 1 in memory (process)"
+    assert history.failure is None
+
+
 def test_captures_after_a_part_of_the_nodes_are_newer_though_the_clock_of_the_node_is_late() -> None:
     """The second start has a part of step 1, and captures another one; its clock is behind that of the first start."""
     places = ((0, 1), (1,), (0, 1))

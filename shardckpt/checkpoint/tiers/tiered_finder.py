@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.open_peers import NodeTier, OpenedTiers, open_peers
+from shardckpt.checkpoint.run.last_start import LastStart
 from shardckpt.checkpoint.run.step_finder import (
     NO_STEP,
     FoundStep,
@@ -74,7 +75,7 @@ class RootPosition(NamedTuple):
         """Return the position as text, for the custom metadata of a capture and of the same step in the root.
 
         Args:
-            attempt: Text that no other save has.
+            attempt: Text that no other save has, from `LastStart`.
         """
         return json.dumps([*self, attempt])
 
@@ -86,6 +87,15 @@ class RootPosition(NamedTuple):
             return cls((int(branch), int(number)), (int(started_branch), int(started)))
         except (ValueError, TypeError):
             return None
+
+    @staticmethod
+    def read_attempt(text: str) -> str:
+        """Return the attempt from the text of `encode`; empty for other text."""
+        try:
+            _, _, attempt, *_ = json.loads(text)
+            return str(attempt)
+        except (ValueError, TypeError):
+            return ""
 
     def leads_to(self, newest: tuple[int, int], *, is_empty: bool) -> bool:
         """Return True if the root is that of this run, or has lost steps since.
@@ -139,6 +149,7 @@ class TieredFinder(StepFinder):
 
     Attributes:
         position: Steps of the root that this process knows; None before it has looked. On rank 0.
+        last_start: The start of the run that captured last. On rank 0.
     """
 
     def __init__(
@@ -150,6 +161,8 @@ class TieredFinder(StepFinder):
             place.finder.tier = place.name
         self.has_other_places = True
         self.position: RootPosition | None = None
+        self.last_start = LastStart(super().open_store)
+        self._least_branch = 0
         self._own_saves: dict[int, set[str]] = {}
         self._damaged_files: frozenset[str] = frozenset()
 
@@ -160,13 +173,16 @@ class TieredFinder(StepFinder):
         root = super().find_on_rank0(wanted, passed, avoided)
         self.position = RootPosition(root.newest)
         in_root = {(step.branch, step.number): step for step in super().read().complete}
+        attempts: list[str] = []
 
         def find(place: TierPlace) -> FoundStep:
-            self._drop_captures_of_another_run(place, root, in_root)
+            attempts.extend(self._drop_captures_of_another_run(place, root, in_root))
             return place.finder.find_on_rank0(wanted, passed, avoided)._replace(faults=[], unreadable="")
 
         held = [_read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
-        return choose_newest([*held, root])
+        found = choose_newest([*held, root])
+        self._least_branch = self.last_start.find_least_branch(attempts)
+        return found._replace(branch=max(found.branch, self._least_branch))
 
     def find_position(self) -> RootPosition:
         """Return the steps of the root that this process knows; read them if it has not looked. On rank 0."""
@@ -176,12 +192,15 @@ class TieredFinder(StepFinder):
 
     def _drop_captures_of_another_run(
         self, place: TierPlace, root: FoundStep, in_root: Mapping[tuple[int, int], StepFolder]
-    ) -> None:
+    ) -> list[str]:
+        """Delete the captures of a tier that do not belong to the steps of the root; return the attempts of all."""
+        attempts = []
         store, run = place.finder.open_store(), place.finder.read()
         is_empty = root.newest == NO_STEP and not root.faults
         for step in run.complete:
             order = step.branch, step.number
             text = _read_about(store, step).get(AFTER, "")
+            attempts.append(RootPosition.read_attempt(text))
             position = RootPosition.decode(text)
             if position is None:
                 continue
@@ -193,6 +212,7 @@ class TieredFinder(StepFinder):
                 shown = f"step {step.number} in {place.finder.root}"
                 _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
                 delete_steps(store, run, [step.name])
+        return attempts
 
     def _is_same_attempt(self, step: StepFolder, text: str, was_started: bool) -> bool:
         """Return True if a step of the root and a capture come from one attempt to save. On rank 0.
@@ -221,7 +241,7 @@ class TieredFinder(StepFinder):
     def newest_branch(self) -> int:
         """Return the branch of the newest complete step, in a tier or in the root. On rank 0."""
         held = [_read_tier(place, place.finder.newest_branch, 0) for place in self._places]
-        return max(*held, super().newest_branch())
+        return max(*held, super().newest_branch(), self._least_branch)
 
     def record_start(self, number: int) -> None:
         """Record that a step is saved now: other copies of this number have another state. On rank 0."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -41,7 +40,7 @@ from shardckpt.checkpoint.tiers.peer_memory import find_node_id
 from shardckpt.checkpoint.tiers.promoter import Promoter, Promotion
 from shardckpt.checkpoint.tiers.tier_settings import TierSettings
 from shardckpt.checkpoint.tiers.tiered_finder import TieredFinder
-from shardckpt.errors import UsageError
+from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.events import OnEvent, OperationEvent
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import AFTER
@@ -337,11 +336,15 @@ class TieredSaver:
                 opened.append(index)
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
+        if not self._record_captures(number, branch, ready):
+            ready, opened = [], []
         self._finder.record_start(number)
         position = self._finder.find_position()
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
-        places = _Places(number, branch, position.encode(secrets.token_hex(8)), ready, opened, in_root)
+        places = _Places(
+            number, branch, position.encode(self._finder.last_start.make_attempt()), ready, opened, in_root
+        )
         places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
         keepers = choose_record_keepers(list(first.values()))
         return [
@@ -350,6 +353,17 @@ class TieredSaver:
             ).encode()
             for rank, node in enumerate(nodes)
         ]
+
+    def _record_captures(self, number: int, branch: int, ready: Sequence[int]) -> bool:
+        """Record in the root that this start captures; without that no step is captured. On rank 0."""
+        try:
+            if ready:
+                self._finder.last_start.record(branch)
+        except ShardckptError as error:
+            for index in ready:
+                self._tiers[index].refuse(number, error)
+            return False
+        return True
 
 
 def choose_record_keepers(first: Sequence[int]) -> set[int]:

@@ -44,6 +44,21 @@ class Attempt(NamedTuple):
     failures: int
 
 
+class CapturingStart(NamedTuple):
+    """The start of a run that captured last.
+
+    Attributes:
+        id: Text that no other start has; empty if no start is known.
+        branch: Branch of its captures.
+    """
+
+    id: str = ""
+    branch: int = 0
+
+
+NO_START = CapturingStart()
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """Record of a run.
@@ -51,14 +66,17 @@ class RunRecord:
     Attributes:
         local: Folder of the tier on a disk of the node; empty without one.
         attempts: Steps after whose restore the run failed, or may be about to.
+        start: Start of the run that captured last.
     """
 
     local: str = ""
     attempts: tuple[Attempt, ...] = ()
+    start: CapturingStart = NO_START
 
     def encode(self) -> bytes:
         """Return the record as a line of JSON."""
-        return json.dumps({"local": self.local, "attempts": self.attempts}).encode("ascii") + b"\n"
+        fields = {"local": self.local, "attempts": self.attempts, "start": self.start}
+        return json.dumps(fields).encode("ascii") + b"\n"
 
     @classmethod
     def decode(cls, data: bytes) -> RunRecord:
@@ -69,16 +87,23 @@ class RunRecord:
             return cls()
         if not isinstance(found, Mapping):
             return cls()
-        local, attempts = found.get("local"), found.get("attempts")
+        local, attempts, start = found.get("local"), found.get("attempts"), found.get("start")
         listed = attempts if isinstance(attempts, list) else []
         return cls(
             local if isinstance(local, str) and "\0" not in local else "",
             tuple(Attempt(*each) for each in listed if _is_attempt(each)),
+            _decode_start(start),
         )
 
 
 def _is_attempt(found: object) -> bool:
     return isinstance(found, list) and len(found) == len(Attempt._fields) and all(type(each) is int for each in found)
+
+
+def _decode_start(found: Any) -> CapturingStart:
+    if isinstance(found, list) and [*map(type, found)] == [str, int] and found[1] >= 0:
+        return CapturingStart(*found)
+    return NO_START
 
 
 def read_run_record(store: Store) -> RunRecord:

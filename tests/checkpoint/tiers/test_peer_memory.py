@@ -25,6 +25,7 @@ from shardckpt import Checkpointer, PeerMemory
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.tiers import peer_memory, tiered_finder
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
+from shardckpt.format.durability.run_record import RECORD
 from shardckpt.storage.holder import holder_connection
 from shardckpt.storage.holder.holder_connection import HolderConnection
 from shardckpt.storage.local import LocalWriter
@@ -64,6 +65,19 @@ def kill_holder() -> None:
     for holder in shardckpt.tiers().holders:
         os.kill(holder.pid, signal.SIGKILL)
         wait_for(lambda pid=holder.pid: not is_alive(pid))
+
+
+def test_a_start_that_cannot_be_recorded_in_the_root_captures_nothing(tmp_path):
+    """A later start, which does not reach its captures, could not know of them."""
+    record = tmp_path / "run" / RECORD
+    record.mkdir(parents=True)
+    ck = make(tmp_path / "run")
+    with pytest.warns(UserWarning, match="not captured in memory"):
+        save(ck, 1)
+    assert ck.durability(1).copies == ()
+    record.rmdir()
+    save(ck, 2, 3)
+    assert [len(ck.durability(step).copies) for step in (2, 3)] == [0, 1], "one capture is left out"
 
 
 def test_a_step_that_was_captured_survives_a_killed_trainer_and_the_root_has_its_own_steps(tmp_path):

@@ -61,6 +61,35 @@ def test_ranks_on_two_nodes_capture_into_their_own_holders_and_other_numbers_of_
     assert all(own < BLOCKS and pulled >= VALUES.nbytes // 4 for *_, (own, pulled) in moved)
 
 
+def resume_and_train(
+    rank: int, world: int, root: Path, nodes: str, steps: tuple[int, ...], options: dict
+) -> int | None:
+    """Restore, then capture steps; return the restored one."""
+    enter(nodes[rank])
+    ck, into = make(root, **options), state(world)
+    step = ck.restore(into)
+    assert step is None or is_step(into, step)
+    for number in steps:
+        ck.save(number, state(world, number))
+    ck.wait()
+    return step
+
+
+def test_captures_of_a_start_that_reaches_none_of_the_last_one_are_newer(tmp_path):
+    root = tmp_path / "run"
+    assert run(1, resume_and_train, root, "a", (1, 2), {}) == [None]
+    assert run(1, resume_and_train, root, "b", (1,), {}) == [None]
+    assert [each[:2] for each in run(2, resume, root, "ab", {})] == [(1, True)] * 2
+
+
+def test_captures_of_a_start_that_reaches_only_those_before_the_last_one_are_newer(tmp_path):
+    root, copied = tmp_path / "run", {"copies": 1}
+    assert run(2, resume_and_train, root, "ab", (1,), copied) == [None] * 2
+    assert run(2, resume_and_train, root, "bc", (2, 3), copied) == [1] * 2
+    assert run(1, resume_and_train, root, "a", (2,), {}) == [1]
+    assert [each[:2] for each in run(3, resume, root, "abc", {})] == [(2, True)] * 3
+
+
 def test_a_rank_whose_node_has_no_holder_pulls_all_from_a_peer(tmp_path):
     run(2, train, tmp_path / "run", "aa", (6,), {})
     assert [each[:2] for each in run(3, resume, tmp_path / "run", "bac", {})] == [(6, True)] * 3

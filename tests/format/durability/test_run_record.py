@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from shardckpt.format.durability.run_record import (
     RECORD,
     Attempt,
+    CapturingStart,
     RunRecord,
     find_run_id,
     read_run_record,
@@ -18,9 +19,13 @@ from shardckpt.storage.resolve_url import open_store
 ATTEMPTS = st.lists(st.builds(Attempt, st.integers(), st.integers(), st.integers())).map(tuple)
 
 
-@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), ATTEMPTS)
-def test_a_record_is_read_back(folder, attempts):
-    assert RunRecord.decode(RunRecord(folder, attempts).encode()) == RunRecord(folder, attempts)
+STARTS = st.builds(CapturingStart, st.text(), st.integers(0))
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), ATTEMPTS, STARTS)
+def test_a_record_is_read_back(folder, attempts, start):
+    record = RunRecord(folder, attempts, start)
+    assert RunRecord.decode(record.encode()) == record
 
 
 JSON = st.recursive(
@@ -30,7 +35,8 @@ JSON = st.recursive(
 
 @given(
     st.binary()
-    | JSON.map(lambda found: json.dumps({"local": found, "attempts": found}).encode())
+    | JSON.map(lambda found: json.dumps({"local": found, "attempts": found, "start": found}).encode())
+    | JSON.map(lambda found: json.dumps({"start": [found, found]}).encode())
     | JSON.map(lambda found: json.dumps({"attempts": [found, [1, 2, 3]]}).encode())
     | st.just(b"[" * 100_000)
 )
@@ -38,6 +44,7 @@ def test_other_bytes_are_a_record_of_the_right_types(data):
     record = RunRecord.decode(data)
     assert isinstance(record.local, str)
     assert all(type(number) is int for attempt in record.attempts for number in attempt)
+    assert [*map(type, record.start)] == [str, int] and record.start.branch >= 0
 
 
 def test_a_run_without_a_record_or_with_a_huge_one_has_a_new_one(tmp_path):

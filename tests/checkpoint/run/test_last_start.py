@@ -1,0 +1,57 @@
+"""The start of a run that captured last: later starts see whether they reach its captures."""
+
+import os
+
+import pytest
+
+from shardckpt.checkpoint.run.last_start import LastStart
+from shardckpt.errors import StorageError
+from shardckpt.format.durability.run_record import RECORD, RunRecord, read_run_record, write_run_record
+from shardckpt.storage.resolve_url import open_store
+
+
+@pytest.fixture
+def open_root(tmp_path):
+    return lambda: open_store(str(tmp_path))
+
+
+def test_a_run_that_never_captured_begins_at_branch_0(open_root):
+    assert LastStart(open_root).find_least_branch([]) == 0
+
+
+@pytest.mark.parametrize(("seen", "least"), [(("first",), 0), (("other", "first"), 0), (("other",), 3), ((), 3)])
+def test_a_start_that_reads_no_capture_of_the_last_one_saves_to_the_next_branch(open_root, seen, least):
+    first, other = LastStart(open_root), LastStart(open_root)
+    attempts = {"first": first.make_attempt(), "other": other.make_attempt()}
+    other.record(1)
+    first.record(2)
+    assert LastStart(open_root).find_least_branch([attempts[name] for name in seen]) == least
+
+
+def test_a_start_follows_its_own_captures(open_root):
+    start = LastStart(open_root)
+    start.record(5)
+    assert start.find_least_branch([]) == 0
+
+
+def test_a_start_is_recorded_once_a_branch_beside_what_the_record_has(open_root, tmp_path):
+    write_run_record(open_root(), RunRecord("/nvme/run"))
+    start = LastStart(open_root)
+    start.record(0)
+    record = read_run_record(open_root())
+    assert record.local == "/nvme/run" and record.start.branch == 0 and record.start.id
+    os.remove(tmp_path / RECORD)
+    start.record(0)
+    assert not (tmp_path / RECORD).exists(), "one write at the first capture"
+    start.record(1)
+    assert read_run_record(open_root()).start == record.start._replace(branch=1)
+
+
+def test_a_start_that_could_not_be_recorded_is_recorded_at_the_next_capture(open_root, tmp_path):
+    start = LastStart(open_root)
+    (tmp_path / RECORD).mkdir()
+    with pytest.raises(StorageError):
+        start.record(0)
+    (tmp_path / RECORD).rmdir()
+    start.record(0)
+    assert read_run_record(open_root()).start.id
