@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Collection, Mapping
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
+
+import torch
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.errors import CheckpointError, MissingFileError
@@ -14,12 +19,45 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.plan.retention import Retention, SavedStep, steps_to_delete, with_trusted_times
 from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
+_MOST_TARGETS = 4
+"""Maximum number of nodes to which one node gives the marks: rank 0 sends no more of them in a larger job."""
+
+_LEVEL = 1
+"""Level of zlib, the fastest: manifests repeat names and offsets, and are 2.5 to 4.5 times as large without it."""
+
+
+class MarksRoute(NamedTuple):
+    """Ranks between which the marks of a step pass through one rank.
+
+    Attributes:
+        source: Rank that gives them to this one.
+        targets: Ranks to which this one gives them.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+
+
+def plan_routes(is_wanted: Sequence[bool]) -> list[MarksRoute]:
+    """Return the route of each rank: a tree from rank 0 to all that want the marks.
+
+    Args:
+        is_wanted: Whether each rank wants them; rank 0 has them.
+    """
+    routes = [MarksRoute(0, ())] * len(is_wanted)
+    order = [0, *(rank for rank, wants in enumerate(is_wanted) if wants and rank)]
+    for at, rank in enumerate(order):
+        first = _MOST_TARGETS * at + 1
+        source = order[max(at - 1, 0) // _MOST_TARGETS]
+        routes[rank] = MarksRoute(source, tuple(order[first : first + _MOST_TARGETS]))
+    return routes
+
 
 def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: bool) -> None:
     """Write the manifest and the `COMMIT` of a step into the stores of all nodes. Collective.
 
-    Rank 0 has committed the step in the store of its own node. When this returns, every node has the marks; files of
-    older saves in the folder are removed.
+    Rank 0 has committed the step in the store of its own node. Nodes pass the marks on to others. When this returns,
+    every node has the marks; files of older saves in the folder are removed.
 
     Args:
         coordinator: Coordinator of the ranks.
@@ -33,18 +71,27 @@ def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: b
     """
     inside = SubfolderStore(own, folder)
     is_wanted = is_first and coordinator.rank > 0
+    packed = torch.empty(0, dtype=torch.uint8)
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        marks = read_marks(inside)
-        return [marks if message else b"" for message in messages]
+        nonlocal packed
+        packed = torch.frombuffer(bytearray(zlib.compress(read_marks(inside), _LEVEL)), dtype=torch.uint8)
+        return [json.dumps([len(packed), *route]).encode() for route in plan_routes([*map(bool, messages)])]
 
-    marks = coordinator.coordinate(f"committing {inside.url}", b"1" if is_wanted else b"", decide)
+    answer = coordinator.coordinate(f"committing {inside.url}", b"1" if is_wanted else b"", decide)
+    nbytes, source, targets = json.loads(answer)
+    if is_wanted:
+        packed = torch.empty(nbytes, dtype=torch.uint8)
+        coordinator.recv(packed, source)
+    sending = [(coordinator.send(packed, target), target) for target in targets]
     result: bytes | Exception = b""
     try:
         if is_wanted:
-            write_marks(inside, marks)
+            write_marks(inside, zlib.decompress(packed.numpy().data))
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         result = error
+    for work, target in sending:
+        coordinator.wait(work, target)
     coordinator.coordinate(f"committing {inside.url} on all nodes", result, lambda messages: messages)
 
 
