@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator
+from shardckpt.checkpoint.peers.known_files import AllFiles
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.node_steps import read_marks, write_marks
 from shardckpt.checkpoint.peers.partner_plan import CopyOrder, plan_copy_orders
@@ -60,7 +61,7 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
     """
     start = time.monotonic()
     order = share_copy_orders(coordinator, report_files(own, node, [folder]), folder, copies)
-    store = PeerStore(own, order.catalog, coordinator.rank)
+    store = PeerStore(own, AllFiles(order.catalog, own=0), coordinator.rank)
     fault = f"no node has {order.lost} of its files" if order.lost and coordinator.rank == 0 else ""
     with PeerExchange(coordinator, own, store.forget) as exchange:
         store.exchange = exchange

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from shardckpt.checkpoint.peers.known_files import FoundFiles
 from shardckpt.errors import FormatError
 
 PIECE_BYTES = 8 << 20
@@ -38,11 +39,13 @@ class RoundRequest(NamedTuple):
         pieces: Pieces that it needs, with the rank that has each.
         deleted: Names of files that every node deletes.
         is_done: Whether this rank needs no more pieces.
+        sought: Names of files whose copies it asks for.
     """
 
     pieces: tuple[FilePiece, ...]
     deleted: tuple[str, ...] = ()
     is_done: bool = False
+    sought: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """Return the message as bytes."""
@@ -60,8 +63,9 @@ class RoundRequest(NamedTuple):
             FormatError: The bytes are not such a message.
         """
         try:
-            pieces, deleted, is_done = json.loads(data)
-            found = cls(tuple(_read_piece(piece, size) for piece in pieces), tuple(map(str, deleted)), bool(is_done))
+            pieces, deleted, is_done, sought = json.loads(data)
+            wanted = tuple(_read_piece(piece, size) for piece in pieces)
+            found = cls(wanted, tuple(map(str, deleted)), bool(is_done), tuple(map(str, sought)))
         except (ValueError, TypeError, RecursionError) as error:
             raise FormatError("a request for files of another node is damaged", found=f"{len(data)} bytes") from error
         return found
@@ -82,8 +86,9 @@ class RoundAnswer(NamedTuple):
         accepted: Indices of its pieces that come in this round.
         sends: Pieces that it sends.
         deleted: Names of files to delete.
-        is_busy: Whether any rank needs pieces.
+        is_busy: Whether any rank needs pieces, or asks for files.
         is_over: Whether no rank needs more pieces: this was the last round.
+        found: Copies of the files that it asked for.
     """
 
     accepted: tuple[int, ...]
@@ -91,6 +96,7 @@ class RoundAnswer(NamedTuple):
     deleted: tuple[str, ...]
     is_busy: bool
     is_over: bool
+    found: FoundFiles = FoundFiles()
 
     def encode(self) -> bytes:
         """Return the answer as bytes."""
@@ -99,8 +105,9 @@ class RoundAnswer(NamedTuple):
     @classmethod
     def decode(cls, data: bytes) -> RoundAnswer:
         """Return the answer from the bytes of `encode`."""
-        accepted, sends, deleted, is_busy, is_over = json.loads(data)
-        return cls(tuple(accepted), tuple(FilePiece(*piece) for piece in sends), tuple(deleted), is_busy, is_over)
+        accepted, sends, deleted, is_busy, is_over, found = json.loads(data)
+        pieces = tuple(FilePiece(*piece) for piece in sends)
+        return cls(tuple(accepted), pieces, tuple(deleted), is_busy, is_over, FoundFiles.from_json(found))
 
 
 def plan_round(requests: Sequence[RoundRequest]) -> list[RoundAnswer]:
@@ -123,7 +130,7 @@ def plan_round(requests: Sequence[RoundRequest]) -> list[RoundAnswer]:
                 sends[piece.peer].append(piece._replace(peer=rank))
                 accepted[rank].append(index)
     deleted = tuple(dict.fromkeys(name for request in requests for name in request.deleted))
-    is_busy = any(request.pieces for request in requests)
+    is_busy = any(request.pieces or request.sought for request in requests)
     is_over = all(request.is_done for request in requests) and not is_busy
     return [
         RoundAnswer(tuple(indices), tuple(pieces), deleted, is_busy, is_over)

@@ -7,15 +7,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.checkpoint.peers.known_files import (
+    AllFiles,
+    AskedFiles,
+    AskForFiles,
+    KnownFiles,
+    SharedStep,
+    collect_files,
+    find_files,
+)
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep, report_files
 from shardckpt.checkpoint.peers.peer_exchange import LoneExchange, PeerExchange, PieceExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
-from shardckpt.checkpoint.peers.tier_files import TierFiles
+from shardckpt.checkpoint.peers.tier_files import FileReader, TierFiles
 from shardckpt.errors import ShardckptError
 from shardckpt.storage.resolve_url import mount_store
 from shardckpt.storage.store import Store
@@ -43,11 +53,11 @@ class OpenedTiers(NamedTuple):
     A step of which several tiers have files of one save is in the nearest of them, and is read from all.
 
     Attributes:
-        catalog: Files of all nodes, in folders such as `memory/step-00000010`.
+        node: Index of this rank's node.
         stores: Store of each tier, by its name.
     """
 
-    catalog: NodeCatalog
+    node: int
     stores: Mapping[str, PeerStore]
 
     @property
@@ -70,8 +80,7 @@ class OpenedTiers(NamedTuple):
             )
 
         answer = coordinator.coordinate("sharing damaged copies", json.dumps([*places]).encode(), decide)
-        own = self.catalog.find_node(coordinator.rank)
-        return frozenset(str(name) for node, name in json.loads(answer) if node == own)
+        return frozenset(str(name) for node, name in json.loads(answer) if node == self.node)
 
 
 @contextmanager
@@ -98,16 +107,12 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
     report = NodeReport(
         node, {folder: step for name in own.stores for folder, step in _report(own, name, node).items()}
     )
-    catalog, urls = _share_catalog_and_urls(channels.main, report, [tier.url for tier in tiers])
-    folders = plan_folders(catalog, [tier.name for tier in tiers])
-    is_alone = len(catalog.nodes) < 2
-    if is_alone and all(len(sources) < 2 for each in folders.values() for sources in each.values()):
+    shared = share_files(channels.main, own, report, tiers)
+    if shared.is_alone and all(len(sources) < 2 for each in shared.known.values() for sources in each.sources.values()):
         yield None
         return
     rank = channels.main.rank
-    stores = {
-        tier.name: PeerStore(own, catalog, rank, folders[tier.name], url) for tier, url in zip(tiers, urls, strict=True)
-    }
+    stores = {name: PeerStore(own, known, rank, shared.urls[name]) for name, known in shared.known.items()}
 
     def delete(name: str) -> None:
         for store in stores.values():
@@ -121,12 +126,12 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
         for store in stores.values():
             stack.enter_context(mount_store(store.url, store))
         exchange: PieceExchange = LoneExchange(delete)
-        if not is_alone:
+        if not shared.is_alone:
             coordinator = channels.background_coordinator(group, "peers")
-            exchange = stack.enter_context(PeerExchange(coordinator, own, delete))
+            exchange = stack.enter_context(PeerExchange(coordinator, own, delete, shared.find))
         for store in stores.values():
             store.exchange = exchange
-        yield OpenedTiers(catalog, stores)
+        yield OpenedTiers(shared.node, stores)
 
 
 def plan_folders(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -150,25 +155,95 @@ def plan_folders(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[s
     return planned
 
 
-def share_catalog(coordinator: Coordinator, report: NodeReport) -> NodeCatalog:
-    """Return the catalog of all nodes on every rank. Collective."""
-    return _share_catalog_and_urls(coordinator, report, [])[0]
+class SharedFiles(NamedTuple):
+    """Knowledge of a rank of the files of all nodes.
+
+    Attributes:
+        node: Index of the rank's node.
+        is_alone: Whether all ranks are on one node.
+        urls: Path or URL of each tier on rank 0, by its name.
+        known: Files of each tier.
+        find: Returns the copies of files, on rank 0.
+    """
+
+    node: int
+    is_alone: bool
+    urls: Mapping[str, str]
+    known: Mapping[str, KnownFiles]
+    find: AskForFiles
 
 
-def _share_catalog_and_urls(
-    coordinator: Coordinator, report: NodeReport, urls: Sequence[str]
-) -> tuple[NodeCatalog, Sequence[str]]:
-    """Return the catalog of all nodes, and the URLs of rank 0, on every rank. Collective."""
-    if coordinator.size == 1:
-        return NodeCatalog.from_reports([report]), urls
+def share_files(
+    coordinator: Coordinator, own: FileReader, report: NodeReport, tiers: Sequence[NodeTier]
+) -> SharedFiles:
+    """Share which steps the nodes have; rank 0 gets the files of all nodes, which others ask it for. Collective.
+
+    So the answer to a rank does not grow with the number of nodes.
+
+    Args:
+        coordinator: Coordinator of the ranks.
+        own: Reader of the files of this node.
+        report: Files of this node, in folders such as `memory/step-00000010`.
+        tiers: The tiers, the nearest first.
+    """
+    merged: NodeCatalog | None = None
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        nonlocal merged
+        merged = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
+        urls = {tier.name: tier.url for tier in tiers}
+        text = json.dumps([len(merged.nodes), urls, find_shared_steps(merged, [*urls])]).encode()
+        nodes = {rank: at for at, members in enumerate(merged.ranks) for rank in members}
+        return [f"{nodes[rank]}\n".encode() + text for rank in range(len(messages))]
+
+    answer = coordinator.coordinate("finding files on all nodes", report.encode(), decide)
+    line, _, text = answer.partition(b"\n")
+    node, (count, urls, shared) = int(line), json.loads(text)
+    steps = {
+        tier: {folder: SharedStep.from_json(step) for folder, step in held.items()} for tier, held in shared.items()
+    }
+    catalog = NodeCatalog.from_reports([report]) if count == 1 else merged
+
+    def know(held: Mapping[str, SharedStep]) -> KnownFiles:
+        if catalog is None:
+            return AskedFiles(node, report, own, held)
+        return AllFiles(catalog, node, {folder: step.sources for folder, step in held.items()})
+
+    known = {tier: know(held) for tier, held in steps.items()}
+    return SharedFiles(node, count == 1, urls, known, partial(find_files, merged))
+
+
+def find_shared_steps(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[str, SharedStep]]:
+    """Return the steps of each tier, as every rank knows them.
+
+    Args:
+        catalog: Files of all nodes.
+        tiers: Names of the tiers, the nearest first.
+    """
+
+    def describe(folder: str, sources: Sequence[str]) -> SharedStep:
+        found = len(collect_files(catalog, {folder: sources}))
+        total = max(catalog.totals[source] for source in sources)
+        return SharedStep(tuple(sources), catalog.saves[sources[0]], found == total)
+
+    planned = plan_folders(catalog, tiers)
+    return {tier: {folder: describe(folder, held) for folder, held in each.items()} for tier, each in planned.items()}
+
+
+def share_most_copied(coordinator: Coordinator, report: NodeReport, folder: str) -> str:
+    """Return on every rank the folder of the step that is on the most machines. Collective.
+
+    Args:
+        coordinator: Coordinator of the ranks.
+        report: Files of this node.
+        folder: As for `NodeCatalog.find_most_copied`.
+    """
 
     def decide(messages: list[bytes]) -> list[bytes]:
         catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
-        return [json.dumps([*urls]).encode() + b"\n" + catalog.encode()] * len(messages)
+        return [catalog.find_most_copied(folder).encode()] * len(messages)
 
-    answer = coordinator.coordinate("finding files on all nodes", report.encode(), decide)
-    line, _, catalog = answer.partition(b"\n")
-    return NodeCatalog.decode(catalog), json.loads(line)
+    return coordinator.coordinate("finding the capture with the most copies", report.encode(), decide).decode()
 
 
 def _report(own: TierFiles, tier: str, node: Node) -> Mapping[str, NodeStep]:

@@ -20,6 +20,8 @@ from shardckpt.checkpoint.peers.exchange_round import (
     RoundRequest,
     plan_round,
 )
+from shardckpt.checkpoint.peers.known_files import AskForFiles, FoundFiles
+from shardckpt.checkpoint.peers.tier_files import FileReader
 from shardckpt.checkpoint.rank_link import Transfer
 from shardckpt.errors import RankError, ShardckptError, StorageError
 from shardckpt.storage.store import MappedStore, Read
@@ -59,15 +61,17 @@ class _PendingPiece:
         self.buffer, self.is_filled = memoryview(b""), is_filled
 
 
-class FileReader(Protocol):
-    """The files of a node, as far as they are read for a rank."""
+@dataclass(eq=False)
+class _Question:
+    """Files that a thread asks rank 0 for.
 
-    @property
-    def url(self) -> str:
-        """Path or URL of the files, for messages."""
+    Attributes:
+        names: Names of files, or of folders with a slash at the end.
+        answer: Their copies; None while it is waited for.
+    """
 
-    def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer. Raises ShardckptError."""
+    names: tuple[str, ...]
+    answer: FoundFiles | None = None
 
 
 class PieceExchange(Protocol):
@@ -75,6 +79,9 @@ class PieceExchange(Protocol):
 
     def pull(self, wanted: Sequence[tuple[FilePiece, memoryview]]) -> list[bool]:
         """Fill buffers with pieces that other ranks have; return for each whether its bytes came."""
+
+    def find(self, names: Sequence[str]) -> FoundFiles:
+        """Return the copies of files, and of all files in folders, whose names end with a slash."""
 
     def delete(self, name: str) -> None:
         """Delete a file, or a folder whose name ends with a slash, on all nodes."""
@@ -94,6 +101,10 @@ class LoneExchange:
         """Return that no piece came, since this node has all files."""
         return [False] * len(wanted)
 
+    def find(self, names: Sequence[str]) -> FoundFiles:  # noqa: ARG002
+        """Return no copies: those of this node are known."""
+        return FoundFiles()
+
     def delete(self, name: str) -> None:
         """Delete a file, or a folder whose name ends with a slash."""
         self._on_delete(name)
@@ -110,17 +121,25 @@ class PeerExchange:
         coordinator: Coordinator for this exchange alone.
         own: Files of this node, from which pieces are read for others.
         on_delete: Called with the name of a file or folder that every node deletes, on the thread of the exchange.
+        on_ask: Returns the copies of files, on rank 0; other ranks do not call it.
 
     Attributes:
         received_bytes: Bytes that came from other ranks.
     """
 
-    def __init__(self, coordinator: Coordinator, own: FileReader, on_delete: Callable[[str], None]) -> None:
-        self._coordinator, self._own, self._on_delete = coordinator, own, on_delete
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        own: FileReader,
+        on_delete: Callable[[str], None],
+        on_ask: AskForFiles = lambda _names: FoundFiles(),
+    ) -> None:
+        self._coordinator, self._own, self._on_delete, self._on_ask = coordinator, own, on_delete, on_ask
         self._sender = _PieceSender(coordinator, own)
         self._changed = threading.Condition()
         self._waiting: deque[_PendingPiece] = deque()
         self._deleted: list[str] = []
+        self._questions: list[_Question] = []
         self._is_done = False
         self._wait_s = IDLE_S
         self._failure: Exception | None = None
@@ -156,14 +175,31 @@ class PeerExchange:
         waiting = [_PendingPiece(piece, buffer) for piece, buffer in wanted]
         with self._changed:
             self._waiting.extend(waiting)
-            self._changed.notify_all()
-            while self._failure is None and any(each.is_filled is None for each in waiting):
-                if not self._thread.is_alive():
-                    raise StorageError("files of other nodes can be read during a restore only", where=self._own.url)
-                self._changed.wait(1.0)
-            if self._failure is not None:
-                raise self._failure
+            self._wait_until(lambda: all(each.is_filled is not None for each in waiting))
         return [bool(each.is_filled) for each in waiting]
+
+    def find(self, names: Sequence[str]) -> FoundFiles:
+        """Ask rank 0 for the copies of files, and of all files in folders, whose names end with a slash.
+
+        Raises:
+            RankError: A rank is lost.
+            StorageError: The exchange is over.
+        """
+        question = _Question(tuple(names))
+        with self._changed:
+            self._questions.append(question)
+            self._wait_until(lambda: question.answer is not None)
+        return question.answer or FoundFiles()
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Wait for the thread of the exchange, with its lock. Raises as `find`."""
+        self._changed.notify_all()
+        while self._failure is None and not is_over():
+            if not self._thread.is_alive():
+                raise StorageError("files of other nodes can be read during a restore only", where=self._own.url)
+            self._changed.wait(1.0)
+        if self._failure is not None:
+            raise self._failure
 
     def delete(self, name: str) -> None:
         """Delete a file, or a folder whose name ends with a slash, on all nodes, in the next round."""
@@ -181,11 +217,15 @@ class PeerExchange:
 
     def _take_round(self) -> bool:
         """Take part in one round; return True after the last one."""
-        wanted, request = self._collect()
+        wanted, questions, request = self._collect()
 
         def decide(messages: list[bytes]) -> list[bytes]:
             requests = [RoundRequest.decode(message, len(messages)) for message in messages]
-            return [answer.encode() for answer in plan_round(requests)]
+            answers = zip(requests, plan_round(requests), strict=True)
+            return [
+                (answer._replace(found=self._on_ask(each.sought)) if each.sought else answer).encode()
+                for each, answer in answers
+            ]
 
         what = f"exchanging files of {self._own.url}"
         answer = RoundAnswer.decode(self._coordinator.coordinate(what, request.encode(), decide))
@@ -195,13 +235,15 @@ class PeerExchange:
         self._transfer(answer.sends, [wanted[index] for index in answer.accepted])
         with self._changed:
             self._waiting.extendleft(each for each in reversed(wanted) if each.is_filled is None)
+            for question in questions:
+                question.answer = answer.found
             self._changed.notify_all()
         return answer.is_over
 
-    def _collect(self) -> tuple[list[_PendingPiece], RoundRequest]:
+    def _collect(self) -> tuple[list[_PendingPiece], list[_Question], RoundRequest]:
         """Wait shortly for requests of this rank, and return them."""
         with self._changed:
-            if not self._waiting and not self._is_done:
+            if not self._waiting and not self._questions and not self._is_done:
                 self._changed.wait(self._wait_s)
             wanted: list[_PendingPiece] = []
             nbytes = 0
@@ -209,8 +251,10 @@ class PeerExchange:
                 wanted.append(self._waiting.popleft())
                 nbytes += wanted[-1].piece.nbytes
             deleted, self._deleted = self._deleted, []
+            questions, self._questions = self._questions, []
             is_done = self._is_done and not self._waiting
-        return wanted, RoundRequest(tuple(each.piece for each in wanted), tuple(deleted), is_done)
+        sought = tuple(name for question in questions for name in question.names)
+        return wanted, questions, RoundRequest(tuple(each.piece for each in wanted), tuple(deleted), is_done, sought)
 
     def _transfer(self, sends: Sequence[FilePiece], wanted: Sequence[_PendingPiece]) -> None:
         """Send pieces and receive others at the same time.

@@ -5,46 +5,18 @@ from __future__ import annotations
 import builtins
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from shardckpt.checkpoint.peers.exchange_round import PIECE_BYTES, FilePiece
-from shardckpt.checkpoint.peers.node_files import NodeCatalog
-from shardckpt.checkpoint.peers.peer_exchange import FileReader, PieceExchange
+from shardckpt.checkpoint.peers.known_files import KnownFiles, NodeFile
+from shardckpt.checkpoint.peers.peer_exchange import PieceExchange
+from shardckpt.checkpoint.peers.tier_files import FileReader
 from shardckpt.errors import CheckpointError, MissingFileError, StorageError, TruncatedError
 from shardckpt.storage.store import Capabilities, Listed, Read, Writer, check_name
 
 _LOG = logging.getLogger("shardckpt")
-
-
-class NodeFile(NamedTuple):
-    """A copy of a file on one node.
-
-    Attributes:
-        node: Index of the node.
-        name: Name of the file among those of the node.
-    """
-
-    node: int
-    name: str
-
-    @property
-    def tier(self) -> str:
-        """First part of the name: the tier that has the copy, if nodes have several."""
-        return self.name.partition("/")[0]
-
-
-class PeerFile(NamedTuple):
-    """A file and its copies.
-
-    Attributes:
-        nbytes: Size in bytes.
-        places: Its copies, those in the nearest tier first.
-    """
-
-    nbytes: int
-    places: tuple[NodeFile, ...]
 
 
 class RejectedRange(NamedTuple):
@@ -71,10 +43,8 @@ class PeerStore:
 
     Args:
         own: Files of this node, by the names of the catalog.
-        catalog: Files of all nodes.
+        known: Files of all nodes, as far as this rank knows them.
         rank: This rank.
-        folders: For each folder of this store the folders of the catalog that have copies of its files, those in the
-            nearest tier first; None for the folders of the catalog as they are.
         url: Path or URL of this store; None for that of `own`.
 
     Attributes:
@@ -88,19 +58,9 @@ class PeerStore:
 
     exchange: PieceExchange
 
-    def __init__(
-        self,
-        own: FileReader,
-        catalog: NodeCatalog,
-        rank: int,
-        folders: Mapping[str, Sequence[str]] | None = None,
-        url: str | None = None,
-    ) -> None:
-        self._own, self._catalog, self._rank = own, catalog, rank
-        self._node = catalog.find_node(rank)
+    def __init__(self, own: FileReader, known: KnownFiles, rank: int, url: str | None = None) -> None:
+        self._own, self._known, self._rank = own, known, rank
         self._url = own.url if url is None else url
-        self._folders = {folder: (folder,) for folder in catalog.files} if folders is None else dict(folders)
-        self._files = collect_files(catalog, self._folders)
         self.rejected: dict[str, builtins.list[RejectedRange]] = {}
         self.faults: builtins.list[str] = []
         self.own_bytes = self.pulled_bytes = 0
@@ -114,7 +74,7 @@ class PeerStore:
     @property
     def capabilities(self) -> Capabilities:
         """Capabilities: with other nodes, reads may cross the network and each rank reads for itself."""
-        is_alone = len(self._catalog.nodes) == 1
+        is_alone = self._known.is_alone
         return Capabilities(renames=False, is_local=is_alone, is_shared=is_alone)
 
     def list(self, folder: str = "") -> list[Listed]:
@@ -123,15 +83,16 @@ class PeerStore:
             check_name(folder, self.url)
         prefix = f"{folder}/" if folder else ""
         found: dict[str, Listed] = {}
-        for name, file in [*self._files.items()]:
+        for name, nbytes in self._known.list_sizes(folder, self.exchange.find).items():
             if name.startswith(prefix):
                 base, slash, _ = name[len(prefix) :].partition("/")
-                found[base] = Listed(prefix + base, 0 if slash else file.nbytes, bool(slash))
+                found[base] = Listed(prefix + base, 0 if slash else nbytes, bool(slash))
         return sorted(found.values())
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes. Raises MissingFileError."""
-        file = self._files.get(name)
+        self._known.learn([name], self.exchange.find)
+        file = self._known.find(name)
         if file is None:
             raise MissingFileError("no node has this file", where=f"{self.url}/{name}")
         return file.nbytes
@@ -144,6 +105,7 @@ class PeerStore:
             MissingFileError: No node has the file, or none of them can give the range.
             RankError: A rank is lost.
         """
+        self._known.learn([read.name for read in reads], self.exchange.find)
         for read in reads:
             if read.offset + len(read.buffer) > self.size(read.name):
                 raise TruncatedError("the file ends too early", where=f"{self.url}/{read.name}")
@@ -157,10 +119,10 @@ class PeerStore:
         pulled: builtins.list[tuple[FilePiece, Read, NodeFile]] = []
         for read in reads:
             for part, place in self._assign(read):
-                if place.node == self._node:
+                if place.node == self._known.own:
                     own.append((part, place))
                 else:
-                    members = self._catalog.ranks[place.node]
+                    members = self._known.nodes[place.node].ranks
                     peer = members[self._rank % len(members)]
                     pulled += [
                         (FilePiece(peer, place.name, each.offset, len(each.buffer)), each, place)
@@ -192,11 +154,12 @@ class PeerStore:
 
     def _list_places(self, name: str) -> Iterator[NodeFile]:
         """Yield the copies of a file: on the own node first; those of others in an order that differs between ranks."""
-        places = self._files.get(name, PeerFile(0, ())).places
-        yield from (place for place in places if place.node == self._node)
+        yield from (place for place in self._known.list_places(name) if place.node == self._known.own)
+        self._known.learn([name], self.exchange.find, all_copies=True)
+        places = [place for place in self._known.list_places(name) if place.node != self._known.own]
         for tier in dict.fromkeys(place.tier for place in places):
-            others = [place for place in places if place.tier == tier and place.node != self._node]
-            turn = self._rank % len(others) if others else 0
+            others = [place for place in places if place.tier == tier]
+            turn = self._rank % len(others)
             yield from (*others[turn:], *others[:turn])
 
     def _read_own(self, reads: Sequence[tuple[Read, NodeFile]]) -> builtins.list[Read]:
@@ -231,7 +194,7 @@ class PeerStore:
         is_first = all(each.place != place for each in rejected)
         rejected.append(RejectedRange(read.offset, read.offset + len(read.buffer), place, reason))
         if is_first:
-            node = f"node {self._catalog.nodes[place.node].name}"
+            node = f"node {self._known.nodes[place.node].name}"
             self.faults.append(
                 f"{self.url}/{read.name} is read from another copy than {place.name} of {node}: {reason}"
             )
@@ -243,14 +206,12 @@ class PeerStore:
 
     def delete(self, name: str) -> None:
         """Remove a file on all nodes, which delete its copies in the next round of the exchange."""
-        places = self._files[name].places if name in self._files else ()
-        self._files = {each: file for each, file in self._files.items() if each != name}
-        for copy in dict.fromkeys(place.name for place in places):
+        for copy in self._known.drop(name):
             self.exchange.delete(copy)
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder on all nodes, as `delete`."""
-        for copy in self._folders.get(folder, ()):
+        for copy in self._known.sources.get(folder, ()):
             self.forget(f"{copy}/")
             self.exchange.delete(f"{copy}/")
 
@@ -260,12 +221,7 @@ class PeerStore:
         Args:
             name: Name of a file among those of the nodes, or of a folder with a slash at the end.
         """
-        is_folder = name.endswith("/")
-        found = {}
-        for each, file in self._files.items():
-            left = tuple(p for p in file.places if not (p.name.startswith(name) if is_folder else p.name == name))
-            found.update({each: file._replace(places=left)} if left else {})
-        self._files = found
+        self._known.forget(name)
 
     def changed_at(self, folder: str) -> float | None:  # noqa: ARG002
         """Return None: unknown."""
@@ -274,24 +230,6 @@ class PeerStore:
     def rename(self, source: str, target: str) -> None:  # noqa: ARG002
         """Raise an error: this store is only read."""
         self.create(target)
-
-
-def collect_files(catalog: NodeCatalog, folders: Mapping[str, Sequence[str]]) -> dict[str, PeerFile]:
-    """Return the files of folders, each with its copies in several folders of a catalog.
-
-    Args:
-        catalog: Files of all nodes.
-        folders: For each folder those of the catalog that have copies of its files, which are of one save.
-    """
-    found: dict[str, PeerFile] = {}
-    for folder, sources in folders.items():
-        for source in sources:
-            for name, copies in catalog.files[source].items():
-                known = found.get(f"{folder}/{name}", PeerFile(copies.nbytes, ()))
-                if known.nbytes == copies.nbytes:
-                    places = tuple(NodeFile(node, f"{source}/{name}") for node in copies.nodes)
-                    found[f"{folder}/{name}"] = PeerFile(known.nbytes, (*known.places, *places))
-    return found
 
 
 def _split(read: Read) -> Iterator[Read]:

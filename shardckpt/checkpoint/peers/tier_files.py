@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Protocol
 
 from shardckpt.errors import MissingFileError
 from shardckpt.storage.store import MappedStore, Read, Store
+
+
+class FileReader(Protocol):
+    """The files of a node, as far as they are read for a rank."""
+
+    @property
+    def url(self) -> str:
+        """Path or URL of the files, for messages."""
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer. Raises ShardckptError."""
 
 
 class TierFiles:

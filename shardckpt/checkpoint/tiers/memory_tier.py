@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.copy_step import CopiedStep, copy_step
-from shardckpt.checkpoint.peers.open_peers import report_or_nothing, share_catalog
+from shardckpt.checkpoint.peers.open_peers import report_or_nothing, share_most_copied
 from shardckpt.checkpoint.save.async_save import CAPTURES
 from shardckpt.checkpoint.save.staging import memory_size
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, TierPlace
@@ -85,7 +85,7 @@ class MemoryTier(CaptureTier):
             self._note_copies(coordinator.rank, number, copied)
             self._copied = folder
             if copied.faults:  # what another start of the run has captured may survive more failures
-                self._copied = share_catalog(coordinator, report_or_nothing(own, node)).find_most_copied(folder)
+                self._copied = share_most_copied(coordinator, report_or_nothing(own, node), folder)
 
     def list_copied(self) -> Collection[str]:
         """Return the folder of the newest capture that has all its copies, or the most."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import threading
@@ -15,9 +16,9 @@ import torch
 
 from shardckpt.checkpoint.manager import Checkpointer
 from shardckpt.checkpoint.peers import peer_exchange
-from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog
-from shardckpt.checkpoint.peers.peer_store import collect_files
+from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
+from shardckpt.format.native.commit import decode_commit
 from shardckpt.format.native.manifest_json import decode_manifest
 from shardckpt.format.native.reader import build_manifest, find_hashes
 from shardckpt.plan.layout.coverage import require_complete
@@ -42,7 +43,7 @@ _MOST_EVENTS = 10_000_000
 _STACK_BYTES = 1 << 20
 _HOLDER_BYTES = 1 << 30
 _TENSORS, _COLUMNS = 3, 2
-_NBYTES = re.compile(r"(\d+) B$")
+_SENT = re.compile(r"(\d+) -> (\d+), \w+ of (\d+) B")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class PhaseCost:
         events: Number of operations of all ranks and holders.
         messages: Number of messages between ranks.
         message_bytes: Bytes of these messages.
+        rank0_bytes: Bytes of those that rank 0 sent or got.
         rank0_s: Processor seconds of rank 0.
     """
 
@@ -63,6 +65,7 @@ class PhaseCost:
     events: int
     messages: int
     message_bytes: int
+    rank0_bytes: int
     rank0_s: float
 
 
@@ -144,11 +147,11 @@ class _SharingMachine(Machine):
         share = self._shared.share
         return [
             *super().twins(),
+            (decode_commit, _drop_options(share(decode_commit, lambda data: data))),
             (decode_manifest, _drop_options(share(decode_manifest, lambda data: data))),
             (build_manifest, share(build_manifest, lambda store, contents, *_: (store.url, id(contents)))),
             (find_hashes, share(find_hashes, id)),
             (require_complete, share(require_complete, lambda manifest, entries, _: (id(manifest), *map(id, entries)))),
-            (collect_files, share(collect_files, lambda catalog, folders: (id(catalog), *sorted(folders.items())))),
         ]
 
 
@@ -187,21 +190,25 @@ class _LargeJob:
 
     @contextmanager
     def simulated(self) -> Iterator[None]:
-        """Run all modules of shardckpt on a simulated machine inside the context."""
+        """Run all modules of shardckpt on a simulated machine inside the context.
+
+        Cycles are not collected meanwhile: that would go through the objects of all ranks on the time of rank 0.
+        """
         mount(SimulatedBucket(self.scheduler))
         nodes = {node.name: node for node in self._nodes}
         log, idle_s = logging.getLogger("shardckpt"), peer_exchange.IDLE_S
         was_disabled, stack_bytes = log.disabled, threading.stack_size(_STACK_BYTES)
         machine = _SharingMachine(self._shared, self.scheduler, self._system, self._holders, nodes)
-        decode_catalog = vars(NodeCatalog)["decode"]
         with simulated(machine):
             log.disabled, peer_exchange.IDLE_S = True, _IDLE_S
-            NodeCatalog.decode = self._shared.share(NodeCatalog.decode, bytes)  # type: ignore[method-assign]
+            was_collecting = gc.isenabled()
+            gc.disable()
             try:
                 yield
             finally:
                 log.disabled, peer_exchange.IDLE_S = was_disabled, idle_s
-                NodeCatalog.decode = decode_catalog  # type: ignore[method-assign]
+                if was_collecting:
+                    gc.enable()
                 threading.stack_size(stack_bytes)
 
     def direct(self) -> None:
@@ -225,8 +232,10 @@ class _LargeJob:
         for process in processes:
             process.die()
         events = self.scheduler.events[began:]
-        sent = [int(found[1]) for event in events if event.verb == "send" and (found := _NBYTES.search(event.subject))]
-        self.costs.append(PhaseCost(name, len(places), len(events), len(sent), sum(sent), processes[0].work_s))
+        sends = (_SENT.fullmatch(event.subject) for event in events if event.verb == "send")
+        sent = [tuple(map(int, found.groups())) for found in sends if found]
+        nbytes = sum(size for *_, size in sent), sum(size for src, dst, size in sent if 0 in (src, dst))
+        self.costs.append(PhaseCost(name, len(places), len(events), len(sent), *nbytes, processes[0].work_s))
 
     def _open_run(self, ranks: SimulatedRanks, rank: int) -> Checkpointer:
         link: Any = ranks.link(rank)

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.peers import exchange_round
+from shardckpt.checkpoint.peers.known_files import AllFiles, FoundFiles
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
-from shardckpt.checkpoint.peers.open_peers import share_catalog
+from shardckpt.checkpoint.peers.open_peers import NodeTier, share_files
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
+from shardckpt.checkpoint.peers.tier_files import TierFiles
 from shardckpt.errors import ChecksumError, MissingFileError, StorageError, TruncatedError
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
 from shardckpt.storage.local import LocalStore
@@ -43,12 +45,14 @@ def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple
     node = nodes[rank]
     files = {f"f{number}": len(content(number)) for number in held[node]}
     total = len({number for numbers in held.values() for number in numbers})
-    report = NodeReport(Node(node, node), {FOLDER: NodeStep("save", total, files)})
+    report = NodeReport(Node(node, node), {f"memory/{FOLDER}": NodeStep("save", total, files)})
     channels = get_channels(None)
-    own = LocalStore(str(root / node))
-    store = PeerStore(own, share_catalog(channels.main, report), rank)
-    store.exchange = PeerExchange(channels.background_coordinator(None, "peers"), own, store.forget)
-    return store, store.exchange
+    own = TierFiles({"memory": LocalStore(str(root / node))})
+    shared = share_files(channels.main, own, report, [NodeTier("memory", "url", lambda: None)])
+    store = PeerStore(own, shared.known["memory"], rank)
+    exchange = PeerExchange(channels.background_coordinator(None, "peers"), own, store.forget, shared.find)
+    store.exchange = exchange
+    return store, exchange
 
 
 def test_ranks_read_files_of_all_nodes_and_only_those_of_others_cross_the_network(tmp_path, monkeypatch):
@@ -115,7 +119,7 @@ def test_each_piece_of_a_request_comes_or_not_whatever_the_others_do(tmp_path):
             if rank == 0:
                 return []
             buffers = [memoryview(bytearray(3000)) for _ in range(4)]
-            pieces = [exchange_round.FilePiece(0, f"{FOLDER}/f{number}", 0, 3000) for number in range(4)]
+            pieces = [exchange_round.FilePiece(0, f"memory/{FOLDER}/f{number}", 0, 3000) for number in range(4)]
             came = exchange.pull([*zip(pieces, buffers, strict=True)])
         good = [bytes(buffer) == content(number)[:3000] for number, buffer in enumerate(buffers)]
         return [came, good, exchange.received_bytes]
@@ -184,7 +188,7 @@ def test_a_file_is_read_exactly_if_every_block_is_good_in_one_of_its_copies(nbyt
             copy[number * BLOCK] ^= 1
     report = {FOLDER: NodeStep("save", 1, {"f": nbytes})}
     catalog = NodeCatalog.from_reports([NodeReport(Node(str(at), str(at)), report) for at in range(len(copies))])
-    store = PeerStore(MemoryStore(copies[0]), catalog, 0)
+    store = PeerStore(MemoryStore(copies[0]), AllFiles(catalog, 0), 0)
     store.exchange = DirectExchange(copies)
     hashes = b"".join(xxhash.xxh3_64_digest(good[at : at + BLOCK]) for at in range(0, nbytes, BLOCK))
     verified = VerifiedStore(SubfolderStore(store, FOLDER), {"f": Hashed(nbytes, BLOCK, hashes)})
@@ -253,3 +257,6 @@ class DirectExchange:
         for piece, buffer in wanted:
             buffer[:] = self.copies[piece.peer][piece.offset : piece.offset + piece.nbytes]
         return [True] * len(wanted)
+
+    def find(self, names: list[str]) -> FoundFiles:
+        raise AssertionError(f"all copies are known, those of {names} too")

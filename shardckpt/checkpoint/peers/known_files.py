@@ -1,0 +1,383 @@
+"""`KnownFiles`: what a rank knows of the files of all nodes; rank 0 knows all, and the others ask it for some."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
+from shardckpt.checkpoint.peers.tier_files import FileReader
+from shardckpt.errors import CheckpointError, StorageError
+from shardckpt.format.native.commit import COMMIT, decode_commit
+from shardckpt.storage.store import Read
+
+
+class NodeFile(NamedTuple):
+    """A copy of a file on one node.
+
+    Attributes:
+        node: Index of the node.
+        name: Name of the file among those of the node.
+    """
+
+    node: int
+    name: str
+
+    @property
+    def tier(self) -> str:
+        """First part of the name: the tier that has the copy, if nodes have several."""
+        return self.name.partition("/")[0]
+
+
+class PeerFile(NamedTuple):
+    """A file and its copies.
+
+    Attributes:
+        nbytes: Size in bytes.
+        places: Its copies, those in the nearest tier first.
+    """
+
+    nbytes: int
+    places: tuple[NodeFile, ...]
+
+
+class SharedStep(NamedTuple):
+    """A step of which nodes have files.
+
+    Attributes:
+        sources: Folders of the catalog that have its files, those in the nearest tier first.
+        save: Id of its save.
+        is_complete: Whether the nodes together have all its files.
+    """
+
+    sources: tuple[str, ...]
+    save: str
+    is_complete: bool
+
+    @classmethod
+    def from_json(cls, fields: Any) -> SharedStep:
+        """Return the step from its fields after JSON."""
+        sources, save, is_complete = fields
+        return cls(tuple(sources), str(save), bool(is_complete))
+
+
+class NodeRanks(NamedTuple):
+    """A node that has copies.
+
+    Attributes:
+        name: Id of the node.
+        ranks: Its ranks.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class FoundFiles(NamedTuple):
+    """Answer of rank 0 to a rank that asks for files.
+
+    Attributes:
+        files: Name in the catalog, size in bytes and indices of the nodes, of each file.
+        nodes: These nodes by index.
+    """
+
+    files: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+    nodes: tuple[tuple[int, NodeRanks], ...] = ()
+
+    @classmethod
+    def from_json(cls, fields: Any) -> FoundFiles:
+        """Return the answer from its fields after JSON."""
+        files, nodes = fields
+        return cls(
+            tuple((name, nbytes, tuple(held)) for name, nbytes, held in files),
+            tuple((index, NodeRanks(name, tuple(ranks))) for index, (name, ranks) in nodes),
+        )
+
+
+AskForFiles = Callable[[Sequence[str]], FoundFiles]
+"""Asks rank 0 for files by their names in the catalog; a name that ends with a slash is that of a folder."""
+
+
+def find_files(catalog: NodeCatalog | None, names: Iterable[str]) -> FoundFiles:
+    """Return the copies of files.
+
+    Args:
+        catalog: Files of all nodes; None without one, on ranks that nobody asks.
+        names: Names of files, or of folders with a slash at the end.
+    """
+    if catalog is None:
+        return FoundFiles()
+    found: dict[str, tuple[str, int, tuple[int, ...]]] = {}
+    for name in names:
+        folder, _, base = name.rpartition("/")
+        named = catalog.files.get(folder, {})
+        for each in named if not base else [base] if base in named else []:
+            found[f"{folder}/{each}"] = (f"{folder}/{each}", *named[each])
+    indices = sorted({node for _, _, held in found.values() for node in held})
+    nodes = tuple((at, NodeRanks(catalog.nodes[at].name, catalog.ranks[at])) for at in indices)
+    return FoundFiles(tuple(found.values()), nodes)
+
+
+class KnownFiles(ABC):
+    """Files of some steps on all nodes, as far as a rank knows them.
+
+    Args:
+        own: Index of the rank's node.
+        is_alone: Whether all ranks are on one node.
+        sources: For each folder those of the catalog that have its files, those in the nearest tier first.
+        files: Files with their copies.
+        nodes: Nodes that have the copies, by index.
+
+    Attributes:
+        own: Index of the rank's node.
+        is_alone: Whether all ranks are on one node.
+        sources: As given.
+        nodes: Nodes that have known copies, by index.
+    """
+
+    def __init__(
+        self,
+        own: int,
+        sources: Mapping[str, Sequence[str]],
+        files: Mapping[str, PeerFile],
+        nodes: Mapping[int, NodeRanks],
+        *,
+        is_alone: bool,
+    ) -> None:
+        self.own, self.sources, self.is_alone = own, dict(sources), is_alone
+        self.nodes = dict(nodes)
+        self._files = dict(files)
+
+    def find(self, name: str) -> PeerFile | None:
+        """Return a file with its known copies; None if no copy is known."""
+        return self._files.get(name)
+
+    def list_places(self, name: str) -> Sequence[NodeFile]:
+        """Return the known copies of a file."""
+        file = self.find(name)
+        return () if file is None else file.places
+
+    @abstractmethod
+    def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:
+        """Learn the copies of files.
+
+        Args:
+            names: Names of the files.
+            ask: Asks rank 0.
+            all_copies: Learn those on other nodes too, if the own node has the file.
+
+        Raises:
+            RankError: A rank is lost.
+        """
+
+    @abstractmethod
+    def list_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:
+        """Return files with their sizes: those in a folder at least.
+
+        Args:
+            folder: Name of the folder; empty for one file of each folder at least.
+            ask: Asks rank 0.
+
+        Raises:
+            RankError: A rank is lost.
+        """
+
+    def drop(self, name: str) -> Collection[str]:
+        """Remove a file; return the names that it has on nodes."""
+        files = dict(self._files)
+        dropped = files.pop(name, PeerFile(0, ()))
+        self._files = files
+        return dict.fromkeys(place.name for place in dropped.places)
+
+    def forget(self, name: str) -> None:
+        """Remove copies.
+
+        Args:
+            name: Name of a file among those of the nodes, or of a folder with a slash at the end.
+        """
+        found = {}
+        for each, file in [*self._files.items()]:
+            left = tuple(place for place in file.places if not _is_at(place.name, name))
+            found.update({each: file._replace(places=left)} if left else {})
+        self._files = found
+
+
+def _is_at(name: str, removed: str) -> bool:
+    """Return True if a file is a removed one, or in a removed folder, whose name ends with a slash."""
+    return name.startswith(removed) if removed.endswith("/") else name == removed
+
+
+class AllFiles(KnownFiles):
+    """The files of a catalog.
+
+    Args:
+        catalog: Files of all nodes.
+        own: Index of the rank's node.
+        sources: As for `KnownFiles`; None for the folders of the catalog as they are.
+    """
+
+    def __init__(self, catalog: NodeCatalog, own: int, sources: Mapping[str, Sequence[str]] | None = None) -> None:
+        sources = {folder: (folder,) for folder in catalog.files} if sources is None else sources
+        nodes = {
+            at: NodeRanks(node.name, ranks)
+            for at, (node, ranks) in enumerate(zip(catalog.nodes, catalog.ranks, strict=True))
+        }
+        super().__init__(own, sources, collect_files(catalog, sources), nodes, is_alone=len(catalog.nodes) == 1)
+
+    def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:
+        """Do nothing: all copies are known."""
+
+    def list_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:  # noqa: ARG002
+        """Return the sizes of all files."""
+        return {name: file.nbytes for name, file in [*self._files.items()]}
+
+
+class AskedFiles(KnownFiles):
+    """The files of the own node, and those of others that rank 0 was asked for.
+
+    The `COMMIT` on the own node has the names of all files of a complete step. Calls are thread-safe.
+
+    Args:
+        own: Index of the rank's node.
+        report: Files of this node.
+        reader: Reader of these files.
+        steps: The steps by the names of their folders.
+    """
+
+    def __init__(self, own: int, report: NodeReport, reader: FileReader, steps: Mapping[str, SharedStep]) -> None:
+        self._reader, self._steps = reader, steps
+        self._lock = threading.Lock()
+        self._asked: set[str] = set()
+        self._sizes: dict[str, Mapping[str, int]] = {}
+        self._removed: list[str] = []
+        self._folders = {source: folder for folder, step in steps.items() for source in step.sources}
+        sources = {folder: step.sources for folder, step in steps.items()}
+        nodes = {own: NodeRanks(report.node.name, ())}
+        super().__init__(own, sources, _collect_own_files(own, report, steps), nodes, is_alone=False)
+
+    def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:
+        """Ask rank 0 for the copies of files that were not asked for."""
+        unknown = {
+            name: self._list_names(name)
+            for name in names
+            if name not in self._asked and (all_copies or name not in self._files)
+        }
+        wanted = [each for listed in unknown.values() for each in listed]
+        if wanted:
+            self._add(ask(wanted))
+        self._asked.update(unknown)
+
+    def _list_names(self, name: str) -> list[str]:
+        """Return the names in the catalog that a file may have."""
+        folder, _, base = name.rpartition("/")
+        return [f"{source}/{base}" for source in self.sources.get(folder, ())]
+
+    def list_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:
+        """Return the sizes of the files of a step, from its `COMMIT` or from rank 0."""
+        if not folder:
+            return {f"{each}/{COMMIT}": 0 for each, step in self._steps.items() if not self._has_lost(step)}
+        sizes = self._sizes.get(folder) if folder in self._steps else {}
+        if sizes is None:
+            sizes = self._sizes[folder] = self._read_sizes(folder) or self._ask_for_sizes(folder, ask)
+        return {f"{folder}/{base}": nbytes for base, nbytes in sizes.items()}
+
+    def _has_lost(self, step: SharedStep) -> bool:
+        """Return True if all folders of a step were removed."""
+        return all(self._is_removed(f"{source}/") for source in step.sources)
+
+    def _is_removed(self, name: str) -> bool:
+        return any(_is_at(name, removed) for removed in self._removed)
+
+    def _read_sizes(self, folder: str) -> Mapping[str, int]:
+        """Return the sizes in the `COMMIT` on the own node; none if it is not there, or files may be lost."""
+        step, mark = self._steps[folder], self._files.get(f"{folder}/{COMMIT}")
+        is_changed = any(name.startswith(f"{source}/") for name in self._removed for source in step.sources)
+        if mark is None or is_changed or not step.is_complete:
+            return {}
+        data = bytearray(mark.nbytes)
+        for place in mark.places:
+            if place.node == self.own:
+                with suppress(CheckpointError, StorageError):  # a reader of the step finds it too
+                    self._reader.read([Read(place.name, 0, memoryview(data))])
+                    commit = decode_commit(bytes(data))
+                    if commit.save == step.save:
+                        return {**commit.files, commit.manifest: commit.manifest_bytes, COMMIT: mark.nbytes}
+        return {}
+
+    def _ask_for_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:
+        names = self._add(ask([f"{source}/" for source in self._steps[folder].sources]))
+        self._asked.update(names)
+        return {name.rpartition("/")[2]: nbytes for name, nbytes in names.items()}
+
+    def _add(self, found: FoundFiles) -> Mapping[str, int]:
+        """Add copies; return the sizes of their files by name."""
+        added: dict[str, PeerFile] = {}
+        with self._lock:
+            for name, nbytes, nodes in sorted(found.files, key=self._find_order):
+                folder, _, base = name.rpartition("/")
+                place = f"{self._folders[folder]}/{base}"
+                file = added.get(place, PeerFile(nbytes, ()))
+                if file.nbytes == nbytes and not self._is_removed(name):
+                    added[place] = PeerFile(nbytes, (*file.places, *(NodeFile(node, name) for node in nodes)))
+            self.nodes |= dict(found.nodes)
+            self._files = {**self._files, **added}
+        return {name: file.nbytes for name, file in added.items()}
+
+    def _find_order(self, file: tuple[str, int, tuple[int, ...]]) -> int:
+        """Return the position of a file's folder among those of its step: the nearest tier is the first."""
+        source = file[0].rpartition("/")[0]
+        return self.sources[self._folders[source]].index(source)
+
+    def drop(self, name: str) -> Collection[str]:
+        """Remove a file; return the names that it may have on nodes."""
+        names = self._list_names(name)
+        for each in names:
+            self.forget(each)
+        return names
+
+    def forget(self, name: str) -> None:
+        """Remove copies, those that rank 0 names later too."""
+        with self._lock:
+            self._removed.append(name)
+            self._sizes = {}
+            super().forget(name)
+
+
+def _collect_own_files(own: int, report: NodeReport, steps: Mapping[str, SharedStep]) -> dict[str, PeerFile]:
+    """Return the files of the own node, as `collect_files`.
+
+    Args:
+        own: Index of the node.
+        report: Its files.
+        steps: The steps by the names of their folders.
+    """
+    found: dict[str, PeerFile] = {}
+    for folder, step in steps.items():
+        for source in step.sources:
+            part = report.steps.get(source)
+            for name, nbytes in part.files.items() if part is not None and part.save == step.save else ():
+                known = found.get(f"{folder}/{name}", PeerFile(nbytes, ()))
+                if known.nbytes == nbytes:
+                    found[f"{folder}/{name}"] = PeerFile(nbytes, (*known.places, NodeFile(own, f"{source}/{name}")))
+    return found
+
+
+def collect_files(catalog: NodeCatalog, sources: Mapping[str, Sequence[str]]) -> dict[str, PeerFile]:
+    """Return the files of folders, each with its copies in several folders of a catalog.
+
+    Args:
+        catalog: Files of all nodes.
+        sources: For each folder those of the catalog that have copies of its files, which are of one save.
+    """
+    found: dict[str, PeerFile] = {}
+    for folder, folders in sources.items():
+        for source in folders:
+            for name, copies in catalog.files.get(source, {}).items():
+                known = found.get(f"{folder}/{name}", PeerFile(copies.nbytes, ()))
+                if known.nbytes == copies.nbytes:
+                    places = tuple(NodeFile(node, f"{source}/{name}") for node in copies.nodes)
+                    found[f"{folder}/{name}"] = PeerFile(known.nbytes, (*known.places, *places))
+    return found
