@@ -52,10 +52,11 @@ class OpenFile:
     So eviction cannot close it during a read.
     """
 
-    __slots__ = ("_close", "fd")
+    __slots__ = ("_close", "fd", "path")
 
     def __init__(self, path: str) -> None:
         self._close: Callable[[int], None] = os.close  # names of modules may be gone at interpreter exit
+        self.path = path
         # Without O_NONBLOCK a FIFO in a hostile folder would block forever.
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         mode = os.fstat(self.fd).st_mode
@@ -155,9 +156,22 @@ class LocalStore:
             UnsafeError: A name or its real path leaves the root, or it is not a regular file.
             StorageError: Reading failed.
         """
+        if len(reads) == 1 and reads[0].buffer.nbytes:  # a step of a large range: there are very many
+            self._read_one(*reads[0])
+            return
         for run in consecutive_reads(reads):
             name, offset, _ = run[0]
-            fill(self.open(name), self._shown(name), offset, *(read.buffer for read in run))
+            file = self.open(name)
+            fill(file, file.path, offset, *(read.buffer for read in run))
+
+    def _read_one(self, name: str, offset: int, buffer: memoryview) -> None:
+        file = self.open(name)
+        try:
+            is_full = os.preadv(file.fd, (buffer,), offset) == buffer.nbytes
+        except (OSError, OverflowError):
+            is_full = False  # `fill` gets the same error, and converts it
+        if not is_full:
+            fill(file, file.path, offset, buffer)
 
     def open(self, name: str) -> OpenFile:
         """Return an open file of this store; keep a reference to it while using its `fd`.
@@ -361,15 +375,17 @@ def fill(file: HasDescriptor, shown: str, offset: int, *buffers: memoryview) -> 
         TruncatedError: The file ends before the buffers are full.
         StorageError: Reading failed.
     """
-    left = [buffer.cast("B") for buffer in buffers]
-    end = offset + sum(map(len, left))
+    left: Sequence[memoryview] = buffers
+    end = offset + sum([buffer.nbytes for buffer in buffers])
     try:
         while offset < end:
             count = os.preadv(file.fd, left, offset)
+            offset += count
+            if offset == end:
+                return
             if count == 0:
                 raise TruncatedError.from_size(shown, offset, end)
-            offset += count
-            left = _behind(left, count) if offset < end else []
+            left = _behind([buffer.cast("B") for buffer in left], count)
     except (OSError, OverflowError) as error:
         cause = error if isinstance(error, OSError) else OSError(errno.EINVAL, "the offset is out of range")
         raise storage_error(cause, "cannot read", shown) from error

@@ -15,8 +15,11 @@ from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.format.native.records import HASH_BYTES
 from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 
-_STEP_BYTES = 1 << 20
-"""Bytes of local files that are read at a time and then hashed, so few that they are still in the processor's cache."""
+_STEP_BYTES = 1 << 18
+"""Bytes of local files that are read at a time and then hashed: with the file's pages they fit a core's own cache."""
+
+_GROUP_BYTES = 1 << 19
+"""Most bytes of small ranges of local files that are read in one batch, neighbours in one call, and then hashed."""
 
 _REMOTE_STEP_BYTES = 16 << 20
 """Bytes of partly wanted blocks that are read at a time from a remote store, whose requests run concurrently."""
@@ -182,6 +185,8 @@ class VerifiedStore(WrappedStore):
         plan = _ReadPlan()
         for read in reads:
             self._add(read, plan)
+        if not (plan.direct or plan.complete or plan.parts):
+            return
         self._join(plan)
         if self._memory.block is not None:
             _copy_parts(plan.parts.pop(self._memory.block, ()), self._memory.data)
@@ -274,7 +279,13 @@ class VerifiedStore(WrappedStore):
         complete = file.find_complete(offset, end)
         if complete:
             low, high = complete.start * file.block_bytes, min(complete.stop * file.block_bytes, end)
-            plan.complete.append(_Task(name, complete.start, high - low, [buffer[low - offset : high - offset]]))
+            view = buffer[low - offset : high - offset]
+            if self._is_local and high - low >= _GROUP_BYTES:
+                self._read_in_steps(name, complete.start, view)
+            else:
+                plan.complete.append(_Task(name, complete.start, high - low, [view]))
+            if high - low == len(buffer):
+                return
         for number in file.find_partial(offset, end):
             self._add_part(read, file, number, plan)
 
@@ -311,27 +322,14 @@ class VerifiedStore(WrappedStore):
         )
         if not self._is_local:
             return [*plan.complete, *partial]
-        return sorted(
-            chain(chain.from_iterable(map(self._split, plan.complete)), partial),
-            key=lambda task: (task.name, task.first),
-        )
-
-    def _split(self, task: _Task) -> Iterable[_Task]:
-        """Split blocks that are wanted in full to fit the processor's cache, if their size allows it."""
-        size = self._files[task.name].block_bytes
-        step = max(_STEP_BYTES // size, 1) * size
-        if len(task.views) > 1 or task.nbytes <= step:
-            return (task,)
-        [view] = task.views
-        views = [view[at : at + step] for at in range(0, task.nbytes, step)]
-        return [_Task(task.name, task.first + n * step // size, len(part), [part]) for n, part in enumerate(views)]
+        return sorted(chain(plan.complete, partial), key=lambda task: (task.name, task.first))
 
     def _divide(self, tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
         """Divide tasks into groups.
 
         A group fits the processor's cache; of a remote store, only the memory that it needs is limited.
         """
-        most = _STEP_BYTES if self._is_local else _REMOTE_STEP_BYTES
+        most = _GROUP_BYTES if self._is_local else _REMOTE_STEP_BYTES
         group: list[_Task] = []
         nbytes = 0
         for task in tasks:
@@ -343,6 +341,18 @@ class VerifiedStore(WrappedStore):
             nbytes += size
         if group:
             yield group
+
+    def _read_in_steps(self, name: str, first: int, view: memoryview) -> None:
+        """Read consecutive blocks, and hash each step of them while it is in the processor's cache."""
+        size = self._files[name].block_bytes
+        step, start, read = max(_STEP_BYTES // size, 1) * size, first * size, self._store.read
+        found: list[bytes] = []
+        for at in range(0, len(view), step):
+            part = view[at : at + step]
+            read((Read(name, start + at, part),))
+            for low in range(0, len(part), size):
+                found.append(xxhash.xxh3_64_digest(part[low : low + size]))
+        self._check(name, first, [view], b"".join(found))
 
     def _carry_out(self, tasks: Sequence[_Task], more: Sequence[Read] = ()) -> None:
         """Read blocks, and further ranges in the same batch; check the blocks and copy their small parts."""
@@ -363,7 +373,7 @@ class VerifiedStore(WrappedStore):
                 at += len(view)
         self._store.read(reads)
         for task, target in targets:
-            self._check(task.name, task.first, target.views)
+            self._check(task.name, task.first, target.views, _hash(target.views, self._files[task.name].block_bytes))
             _copy_parts(target.copied, target.data)
         if targets and targets[-1][1].is_cached:
             self._memory.cache((task.name, task.first), target.data)
@@ -372,16 +382,16 @@ class VerifiedStore(WrappedStore):
         checked = self._good.get(block[0])
         return checked is not None and bool(checked[block[1]])
 
-    def _check(self, name: str, first: int, views: Sequence[memoryview]) -> None:
+    def _check(self, name: str, first: int, views: Sequence[memoryview], found: bytes) -> None:
         """Compare consecutive blocks with their hashes; read a damaged one from another copy, if there is one.
 
         Args:
             name: Name of the file.
             first: Number of the first block.
             views: Bytes of the blocks, in order; several only for a single block.
+            found: Hashes of these bytes.
         """
         file = self._files[name]
-        found = _hash(views, file.block_bytes)
         at = first * HASH_BYTES
         while found != file.hashes[at : at + len(found)]:
             self._read_again(name, first, views, found)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from counting import open_counted
 from native_writer import SAVE, without_sub_hashes, write_step
 
@@ -217,11 +218,24 @@ def test_neighbours_in_a_file_are_read_in_one_call(step: Path) -> None:
     assert counted.batches == 1
 
 
-def test_a_local_file_is_hashed_in_steps_that_stay_in_the_cache(step: Path, grain: int) -> None:
+def test_each_step_of_a_local_file_is_hashed_once_before_the_next_is_read(
+    step: Path, grain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, counted = open_counted(str(step))
     counted.batches = 0
+    seen: list[tuple[int, int]] = []
+    digest = xxhash.xxh3_64_digest
+
+    def hash_and_note(data: memoryview) -> bytes:
+        seen.append((counted.batches, len(data)))
+        return digest(data)
+
+    monkeypatch.setattr(xxhash, "xxh3_64_digest", hash_and_note)
     source.store.read([Read(payload(step).name, 0, memoryview(bytearray(2 * BLOCK_BYTES)))])
-    assert counted.batches == 2 * BLOCK_BYTES // max(grain, 1 << 20)
+    nbytes = max(grain, 1 << 18)
+    steps = range(1, 2 * BLOCK_BYTES // nbytes + 1)
+    assert seen == [(number, grain) for number in steps for _ in range(nbytes // grain)]
+    assert counted.batches == steps[-1]
 
 
 def test_beyond_the_end_is_the_usual_error(step: Path) -> None:
