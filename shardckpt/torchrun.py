@@ -1,8 +1,15 @@
-"""Facts that torchrun leaves in the environment of a rank."""
+"""Facts about the machine of a process: those that torchrun leaves in the environment of a rank, cores, and an id."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+from contextlib import suppress
+from functools import cache
+
+MACHINE_BYTES = 8
+"""Bytes of `get_machine_id`."""
 
 
 def local_world_size() -> int | None:
@@ -12,3 +19,19 @@ def local_world_size() -> int | None:
     """
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
     return (int(setting) or None) if setting.isdecimal() else None
+
+
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def get_machine_id() -> bytes:
+    """Return bytes that the processes of one machine have in common, and those of another one do not."""
+    boot = ""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read()
+    return hashlib.blake2b(f"{boot} {platform.node()}".encode(), digest_size=MACHINE_BYTES).digest()

@@ -1,10 +1,12 @@
-"""What torchrun says of this machine's ranks."""
+"""Facts about the machine of a process: its ranks as torchrun counts them, its cores, its id."""
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 
-from shardckpt.torchrun import local_world_size
+from shardckpt.torchrun import MACHINE_BYTES, count_cores, get_machine_id, local_world_size
 
 
 @pytest.mark.parametrize(
@@ -18,3 +20,18 @@ def test_only_a_positive_number_counts_as_ranks(
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", setting)
     assert local_world_size() == found
+
+
+def test_processes_of_one_machine_find_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = get_machine_id()
+    assert len(first) == MACHINE_BYTES
+    get_machine_id.cache_clear()
+    assert get_machine_id() == first
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    get_machine_id.cache_clear()
+    assert get_machine_id() != first
+    get_machine_id.cache_clear()
+
+
+def test_a_process_has_a_core() -> None:
+    assert count_cores() >= 1

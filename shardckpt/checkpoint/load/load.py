@@ -25,7 +25,14 @@ from shardckpt.checkpoint.load.source import (
     require_rules,
     require_way_to_verify,
 )
-from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest, as_pending_reads, count_bytes
+from shardckpt.checkpoint.load.tensor_loader import (
+    PendingRead,
+    ReadRequest,
+    as_pending_reads,
+    choose_readers,
+    count_bytes,
+    count_neighbors,
+)
 from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.deprecation import Replace, renamed_params
@@ -47,6 +54,7 @@ from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
 from shardckpt.state.local.local_shards import LocalModel
 from shardckpt.storage.resolve_url import as_url
+from shardckpt.torchrun import MACHINE_BYTES, get_machine_id
 
 _SHOWN_CHARACTERS = 40_000
 
@@ -294,12 +302,13 @@ class LoadSession:
         return arrays + sum(self.saved.count_bytes(taker.tree) for taker in self.plan.values)
 
     def encode_request(self) -> bytes:
-        """Return this rank's message: identity of the checkpoint and segments to read."""
+        """Return this rank's message: identity of the checkpoint, machine of the rank, and segments to read."""
+        head = self.saved.identity + get_machine_id()
         if not self.pending_reads:
-            return self.saved.identity
+            return head
         reads = (read for pending in self.pending_reads for read in pending.reads)
         ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in reads)
-        return self.saved.identity + self.segments.wanted(ranges, self.saved.grain).tobytes()
+        return head + self.segments.wanted(ranges, self.saved.grain).tobytes()
 
     def carry_out(self, coordinator: Coordinator, groups: Sequence[BroadcastGroup], failure: Exception | None) -> None:
         """Read all requests; broadcast segments that other ranks need too.
@@ -348,10 +357,11 @@ def _load_into(
         answer = coordinator.coordinate(f"fitting {path}", message, _shared)
     assert session is not None, "what failed was raised by all"
     recorder.values["nbytes"] = session.plan.nbytes
+    session.saved.elements.readers = choose_readers(int.from_bytes(answer[:_COUNT_BYTES], "little"))
     if on_progress is not None:
         session.saved.elements.meter = Meter(session.count_bytes(), on_progress)
     with recorder.phase("read"):
-        message = _execute(session, coordinator, decode_groups(answer) if answer else [])
+        message = _execute(session, coordinator, decode_groups(answer[_COUNT_BYTES:]) if answer[_COUNT_BYTES:] else [])
         try:
             coordinator.coordinate(f"loading {path}", message, _silent)
         except Exception as error:
@@ -434,7 +444,7 @@ def _listed(paths: Iterable[Path]) -> str:
 
 
 def _shared(messages: list[bytes]) -> list[bytes]:
-    """Assign segments to ranks, and return the answers. On rank 0."""
+    """Return for each rank the number of ranks on its machine, and its groups that share segments. On rank 0."""
     identities = [message[:_IDENTITY_BYTES] for message in messages]
     odd = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
     if odd is not None:
@@ -443,13 +453,17 @@ def _shared(messages: list[bytes]) -> list[bytes]:
             rank=odd,
             fix="Load again.",
         )
-    if not any(message[_IDENTITY_BYTES:] for message in messages):
-        return [b""] * len(messages)
-    wanted = [np.frombuffer(message[_IDENTITY_BYTES:], np.int64) for message in messages]
-    return [encode_groups(groups) for groups in assign_segments(wanted)]
+    neighbors = count_neighbors([message[_IDENTITY_BYTES:_HEAD_BYTES] for message in messages])
+    counts = [count.to_bytes(_COUNT_BYTES, "little") for count in neighbors]
+    if not any(message[_HEAD_BYTES:] for message in messages):
+        return counts
+    wanted = [np.frombuffer(message[_HEAD_BYTES:], np.int64) for message in messages]
+    return [count + encode_groups(groups) for count, groups in zip(counts, assign_segments(wanted), strict=True)]
 
 
 _IDENTITY_BYTES = 16
+_HEAD_BYTES = _IDENTITY_BYTES + MACHINE_BYTES
+_COUNT_BYTES = 4
 
 MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
 """Note on an error after the first read of a load."""

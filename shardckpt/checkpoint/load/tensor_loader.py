@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
+from shardckpt.torchrun import count_cores
 
 BATCH_BYTES = 64 << 20
 """Bytes of one batch of reads; staging buffers may need as many bytes again."""
@@ -36,7 +37,7 @@ _WINDOW_BYTES = 1 << 29
 _WINDOW_PIECES = 100_000
 """Maximum bytes and pieces that are planned ahead."""
 
-_READERS = 2
+MOST_READERS = 2
 """Number of concurrent batches: one is read while the other is hashed and copied to its target."""
 
 ReadRequest = tuple[TensorEntry, TensorShards]
@@ -51,6 +52,7 @@ class ElementReader:
 
     Attributes:
         meter: Counts the bytes that are read; None if nobody asks.
+        readers: Number of threads that read local files into CPU memory.
         planned: Reads into the memory of shards, by the id of the shard, of bytes that the caller checks afterwards;
             the shards have to stay.
     """
@@ -60,6 +62,7 @@ class ElementReader:
         self._pieces = PieceReader(store)
         self._buffers: UploadBuffers | None = None
         self.meter: Meter | None = None
+        self.readers = MOST_READERS
         self.planned: dict[int, list[Read]] = {}
 
     def read(self, wanted: Sequence[ReadRequest], straight: Store | None = None) -> None:
@@ -109,16 +112,18 @@ class ElementReader:
         def open_pieces(batch: _Batch) -> PieceReader:
             return PieceReader(self._store if straight is None or not batch.is_straight else straight)
 
+        is_local = self._buffers is None and self._store.capabilities.is_local
+        readers = self.readers if is_local else MOST_READERS
         begun = list(islice(batches, 2))
-        if len(begun) < 2:
-            for batch in begun:
+        if readers == 1 or len(begun) < 2:
+            for batch in chain(begun, batches):
                 self._carry_out(batch, open_pieces(batch))
             return
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="shardckpt-read") as pool:
+        with ThreadPoolExecutor(readers, thread_name_prefix="shardckpt-read") as pool:
             running: deque[Future[None]] = deque()
             for batch in chain(begun, batches):
                 running.append(pool.submit(self._carry_out, batch, open_pieces(batch)))
-                if len(running) > _READERS:
+                if len(running) > readers:
                     running.popleft().result()
             for future in running:
                 future.result()
@@ -127,6 +132,23 @@ class ElementReader:
         batch.carry_out(pieces, self._buffers)
         if self.meter is not None:
             self.meter.add(batch.element_bytes)
+
+
+def count_neighbors(machines: Sequence[bytes]) -> list[int]:
+    """Return for each rank the number of ranks on its machine, from the machine of each rank."""
+    ranks = Counter(machines)
+    return [ranks[machine] for machine in machines]
+
+
+def choose_readers(neighbors: int) -> int:
+    """Return the number of threads that read local files.
+
+    Ranks that keep all cores busy would only pass them, with what is in their caches, from one thread to another.
+
+    Args:
+        neighbors: Number of ranks on this machine, which share its cores.
+    """
+    return max(min(count_cores() // neighbors, MOST_READERS), 1)
 
 
 def count_bytes(wanted: Iterable[ReadRequest]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shardckpt.errors import UsageError
-from shardckpt.torchrun import local_world_size
+from shardckpt.torchrun import count_cores, local_world_size
 
 _T = TypeVar("_T")
 
@@ -39,7 +38,7 @@ def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
     useful = min(_MOST_THREADS, nbytes // _LEAST_BYTES, max_memory // _MEMORY_BYTES) if is_local else 1
     if useful <= 1:
         return 1
-    return max(min(useful, _count_cores() // (local_world_size() or 1)), 1)
+    return max(min(useful, count_cores() // (local_world_size() or 1)), 1)
 
 
 def limit_threads(jobs: int, max_memory: int) -> int:
@@ -50,13 +49,6 @@ def limit_threads(jobs: int, max_memory: int) -> int:
         max_memory: Maximum bytes of memory for all threads, in addition to that of the modules.
     """
     return max(min(jobs, max_memory // _LEAST_MEMORY_BYTES), 1)
-
-
-def _count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

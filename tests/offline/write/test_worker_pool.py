@@ -131,13 +131,13 @@ def test_threads_are_as_many_as_help(
     nbytes: int, max_memory: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(worker_pool, "_count_cores", lambda: cores)
+    monkeypatch.setattr(worker_pool, "count_cores", lambda: cores)
     assert count_threads(nbytes, max_memory, is_local=True) == expected
     assert count_threads(nbytes, max_memory, is_local=False) == 1
 
 
 def test_processes_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "_count_cores", lambda: 8)
+    monkeypatch.setattr(worker_pool, "count_cores", lambda: 8)
     for processes, threads in (("1", 4), ("4", 2), ("8", 1), ("64", 1), ("", 4), ("0", 4), ("-2", 4), ("two", 4)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert count_threads(4 << 30, 256 * MIB, is_local=True) == threads
