@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,16 +77,59 @@ def straight_reads(want: ReadItem) -> list[Read] | None:
     """Return the reads that fill a box directly; None if bytes must be transformed."""
     reads: list[Read] = []
     for piece in want.pieces:
-        if piece.box == want.box and isinstance(piece.layout, Span):
-            return [Read(piece.file, piece.layout.offset, want.buffer)]
-        inner = intersect(piece.box, want.box)
+        box, file, layout = piece
+        if box == want.box and isinstance(layout, Span):
+            return [Read(file, layout.offset, want.buffer)]
+        common = _find_common(box, want.box, bits(want.dtype))
+        if common is not None and isinstance(layout, Span):
+            if common.nbytes:
+                reads.append(
+                    Read(file, layout.offset + common.start, want.buffer[common.at : common.at + common.nbytes])
+                )
+            continue
+        inner = intersect(box, want.box)
         if inner is None:
             continue
-        layout = piece.layout
         if not isinstance(layout, Span) or not is_contiguous(want.box.size, shift(inner, want.box.offset)):
             return None
-        reads += [Read(piece.file, start, target) for target, start in _span_ranges(want, piece, layout, inner, [])]
+        reads += [Read(file, start, target) for target, start in _span_ranges(want, piece, layout, inner, [])]
     return reads
+
+
+class _CommonRange(NamedTuple):
+    """Common elements of a piece and a box, which are consecutive in both.
+
+    Attributes:
+        start: First byte in the piece.
+        at: First byte in the box.
+        nbytes: Number of bytes; 0 without common elements.
+    """
+
+    start: int
+    at: int
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)  # most layers of a model have the same boxes
+def _find_common(piece: Box, box: Box, width: int) -> _CommonRange | None:
+    """Return the common elements of a piece and a box.
+
+    Returns None if they are not consecutive in both, or do not begin and end at bytes.
+
+    Args:
+        piece: Box of the piece.
+        box: Other box.
+        width: Bits of an element.
+    """
+    inner = intersect(piece, box)
+    if inner is None:
+        return _CommonRange(0, 0, 0)
+    in_piece, in_box = shift(inner, piece.offset), shift(inner, box.offset)
+    if not (is_contiguous(piece.size, in_piece) and is_contiguous(box.size, in_box)):
+        return None
+    start, at = flat_index(piece.size, in_piece.offset) * width, flat_index(box.size, in_box.offset) * width
+    size = inner.volume * width
+    return None if start % 8 or at % 8 or size % 8 else _CommonRange(start // 8, at // 8, size // 8)
 
 
 class PieceReader:

@@ -265,6 +265,15 @@ def test_paths_with_large_numbers_are_read() -> None:
     check_paths([(2**62, str(n)) for n in range(5000)])
 
 
+def test_the_hash_tables_of_paths_of_text_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(budget_module, "_build_table", lambda keys, is_set: made.append(len(keys)))
+    check_paths([("model", f"layers.{n}.weight") for n in range(500)])
+    assert made == []
+    check_paths([("model", f"layers.{n}.weight") for n in range(500)] + [("model", 1)])
+    assert made
+
+
 def test_lists_of_lists_are_refused_before_they_are_made() -> None:
     body = b'{"a":[' + b"[]," * 3_000_000 + b"[]]}"
     assert peak_of(lambda: parse_json(body, where="x")) < 1 << 20

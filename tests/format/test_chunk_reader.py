@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from shardckpt.boxes import Box, full_box
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
+from shardckpt.format import chunk_reader
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.manifest import Encoded, Piece, Span, Strided
@@ -166,6 +167,25 @@ def test_rows_go_straight_to_their_place_and_columns_do_not() -> None:
     ):
         reads = straight_reads(ReadItem(of, box, "float32", memoryview(bytearray(4 * box.volume))))
         assert (reads and [(name, at, len(buffer)) for name, at, buffer in reads]) == found
+
+
+def test_layers_with_equal_boxes_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+    intersect = chunk_reader.intersect
+
+    def count(a: Box, b: Box) -> Box | None:
+        nonlocal compared
+        compared += 1
+        return intersect(a, b)
+
+    monkeypatch.setattr(chunk_reader, "intersect", count)
+    rows, box = [Box((n, 0), (2, 1009)) for n in (0, 2, 4)], Box((1, 0), (2, 1009))
+    for layer in range(100):
+        pieces = [Piece(row, str(layer), Span(100 * layer, 8072)) for row in rows]
+        reads = straight_reads(ReadItem(pieces, box, "float32", memoryview(bytearray(8072))))
+        assert reads is not None
+        assert [read[:2] for read in reads] == [(str(layer), 100 * layer + 4036), (str(layer), 100 * layer)]
+    assert compared == 3
 
 
 class TestBytesRead:

@@ -230,7 +230,8 @@ class LoadPlanBuilder:
             return
         if any(_repeats(shard.tensor) for shard in array.shards) and entry.shape == array.shape:
             array = self._without_repeats(path, entry, array)
-        self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
+        if not _fits(entry, array):
+            self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
         self.plan.arrays.append(LoadItem(path, entry, array))
 
     def _without_repeats(self, path: Path, entry: TensorEntry, array: TensorShards) -> TensorShards:
@@ -262,6 +263,14 @@ def require_depth(path: Path) -> None:
         raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
 
 
+def _fits(entry: TensorEntry, array: TensorShards) -> bool:
+    """Return True if a saved array has the shape and dtype of its target, and that has memory: nearly all have."""
+    for _, tensor in array.shards:
+        if tensor.is_meta or not has_memory(tensor):
+            return False
+    return entry.shape == array.shape and entry.dtype == dtype_name(array.dtype)
+
+
 def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can_cast: bool) -> Iterator[str]:
     """Yield reasons why a saved array cannot be read into its target."""
     name, dtype = dotted(path), dtype_name(array.dtype)
@@ -277,7 +286,9 @@ def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can
 
 def _repeats(tensor: torch.Tensor) -> bool:
     """Return True if elements of a tensor share memory, as after `expand`."""
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not tensor.is_contiguous() and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _once(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -62,7 +62,8 @@ def plan_load(
     """
     builder = LoadPlanBuilder(saved, options)
     planner = _LoadPlanner(builder, rank, world, models)
-    planner.visit(state, (), _refuse)
+    with torch.no_grad():  # once, and not for each local tensor
+        planner.visit(state, (), _refuse)
     plan = builder.plan
     if options.strict and options.takes_all:
         plan.unexpected = list(planner.find_unexpected())

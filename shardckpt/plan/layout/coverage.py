@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from operator import mul
 from typing import Literal, Protocol
@@ -197,17 +198,31 @@ def _is_single_span(manifest: Manifest, entry: TensorEntry) -> bool:
 
 def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
     """Return True if pieces are spans in a grid or in order, as of rank shards."""
-    shape, width = entry.shape, bits(entry.stored)
-    for box, file, layout in entry.pieces:
+    boxes, width, files = tuple([piece.box for piece in entry.pieces]), bits(entry.stored), manifest.files
+    volumes = _tile_often(entry.shape, boxes) if len(boxes) <= _USUAL_PIECES else _tile(entry.shape, boxes)
+    if volumes is None:
+        return False
+    for (_, file, layout), volume in zip(entry.pieces, volumes, strict=True):
         if (
             not isinstance(layout, Span)
-            or not box.within(shape)
-            or layout.nbytes * 8 != box.volume * width
-            or not 0 <= layout.offset <= manifest.files.get(file, -1) - layout.nbytes
+            or layout.nbytes * 8 != volume * width
+            or not 0 <= layout.offset <= files.get(file, -1) - layout.nbytes
         ):
             return False
-    boxes = [piece.box for piece in entry.pieces]
-    return prod(shape) <= _MAX_ELEMENTS and (is_grid(shape, boxes) or _follow_one_another(shape, boxes))
+    return True
+
+
+def _tile(shape: Shape, boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """Return the number of elements in each box if the boxes are in a grid or in order; else None."""
+    if prod(shape) > _MAX_ELEMENTS or not all(box.within(shape) for box in boxes):
+        return None
+    return tuple([box.volume for box in boxes]) if is_grid(shape, boxes) or _follow_one_another(shape, boxes) else None
+
+
+_tile_often = lru_cache(maxsize=1024)(_tile)
+"""`_tile` for arrays of a usual number of pieces: most layers of a model have the same boxes."""
+
+_USUAL_PIECES = 64
 
 
 def _follow_one_another(shape: Shape, boxes: Sequence[Box]) -> bool:

@@ -316,5 +316,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
     with torch.no_grad():
         return tensor.to_local()

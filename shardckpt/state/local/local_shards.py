@@ -87,8 +87,8 @@ def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
         return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor.detach()),))
     own = local(tensor).detach()
     box = get_box(tensor, own)
-    has = box is not None and bool(box.volume)
-    return TensorShards(tuple(tensor.shape), own.dtype, (LocalShard(box, own),) if has and box is not None else ())
+    shards = () if box is None or 0 in box.size else (LocalShard(box, own),)
+    return TensorShards(tuple(tensor.shape), own.dtype, shards)
 
 
 def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:

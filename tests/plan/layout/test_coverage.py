@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shardckpt.boxes import Box, full_box
 from shardckpt.errors import FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry
+from shardckpt.plan.layout import coverage
 from shardckpt.plan.layout.coverage import faults, require_complete
 
 BIG = 1 << 80
@@ -37,6 +38,25 @@ def test_pieces_that_cover_an_array_have_no_fault() -> None:
     assert kinds(manifest(shape=(0, 4))) == []
     assert kinds(manifest(Piece(full_box((4,)), "a.bin", Lazy(0, 100)))) == []
     assert kinds(manifest(Piece(full_box((4,)), "a.bin", Encoded("zstd", 0, 9, Span(7, 16))))) == []
+
+
+def test_boxes_that_many_layers_have_are_checked_once_and_their_files_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked = 0
+    is_grid = coverage.is_grid
+
+    def count(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+        nonlocal checked
+        checked += 1
+        return is_grid(shape, boxes)
+
+    monkeypatch.setattr(coverage, "is_grid", count)
+    for layer in range(100):
+        pieces = [span(0, 1013, 8 * layer), span(1013, 2027, 4052 + 8 * layer)]
+        found = kinds(manifest(*pieces, shape=(2027,), size=8500))
+        assert found == ([] if 8108 + 8 * layer <= 8500 else ["truncated"])
+    assert checked == 1
 
 
 @pytest.mark.parametrize(
