@@ -228,9 +228,9 @@ class LoadPlanBuilder:
         self.plan.taken.add(source)
         if not self.wants(path) or (self.options.is_own_only and self.source.is_elsewhere(entry)):
             return
-        if any(_repeats(shard.tensor) for shard in array.shards) and entry.shape == array.shape:
-            array = self._without_repeats(path, entry, array)
         if not _fits(entry, array):
+            if any(_repeats(shard.tensor) for shard in array.shards) and entry.shape == array.shape:
+                array = self._without_repeats(path, entry, array)
             self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
         self.plan.arrays.append(LoadItem(path, entry, array))
 
@@ -264,9 +264,9 @@ def require_depth(path: Path) -> None:
 
 
 def _fits(entry: TensorEntry, array: TensorShards) -> bool:
-    """Return True if a saved array has the shape and dtype of its target, and that has memory: nearly all have."""
+    """Return True if a saved array has the shape and dtype of its target in contiguous memory, as nearly all have."""
     for _, tensor in array.shards:
-        if tensor.is_meta or not has_memory(tensor):
+        if not tensor.is_contiguous() or tensor.is_meta or not has_memory(tensor):
             return False
     return entry.shape == array.shape and entry.dtype == dtype_name(array.dtype)
 
@@ -286,9 +286,7 @@ def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can
 
 def _repeats(tensor: torch.Tensor) -> bool:
     """Return True if elements of a tensor share memory, as after `expand`."""
-    return not tensor.is_contiguous() and any(
-        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _once(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -100,7 +100,7 @@ class _LoadPlanner:
         taken = self._builder.plan.taken
         for saved in self._builder.source.paths:
             for path in self._parts(saved):
-                if not any(path[:n] in taken for n in range(len(path) + 1)):
+                if path not in taken and not any(path[:n] in taken for n in range(len(path))):
                     yield path
 
     def _parts(self, path: Path) -> Iterable[Path]:

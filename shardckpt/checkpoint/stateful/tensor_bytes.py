@@ -180,7 +180,7 @@ def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a flat tensor; a write changes the tensor."""
     if tensor.dtype in _PLAIN and tensor.numel():
-        return memoryview(tensor.detach().numpy()).cast("B")  # type: ignore[arg-type]
+        return memoryview((tensor.detach() if tensor.requires_grad else tensor).numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(view_as_bytes(tensor).numpy())  # type: ignore[arg-type]
 
 
