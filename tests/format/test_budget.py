@@ -279,6 +279,21 @@ def test_lists_of_lists_are_refused_before_they_are_made() -> None:
     assert peak_of(lambda: parse_json(body, where="x")) < 1 << 20
 
 
+def test_brackets_are_counted_only_in_a_text_that_is_long_enough_to_exceed_the_budget() -> None:
+    class Text(bytes):
+        counted = 0
+
+        def count(self, *args: bytes) -> int:  # type: ignore[override]
+            Text.counted += 1
+            return super().count(*args)
+
+    most = FREE_BYTES // (64 - FILE_FACTOR)
+    parse_json(Text(b'{"a":[]}'.ljust(most)), where="x")
+    assert Text.counted == 0
+    parse_json(Text(b'{"a":[]}'.ljust(most + 2)), where="x")
+    assert Text.counted == 3
+
+
 @pytest.mark.usefixtures("small_budget")
 def test_what_could_not_be_read_back_is_not_written() -> None:
     fine = ManifestContents("0save", (), (), tree=[{"step": n, "loss": 0.5} for n in range(50_000)])
