@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
@@ -263,9 +263,7 @@ def check_options(
     Raises:
         UsageError: The function does not have an option, or the process group is not that of the Checkpointer.
     """
-    known = inspect.signature(verb).parameters.keys() - {"state", "path", "options"}
-    if verb is not load:
-        known |= SaveParams.__annotations__.keys()
+    known = _list_options(verb)
     unknown = [name for name in options if name not in known]
     if unknown:
         raise UsageError(f"`{verb.__name__}` does not take this option", found=", ".join(unknown))
@@ -278,6 +276,13 @@ def check_options(
             fix="Pass it to Checkpointer(..., process_group=...).",
         )
     return {name: value for name, value in options.items() if name != "process_group"}
+
+
+@cache
+def _list_options(verb: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the options of a function."""
+    known = inspect.signature(verb).parameters.keys() - {"state", "path", "options"}
+    return frozenset(known if verb is load else known | SaveParams.__annotations__.keys())
 
 
 def join_on_event(of_run: OnEvent | None, of_call: OnEvent | None) -> OnEvent | None:

@@ -6,11 +6,13 @@ takes a fraction of the time of flattening, because it describes tensors in colu
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -266,9 +268,18 @@ def _find_local_tensors(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor]
     return local_tensors, shardings
 
 
+_MESHES: WeakKeyDictionary[DeviceMesh, object] = WeakKeyDictionary()
+"""Descriptions of meshes, which torch computes again for each caller."""
+
+os.register_at_fork(after_in_child=_MESHES.clear)  # a child may be another rank of an equal mesh
+
+
 def _describe_mesh(mesh: DeviceMesh) -> object:
     """Return the ranks of a mesh, and the coordinate of this rank; a mesh itself would keep its groups alive."""
-    return mesh.device_type, mesh.mesh.tolist(), mesh.get_coordinate()
+    found = _MESHES.get(mesh)
+    if found is None:
+        found = _MESHES[mesh] = mesh.device_type, mesh.mesh.tolist(), mesh.get_coordinate()
+    return found
 
 
 def _describe(tensors: list[torch.Tensor], local_tensors: list[torch.Tensor]) -> tuple[object, ...]:

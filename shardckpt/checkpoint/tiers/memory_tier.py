@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
+from functools import cached_property, partial
 
 import torch.distributed as dist
 
@@ -69,7 +69,11 @@ class MemoryTier(CaptureTier):
             StorageError: It cannot be started.
             NoMemoryError: The machine has too little memory.
         """
-        start_holder(self._run, self._config.limit(memory_size()), last=COMMIT, idle_s=self._config.idle_s)
+        start_holder(self._run, self._max_bytes, last=COMMIT, idle_s=self._config.idle_s)
+
+    @cached_property
+    def _max_bytes(self) -> int:
+        return self._config.limit(memory_size())
 
     def replicate(self, coordinator: Coordinator, number: int) -> None:
         """Copy a capture to other nodes. Collective.

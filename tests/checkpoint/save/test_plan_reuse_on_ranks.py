@@ -26,6 +26,7 @@ import shardckpt
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
+from shardckpt.checkpoint.stateful.state_trace import trace_state
 
 State = dict[str, Any]
 NUMBERS = itertools.count()
@@ -386,3 +387,23 @@ def test_a_rank_that_missed_the_end_of_a_save_makes_all_flatten(missing: int, tm
         return counts
 
     assert run(2, body) == [[1, 1, 1, 0]] * 2
+
+
+def test_a_mesh_is_described_at_the_first_save_with_it() -> None:
+    def body(rank: int, world: int) -> list[int]:
+        state = {name: distribute_tensor(numbers(6, 4), init_device_mesh("cpu", (2,)), [Shard(0)]) for name in "ab"}
+        get_coordinate, calls, counts = DeviceMesh.get_coordinate, [], []
+
+        def count(mesh: DeviceMesh) -> Any:
+            calls.append(mesh)
+            return get_coordinate(mesh)
+
+        with patch.object(DeviceMesh, "get_coordinate", count):
+            for _ in range(3):
+                trace_state(state, {})
+                counts.append(len(calls))
+        return counts
+
+    for first, *later in run(2, body):
+        assert first > 0
+        assert later == [first, first]
