@@ -86,14 +86,15 @@ class SaveLane(NamedTuple):
         pending: The running save.
         buffers: Staging buffers.
         savers: Savers, with their cached plans.
-        has_low_priority: Whether its threads run only while others of the machine do not need their cores.
+        is_for_captures: Whether saves are captures, whose ranks send each other bytes of the state, at a low priority,
+            and let each other copy before they write.
     """
 
     name: str
     pending: PendingSave
     buffers: BufferPool[StagingBuffer]
     savers: SaverCache
-    has_low_priority: bool = False
+    is_for_captures: bool = False
 
 
 SAVES = SaveLane("", PENDING_SAVE, BUFFERS, SAVERS)
@@ -167,7 +168,7 @@ def start_async_save(
         _require_way_when_busy(on_busy)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         fault = fault or error
-    task = AsyncSaveTask(checked.path, checked.on_event, has_low_priority=lane.has_low_priority)
+    task = AsyncSaveTask(checked.path, checked.on_event)
     try:
         _copy_and_start(lane, state, task, checked, most, options.get("process_group"), fault, on_busy)
     except BaseException as error:
@@ -193,8 +194,8 @@ def _copy_and_start(
         with task.phase("capture"):
             saver = lane.savers.get(group, refusal)
             task.recorder.values["rank"] = saver.channels.main.rank
-            last = saver.channels.background_coordinator(group, lane.name, has_low_priority=lane.has_low_priority)
-            yields = lane.has_low_priority and saver.channels.main.size > 1
+            last = saver.channels.background_coordinator(group, lane.name, has_low_priority=lane.is_for_captures)
+            yields = lane.is_for_captures and saver.channels.main.size > 1
             copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most), yields=yields)
             lane.pending.begin(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)

@@ -45,17 +45,18 @@ class SaveTimings:
 class AsyncSaveTask:
     """Thread, phases and error of a save in the background.
 
+    The thread, and those that it starts, run after others of the machine that need their cores: the training.
+
     Args:
         path: Target of the save.
         on_event: Called with the event of the save, on its thread; None without a callback.
-        has_low_priority: Whether the thread runs only while others of the machine do not need its core.
 
     Attributes:
         recorder: Measurement of the save.
     """
 
-    def __init__(self, path: str, on_event: OnEvent | None, *, has_low_priority: bool = False) -> None:
-        self.path, self._has_low_priority = path, has_low_priority
+    def __init__(self, path: str, on_event: OnEvent | None) -> None:
+        self.path = path
         self.recorder = Recorder(SaveEvent, path, {"is_background": True})
         self._on_event = on_event
         self._emitting = threading.Lock()
@@ -100,8 +101,7 @@ class AsyncSaveTask:
         def run() -> None:
             if not self.claim():
                 return
-            if self._has_low_priority:
-                lower_priority()
+            lower_priority()
             try:
                 work()
             except BaseException as error:  # noqa: BLE001  (raised by whoever asks)

@@ -15,14 +15,14 @@ from shardckpt.format.native.payload import FileHasher, HashTask, PayloadFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
-SLICE_BYTES = 64 << 20
+SLICE_BYTES = 128 << 20
 """Bytes per write; they are hashed at the same time.
 
 Beside Python code of other threads, each call that releases the interpreter's lock waits 5 ms to get it back, however
 short the call is (docs/decisions/0033).
 """
 
-_HASH_THREADS = 4
+_HASH_THREADS = 8
 """Threads that hash a slice; they wait for the lock at the same time, so their number does not depend on the cores."""
 
 _GATHERED_BYTES = 1 << 20

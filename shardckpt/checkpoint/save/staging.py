@@ -27,7 +27,13 @@ from shardckpt.format.native.payload import FileLayout, PayloadFile
 from shardckpt.torchrun import local_world_size
 
 BUFFER_BYTES = 64 << 20
-"""Bytes per buffer unless the budget is small; copying threads synchronize once per buffer."""
+"""Bytes per buffer within a budget, unless that is small; copying threads synchronize once per buffer."""
+
+UNBOUNDED_BUFFER_BYTES = 128 << 20
+"""Bytes per buffer without a budget, when memory that is not used is not taken.
+
+Beside Python code the writing thread waits for the interpreter's lock a few times per buffer (docs/decisions/0033).
+"""
 
 LEAST_BUDGET_BYTES = 1 << 20
 
@@ -74,7 +80,7 @@ def buffer_size(budget: int | None) -> int:
         UsageError: The budget is too small for a buffer.
     """
     if budget is None:
-        return BUFFER_BYTES
+        return UNBOUNDED_BUFFER_BYTES
     if budget < LEAST_BUDGET_BYTES:
         raise UsageError(
             "`max_staging_bytes` is too small to stage a save", found=f"{budget} bytes", expected="1 MiB or more"

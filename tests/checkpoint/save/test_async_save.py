@@ -6,9 +6,10 @@ import contextlib
 import gc
 import os
 import posix
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import join_small
 from shardckpt.format.native.payload import FileHasher, PayloadFile, build_payloads
 from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
+from shardckpt.storage.linux_syscalls import LOW_PRIORITY
 
 MIB = 1 << 20
 
@@ -171,12 +173,12 @@ def test_a_buffer_is_written_by_one_call_and_hashed_by_few_tasks(tmp_path: Path)
         tasks.extend(found := split(hasher, data, most))
         return found
 
-    state = {"t": torch.ones(20 * MIB)}  # two buffers
+    state = {"t": torch.ones(40 * MIB)}  # two buffers
     with patch.object(os, "write", wraps=os.write) as write, patch.object(FileHasher, "split", recorded):
         shardckpt.async_save(state, tmp_path / "c").result()
     sizes = [len(call.args[1]) for call in write.call_args_list]
-    assert [nbytes for nbytes in sizes if nbytes > MIB] == [64 * MIB, 16 * MIB]
-    assert len(tasks) <= 12
+    assert [nbytes for nbytes in sizes if nbytes > MIB] == [128 * MIB, 32 * MIB]
+    assert len(tasks) <= 20
     assert verify(str(tmp_path / "c")).ok
 
 
@@ -196,6 +198,30 @@ def test_the_thread_runs_nothing_before_the_copy(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(session, "build_payloads", build)
     shardckpt.async_save({"t": torch.arange(9)}, str(tmp_path / "step")).result(30)
     assert order == ["copied", "built headers"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to the process")
+def test_the_threads_of_a_save_in_the_background_run_below_the_training_and_those_of_another_save_beside_it(
+    tmp_path: Path,
+) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    found: set[tuple[str, int]] = set()
+    split = FileHasher.split
+
+    def note(kind: str) -> None:
+        found.add((kind, os.getpriority(os.PRIO_PROCESS, 0) - own))
+
+    def hashing(hasher: FileHasher, data: memoryview, most: int) -> list[Callable[[], None]]:
+        return [lambda task=task: [note("hash"), task()] for task in split(hasher, data, most)]
+
+    state = {"t": torch.ones(4 * MIB)}
+    with patch.object(FileHasher, "split", hashing), writes(lambda: note("write")):
+        shardckpt.async_save(state, tmp_path / "background").result()
+        assert found == {(kind, min(LOW_PRIORITY, 19 - own)) for kind in ("write", "hash")}
+        found.clear()
+        shardckpt.save(state, tmp_path / "foreground")
+    assert found == {("write", 0), ("hash", 0)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 class TestOutcome:

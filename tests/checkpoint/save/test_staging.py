@@ -16,6 +16,7 @@ from shardckpt.checkpoint.save import staging
 from shardckpt.checkpoint.save.payload_writer import iter_contents
 from shardckpt.checkpoint.save.staging import (
     BUFFER_BYTES,
+    UNBOUNDED_BUFFER_BYTES,
     BufferPool,
     StagingArea,
     buffer_size,
@@ -67,7 +68,7 @@ class TestPool:
 
     def test_a_smaller_budget_lets_buffers_go(self) -> None:
         pool = BufferPool(object_of_size)
-        pool.open(None)
+        pool.open(8 * BUFFER_BYTES)
         for _ in range(6):
             pool.take(wait=False)
         pool.open(4 * BUFFER_BYTES)
@@ -81,9 +82,9 @@ class TestPool:
         pool.open(None)
         first, second = pool.take(wait=False), pool.take(wait=False)
         outdated.append(first)
-        assert pool.nbytes == 2 * BUFFER_BYTES
+        assert pool.nbytes == 2 * UNBOUNDED_BUFFER_BYTES
         pool.open(None)
-        assert pool.nbytes == BUFFER_BYTES and pool.take(wait=False) is second
+        assert pool.nbytes == UNBOUNDED_BUFFER_BYTES and pool.take(wait=False) is second
 
     @pytest.mark.parametrize("budget", [None, 4 * BUFFER_BYTES, MIB])
     def test_what_files_still_need_is_known_before_it_is_made(self, budget: int | None) -> None:

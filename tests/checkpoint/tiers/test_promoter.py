@@ -211,7 +211,7 @@ def test_a_step_that_memory_does_not_take_is_captured_in_the_folder_itself(tmp_p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to the process")
-def test_captures_and_promotions_run_below_the_training_and_a_save_in_the_root_beside_it(tmp_path):
+def test_captures_promotions_and_saves_in_the_root_run_below_the_training(tmp_path):
     own, found = os.getpriority(os.PRIO_PROCESS, 0), set()
 
     def note(event: shardckpt.OperationEvent) -> None:
@@ -223,5 +223,5 @@ def test_captures_and_promotions_run_below_the_training_and_a_save_in_the_root_b
     ck.wait()
     low = min(LOW_PRIORITY, 19 - own)
     local, root = str(tmp_path / "local" / "step-00000001"), str(tmp_path / "run" / "step-00000001")
-    assert found == {("save", "shardckpt-memory", low), ("promotion", local, low), ("save", root, 0)}
+    assert found == {("save", "shardckpt-memory", low), ("promotion", local, low), ("save", root, low)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
