@@ -44,11 +44,20 @@ def run_suite(arguments: list[str]) -> Counts:
 
 def count_outcomes(report: str, code: int) -> Counts:
     """Count the outcomes in a report in the form of JUnit."""
-    cases = list(ElementTree.fromstring(report).iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    names = [f"{case.get('classname')}::{case.get('name')}" for case in failed]
-    return Counts(len(cases) - len(failed) - skipped, names, skipped, code)
+    outcomes = list(read_outcomes(report))
+    failed = [name for name, outcome in outcomes if outcome == "failed"]
+    skipped = sum(outcome == "skipped" for _, outcome in outcomes)
+    return Counts(len(outcomes) - len(failed) - skipped, failed, skipped, code)
+
+
+def read_outcomes(report: str) -> Iterator[tuple[str, str]]:
+    """Yield each test of a report with `passed`, `failed` (also of its fixtures) or `skipped`."""
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            yield name, "failed"
+        else:
+            yield name, "passed" if case.find("skipped") is None else "skipped"
 
 
 @contextlib.contextmanager

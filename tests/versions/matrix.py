@@ -1,11 +1,15 @@
 """Run the suite of `make test-full` with several versions of torch and of Python, and write a table of the counts.
 
     python tests/versions/matrix.py [--pair PYTHON:TORCH ...] [--root FOLDER] [--table FILE] [-- ARGUMENTS OF PYTEST]
+    python tests/versions/matrix.py --pair PYTHON:TORCH --reports FOLDER -- ARGUMENTS OF PYTEST
 
 Each pair gets a virtual environment of its own below the root (`build/matrix`), which is used again: several gigabytes
 each. Behind the suite, what each version below the root writes is read by all (`cross_version.py`). The table is in
 `docs/compatibility.md`: a run replaces the rows of its own pairs and tests, and keeps the others. The exit code is 0 if
 every pair ran and passed.
+
+`--reports` adds up reports of parts of the suite (pytest's `--junit-xml`) in place of a run: of a test in several of them
+the last outcome counts, by the files' names. The row names the arguments, which say what the parts are together.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from repeat import Counts, count_outcomes
+from repeat import Counts, count_outcomes, read_outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 CROSS_VERSION = Path(__file__).with_name("cross_version.py")
+FAST = "not slow and not gpu"
 BEGIN, END = "<!-- matrix: written by make matrix -->\n", "<!-- matrix: end -->\n"
 
 
@@ -163,7 +168,7 @@ def run_suite(python: Path, arguments: list[str]) -> Counts:
     """Run what `make test-full` runs with an environment's Python."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [str(python), "-m", "pytest", "-q", "-m", "not slow and not gpu", f"--junit-xml={report}", *arguments]
+        command = [str(python), "-m", "pytest", "-q", "-m", FAST, f"--junit-xml={report}", *arguments]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         return count_outcomes(report.read_text(encoding="utf-8") if report.exists() else "<testsuites/>", code)
 
@@ -183,6 +188,17 @@ def read_across(pythons: dict[Pair, Path], folder: Path) -> dict[Pair, tuple[int
             lines += read
         found[reader] = sum(line.endswith(": ok") for line in lines), len(lines)
     return found
+
+
+def add_up(reports: Sequence[str]) -> Counts:
+    """Add up runs of parts of the suite; of a test in several reports the last outcome counts.
+
+    Modules that were skipped when they were collected count as one test each, as in a run of all.
+    """
+    outcomes = {name: outcome for report in reports for name, outcome in read_outcomes(report)}
+    failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
+    skipped = sum(outcome == "skipped" for outcome in outcomes.values())
+    return Counts(len(outcomes) - len(failed) - skipped, failed, skipped, 1 if failed else 0)
 
 
 # -------------------------------------------------------------------------------------------------------- table
@@ -257,20 +273,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--pair", action="append", type=Pair.parse, help="PYTHON:TORCH; by default those of PAIRS")
     parser.add_argument("--root", type=Path, default=ROOT / "build" / "matrix")
     parser.add_argument("--table", type=Path, default=ROOT / "docs" / "compatibility.md")
+    parser.add_argument("--reports", type=Path, help="folder of JUnit files of parts of the suite, of one pair")
     parser.add_argument("pytest", nargs="*")
     options = parser.parse_args(argv)
-    source = Source(
-        datetime.datetime.now(datetime.timezone.utc).date(),
-        find_commit(),
-        tuple(each for each in options.pytest if each.startswith("tests")),
-    )
+    if options.reports is not None and len(options.pair or ()) != 1:
+        parser.error("--reports must be of one --pair")
+    named = tuple(each for each in options.pytest if options.reports or each.startswith("tests"))
+    source = Source(datetime.datetime.now(datetime.timezone.utc).date(), find_commit(), named)
     pythons, results = {}, []
     for pair in options.pair or PAIRS:
         try:
             pythons[pair] = make_environment(pair, options.root.resolve())
         except RuntimeError as error:
             results.append(Result(pair, note=str(error)))
-    counts = {pair: run_suite(python, options.pytest) for pair, python in pythons.items()}
+    if options.reports is not None:
+        files = sorted(options.reports.glob("*.xml"))
+        counts = dict.fromkeys(pythons, add_up([file.read_text(encoding="utf-8") for file in files]))
+    else:
+        counts = {pair: run_suite(python, options.pytest) for pair, python in pythons.items()}
     with tempfile.TemporaryDirectory() as folder:
         reading = read_across(find_installed(options.root.resolve()), Path(folder))
     results += [Result(pair, counts[pair], reading[pair]) for pair in pythons]

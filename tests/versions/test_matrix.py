@@ -90,3 +90,37 @@ def test_environments_are_found_by_their_mark(tmp_path: Path) -> None:
 def test_a_python_that_is_not_there_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"python3\.999 is not installed"):
         matrix.find_python("3.999")
+
+
+def report(**outcomes: str) -> str:
+    kinds = {"passed": "", "failed": "<failure/>", "skipped": "<skipped/>"}
+    cases = (f'<testcase classname="tests.m" name="{name}">{kinds[how]}</testcase>' for name, how in outcomes.items())
+    return f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>"
+
+
+def test_parts_are_added_up_and_a_test_that_was_run_again_counts_once() -> None:
+    parts = [report(a="passed", b="failed", c="skipped"), report(b="passed", d="failed"), report()]
+    assert matrix.add_up(parts) == Counts(2, ["tests.m::d"], 1, 1)
+    assert matrix.add_up(parts[:1]) == Counts(1, ["tests.m::b"], 1, 1)
+    assert matrix.add_up([report(a="passed"), report(e="passed")]) == Counts(2, [], 0, 0)
+
+
+def test_reports_of_parts_are_of_one_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        matrix.main(["--reports", str(tmp_path)])
+    assert "must be of one --pair" in capsys.readouterr().err
+
+
+def test_reports_of_parts_make_a_row_that_names_their_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(matrix, "make_environment", lambda pair, root: Path("python"))
+    monkeypatch.setattr(matrix, "find_installed", lambda root: {})
+    monkeypatch.setattr(matrix, "read_across", lambda pythons, folder: {Pair("3.11", "2.13.0"): (6, 6)})
+    (tmp_path / "1.xml").write_text(report(a="passed"))
+    (tmp_path / "2.xml").write_text(report(b="passed", c="skipped"))
+    table = tmp_path / "page.md"
+    table.write_text(f"{matrix.BEGIN}{matrix.END}")
+    arguments = ["--pair", "3.11:2.13.0", "--reports", str(tmp_path), "--table", str(table)]
+    assert matrix.main([*arguments, "--", "tests/core", "-m", "not full"]) == 0
+    assert "| 2.13.0 | 3.11 | `tests/core -m not full` | 2 | 0 | 1 | 6 of 6 |" in table.read_text()
