@@ -8,8 +8,8 @@ each. Behind the suite, what each version below the root writes is read by all (
 `docs/compatibility.md`: a run replaces the rows of its own pairs and tests, and keeps the others. The exit code is 0 if
 every pair ran and passed.
 
-`--reports` adds up reports of parts of the suite (pytest's `--junit-xml`) in place of a run: of a test in several of them
-the last outcome counts, by the files' names. The row names the arguments, which say what the parts are together.
+`--reports` adds up reports of parts of the suite (`--junit-xml` of pytest) in place of a run: of a test in several of
+them the last outcome counts, by the names of the files. The row names the arguments: what the parts are together.
 """
 
 from __future__ import annotations
