@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardckpt.core.comm.direct_all_gather import has_direct_messages, is_sent_directly, start_all_gather
 from shardckpt.core.errors import DeviceMemoryError
 from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError
@@ -217,6 +218,10 @@ class ShardGroup:
         """Number of ranks whose gradients are averaged."""
         return self.size * self.replicas
 
+    @cached_property
+    def _has_direct_messages(self) -> bool:
+        return self.shard is not None and has_direct_messages(self.shard)
+
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, what: str, custom: AllGatherOp | None = None
     ) -> Pending:
@@ -238,6 +243,10 @@ class ShardGroup:
                 return Pending(custom(full, shard, self.shard, async_op=True), what)  # type: ignore[arg-type]
         if shard.dtype not in _MOVABLE:
             full, shard = full.view(torch.uint8), shard.view(torch.uint8)
+        if self._has_direct_messages and is_sent_directly(shard):
+            assert self.shard is not None
+            with _Named(what):
+                return Pending(start_all_gather(self.shard, full, shard), what)
         with _Named(what):
             return Pending(getattr(dist, _ALL_GATHER)(full, shard, group=self.shard, async_op=True), what)
 

@@ -1,0 +1,91 @@
+"""All-gathers of large CPU tensors by messages between ranks, which are received where they are needed.
+
+gloo's all-gather receives the output into memory of its own, and copies it at the end. An all-gather that runs beside
+computation then needs twice the memory, at the peak of a step.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardckpt.devices import has_streams
+
+MIN_SHARD_BYTES = 1 << 18
+"""Smallest shard that is sent directly; for smaller ones the number of messages counts."""
+
+_TAG = 0x5A4D  # not that of a user's messages
+
+
+def has_direct_messages(group: dist.ProcessGroup) -> bool:
+    """Return True if CPU tensors of a group are sent by gloo itself, not by a wrapper that compares collectives."""
+    try:
+        return isinstance(_get_backend(group), getattr(dist, "ProcessGroupGloo", ()))
+    except RuntimeError:  # the group has no backend for the CPU
+        return False
+
+
+def _get_backend(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cpu"))
+
+
+def is_sent_directly(shard: torch.Tensor) -> bool:
+    """Return True if shards like this one are sent directly; equal on all ranks with shards of equal size."""
+    return shard.device.type == "cpu" and shard.nbytes >= MIN_SHARD_BYTES and not has_streams(shard.device)
+
+
+class DirectMessages:
+    """Messages of one all-gather, from and to all other ranks.
+
+    Args:
+        works: Results of torch's functions that send and receive.
+        timeout: Timeout of the group, which messages do not follow by themselves if it was changed.
+    """
+
+    def __init__(self, works: list[dist.Work], timeout: timedelta) -> None:
+        self._works = works
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        """Wait for all messages.
+
+        After an error the connections are closed, and the messages are dropped: the memory may be freed. An interrupt
+        is raised when the messages are complete, without which gloo cannot use the connections again.
+        """
+        works, self._works = self._works, []
+        try:
+            self._wait_for(works)
+        except RuntimeError:
+            works.clear()
+            raise
+        finally:
+            with suppress(RuntimeError):
+                self._wait_for(works)
+            works.clear()
+
+    def _wait_for(self, works: list[dist.Work]) -> None:
+        while works:
+            works.pop(0).wait(self._timeout)
+
+
+def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> DirectMessages:
+    """Start to fill `full` with the shards of all ranks of a group, in rank order. Collective.
+
+    Args:
+        group: Group with direct messages.
+        full: 1-D output.
+        shard: 1-D shard of this rank; it may be a view of `full`.
+    """
+    rank, size = group.rank(), group.size()
+    rows = full.view(size, -1)
+    works = [dist.irecv(rows[rank - i], group=group, group_src=(rank - i) % size, tag=_TAG) for i in range(1, size)]
+    works += [dist.isend(shard, group=group, group_dst=(rank + i) % size, tag=_TAG) for i in range(1, size)]
+    if rows[rank].data_ptr() != shard.data_ptr():
+        rows[rank].copy_(shard)
+    options = getattr(_get_backend(group), "options", None)
+    timeout = getattr(options, "_timeout", timedelta())  # torch has no public name for it; 0: as the group began
+    return DirectMessages([work for work in works if work is not None], timeout)
