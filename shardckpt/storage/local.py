@@ -419,7 +419,6 @@ class LocalWriter(ClosingWriter):
         self._buffer: memoryview | None = None
         self._written = 0
         self._started = 0
-        self._lock = threading.Lock()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`.
@@ -447,33 +446,6 @@ class LocalWriter(ClosingWriter):
             source.read([Read(name, offset, part)])
             self.write(part)
             offset, nbytes = offset + len(part), nbytes - len(part)
-
-    def skip(self, nbytes: int) -> int:
-        """Reserve bytes that `write_at` fills, and return the offset of the first.
-
-        `write` continues after the last reserved byte.
-
-        Raises:
-            StorageError: The file cannot be that long.
-        """
-        with convert_os_errors("cannot write", self._path):
-            return os.lseek(self._fd, nbytes, os.SEEK_CUR) - nbytes
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        """Write `data` at an offset in a reserved range; thread-safe.
-
-        They wait for one another on a lock: the kernel would let them spin, since one at a time may write to a file.
-
-        Raises:
-            StorageError: Writing failed; NoSpaceError where the disk is full.
-        """
-        view = data.cast("B")
-        with convert_os_errors("cannot write", self._path):
-            while view:
-                with self._lock:
-                    count = os.pwrite(self._fd, view, offset)
-                    self._count(count)
-                offset, view = offset + count, view[count:]
 
     def _count(self, nbytes: int) -> None:
         """Count written bytes and start their writeback early."""
@@ -519,8 +491,7 @@ class LocalWriter(ClosingWriter):
             pass  # the file or the disk is gone; the original error says more
 
     def _close_fd(self) -> None:
-        with self._lock:  # after this no thread writes: another file may get the number
-            fd, self._fd = self._fd, -1
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             close(fd)
 

@@ -92,27 +92,6 @@ class Writer(Protocol):
 
 
 @runtime_checkable
-class PositionedWriter(Protocol):
-    """A writer that threads can fill at the same time, each at its own offset."""
-
-    def skip(self, nbytes: int) -> int:
-        """Reserve bytes that `write_at` fills, and return the offset of the first.
-
-        `write` continues after the last reserved byte.
-
-        Raises:
-            StorageError: The file cannot be that long.
-        """
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        """Write `data` at an offset in a reserved range; thread-safe.
-
-        Raises:
-            StorageError: Writing failed.
-        """
-
-
-@runtime_checkable
 class ExtendedWriter(Protocol):
     """A writer whose next bytes can be received or read where they stay, without a buffer."""
 

@@ -24,7 +24,6 @@ from shardckpt.storage import local, local_publication, remote_publication, retr
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.publish import publish
-from shardckpt.storage.store import PositionedWriter
 
 LAST = "model.safetensors.index.json"
 OLD = {
@@ -48,12 +47,7 @@ def publish_folder(
             with publication.create(name) as writer:
                 half = len(data) // 2
                 writer.write(data[:half])
-                if isinstance(writer, PositionedWriter):  # behind the first half, its end before its start
-                    start, middle = writer.skip(len(data) - half), half + (len(data) - half) // 2
-                    writer.write_at(start + middle - half, memoryview(data)[middle:])
-                    writer.write_at(start, memoryview(data)[half:middle])
-                else:
-                    writer.write(data[half:])
+                writer.write(data[half:])
 
 
 def publish_file(target: Path, files: dict[str, bytes], *, overwrite: bool = True) -> None:

@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TruncatedError, UnsafeError
 from shardckpt.storage import local
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.store import PositionedWriter, Read, read_bytes
+from shardckpt.storage.store import Read, read_bytes
 from shardckpt.testing.store_suite import CONTENT, StoreSuite, put
 
 
@@ -358,64 +357,6 @@ class TestCopies:
         with pytest.raises(NoSpaceError), store.create("b.bin") as writer:
             writer.copy_from(store, "a.bin", 10, 9000)
         assert [entry.name for entry in store.list()] == ["a.bin"]
-
-
-class TestPlaces:
-    def test_bytes_at_places_fill_the_room_left_for_them(self, store):
-        with store.create("a.bin") as writer:
-            assert isinstance(writer, PositionedWriter)
-            writer.write(CONTENT[:10])
-            start = writer.skip(7000)
-            writer.write(CONTENT[7010:7100])
-            places = range(0, 7000, 70)
-            threads = [threading.Thread(target=fill, args=(writer, start, places[n::4])) for n in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert start == 10
-        assert read_bytes(store, "a.bin", 0, 7100) == CONTENT[:7100]
-        assert store.size("a.bin") == 7100
-
-    def test_short_writes_are_continued(self, store, monkeypatch):
-        whole = os.pwrite
-        monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: whole(fd, data[:900], offset))
-        with store.create("a.bin") as writer:
-            writer.write_at(writer.skip(5000), memoryview(CONTENT)[:5000])
-        assert read_bytes(store, "a.bin", 0, 5000) == CONTENT[:5000]
-
-    def test_a_full_disk_is_told_and_leaves_nothing(self, store, monkeypatch):
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "pwrite", full)
-        with pytest.raises(NoSpaceError, match=r"a\.bin"), store.create("a.bin") as writer:
-            writer.write_at(writer.skip(100), memoryview(CONTENT)[:100])
-        assert store.list() == []
-
-    def test_the_disk_is_asked_to_begin_before_the_end(self, store, monkeypatch):
-        asked = []
-        monkeypatch.setattr(local, "start_writeback", lambda fd, offset, nbytes: asked.append((offset, nbytes)))
-        monkeypatch.setattr(local, "STEP_BYTES", 4096)
-        with store.create("a.bin") as writer:
-            start = writer.skip(9000)
-            for at in range(0, 9000, 1000):
-                writer.write_at(start + at, memoryview(CONTENT)[at : at + 1000])
-        assert asked == [(0, 5000)]
-
-    def test_nothing_is_written_behind_the_end(self, store):
-        """A thread that is late must not write into the file that has the descriptor's number by then."""
-        writer = store.create("a.bin")
-        start = writer.skip(100)
-        writer.abort()
-        with pytest.raises(StorageError):
-            writer.write_at(start, memoryview(CONTENT)[:100])
-        assert store.list() == []
-
-
-def fill(writer, start, places):
-    for at in places:
-        writer.write_at(start + at, memoryview(CONTENT)[10 + at : 80 + at])
 
 
 def test_looking_at_a_local_folder_imports_neither_numpy_nor_fsspec(tmp_path):

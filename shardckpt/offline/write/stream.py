@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -19,7 +20,7 @@ from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.worker_pool import PoolTask, WorkerPool
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, most_elements, steps
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.storage.store import PositionedWriter, Read, Store, Writer
+from shardckpt.storage.store import Read, Store, Writer
 
 _T = TypeVar("_T")
 
@@ -41,9 +42,6 @@ _WIDE_BATCH_BYTES = 1 << 25
 
 _COPY_BYTES = 1 << 18
 _COPY_STEP_BYTES = 1 << 28
-
-_BATCHES_OF_A_TASK = 8
-"""Batches in each task of a long copy that threads share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +108,23 @@ class CountingWriter:
         self._writer.copy_from(source, name, offset, nbytes)
         self.nbytes += nbytes
 
+
+class _CopiedBlock(NamedTuple):
+    """A block of a copy that a thread of the pool reads.
+
+    Attributes:
+        copy: Bytes to read.
+    """
+
+    copy: Copy
+
     @property
-    def has_positions(self) -> bool:
-        """Whether threads can fill the file at the same time."""
-        return isinstance(self._writer, PositionedWriter)
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.copy.nbytes
 
-    def skip(self, nbytes: int) -> int:
-        """Reserve bytes that `write_at` fills, and return the offset of the first.
 
-        Raises StorageError.
-        """
-        assert isinstance(self._writer, PositionedWriter), "the file is written from its start to its end"
-        self.nbytes += nbytes
-        return self._writer.skip(nbytes)
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        """Write data at an offset in a reserved range. Raises StorageError."""
-        assert isinstance(self._writer, PositionedWriter), "the file is written from its start to its end"
-        self._writer.write_at(offset, data)
+_Step = Copy | _CopiedBlock | Batch
 
 
 class TensorPart(NamedTuple):
@@ -165,8 +162,11 @@ class TensorStream:
         self._reader, self._budget, self._meter, self._pool = reader, budget, meter, pool
         self._allow_overflow = allow_overflow
         self._scratch = _Scratch()
+        self._has_blocks = reader.store.capabilities.block_bytes > 0
         block = reader.store.capabilities.block_bytes
         self._copy_bytes = block if 0 < block <= budget.wide_bytes else budget.batch_bytes
+        self._filled_files = 0
+        self._lock = threading.Lock()
 
     def is_from_caller(self, error: BaseException) -> bool:
         """Return True if the caller's `on_progress` raised this error to stop the work."""
@@ -180,7 +180,7 @@ class TensorStream:
     def write_tensors(self, tensors: Sequence[OutputTensor], writer: FileSink) -> None:
         """Write full tensors contiguously; unchanged bytes are copied from file to file.
 
-        Several threads fill the file if it can be written at any offset.
+        Threads read and cast, and this thread writes.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
@@ -188,10 +188,8 @@ class TensorStream:
         """
         budget = self._budget
         plan = steps(tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES, wide_bytes=budget.wide_bytes)
-        if self._pool.threads > 1 and isinstance(writer, CountingWriter) and writer.has_positions:
-            self._write_side_by_side(plan, writer, sum(tensor.nbytes for tensor in tensors))
-        else:
-            self._write_in_order(plan, writer, writer)
+        with self._fill_file():
+            self._write_in_order(self._share_copies(plan), writer, writer)
 
     def write_parts(self, parts: Iterable[TensorPart], sink: Sink) -> None:
         """Write parts of tensors contiguously.
@@ -204,48 +202,30 @@ class TensorStream:
         """
         self._write_in_order(batches(parts, self._budget.batch_bytes, self._budget.wide_bytes), sink)
 
-    def _write_side_by_side(self, plan: Iterable[Copy | Batch], writer: CountingWriter, total: int) -> None:
-        start = writer.skip(total)
-        with self._pool.run(self._plan_tasks(plan, writer, start), 2 * self._pool.threads) as done:
-            for written in done:
-                self._count(written)
-                total -= written
-        assert not total, "the steps of a plan have the bytes of its tensors"
+    @contextmanager
+    def _fill_file(self) -> Iterator[None]:
+        with self._lock:
+            self._filled_files += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._filled_files -= 1
 
-    def _plan_tasks(self, plan: Iterable[Copy | Batch], writer: CountingWriter, at: int) -> Iterator[PoolTask[int]]:
-        """Yield tasks that write a plan from an offset; each returns its bytes."""
-        assembler = _Assembler(self._reader.store, self._scratch, allow_overflow=self._allow_overflow)
+    def _share_copies(self, plan: Iterable[Copy | Batch]) -> Iterator[_Step]:
+        """Split copies into blocks for the pool, as long as it has more threads than files are written.
+
+        With as many files as threads, each is copied by the thread that writes it, through one buffer.
+        """
         for step in plan:
-            if isinstance(step, Copy):
-                for part in split_copy(step, _BATCHES_OF_A_TASK * self._budget.batch_bytes):
-                    yield PoolTask(partial(self._copy_to, writer, at, part))
-                    at += part.nbytes
+            if isinstance(step, Copy) and self._pool.threads > (1 if self._has_blocks else self._filled_files):
+                yield from map(_CopiedBlock, split_copy(step, self._copy_bytes))
             else:
-                is_decoded = assembler.is_decoded(step)
-                yield PoolTask(partial(self._assemble_to, writer, at, step, assembler, is_decoded), is_decoded)
-                at += step.nbytes
+                yield step
 
-    def _copy_to(self, writer: CountingWriter, at: int, copy: Copy) -> int:
-        """Copy by blocks of the source, so that each is read and verified once."""
-        size = self._copy_bytes
-        buffer = self._scratch.get("out", min(copy.nbytes, size))
-        for block in split_copy(copy, size):
-            part = buffer[: block.nbytes]
-            self._reader.store.read([Read(copy.file, block.offset, part)])
-            writer.write_at(at + block.offset - copy.offset, part)
-        return copy.nbytes
-
-    def _assemble_to(
-        self, writer: CountingWriter, at: int, batch: Batch, assembler: _Assembler, is_decoded: bool
-    ) -> int:
-        data = self._scratch.get("out", batch.nbytes)
-        assembler.assemble(batch, data, is_decoded=is_decoded)
-        writer.write_at(at, data)
-        return batch.nbytes
-
-    def _write_in_order(self, plan: Iterable[Copy | Batch], sink: Sink, writer: FileSink | None = None) -> None:
+    def _write_in_order(self, plan: Iterable[_Step], sink: Sink, writer: FileSink | None = None) -> None:
         free: deque[bytearray] = deque()
-        with self._pool.run(self._assemble_ahead(plan, free), self._pool.ahead) as done:
+        with self._pool.run(self._read_ahead(plan, free), self._pool.ahead) as done:
             for step, data in done:
                 if isinstance(step, Copy):
                     assert writer is not None, "only full files are copied"
@@ -255,25 +235,31 @@ class TensorStream:
                 free.append(data)
                 self._count(step.nbytes)
 
-    def _assemble_ahead(
-        self, plan: Iterable[Copy | Batch], free: deque[bytearray]
-    ) -> Iterator[PoolTask[tuple[Copy | Batch, bytearray]]]:
-        """Yield tasks that assemble batches, in buffers whose content has been written."""
+    def _read_ahead(self, plan: Iterable[_Step], free: deque[bytearray]) -> Iterator[PoolTask[tuple[_Step, bytearray]]]:
+        """Yield tasks that read blocks and assemble batches, in buffers whose content has been written."""
         assembler = _Assembler(self._reader.store, self._scratch, allow_overflow=self._allow_overflow)
 
-        def assemble(batch: Batch, data: bytearray, is_decoded: bool) -> tuple[Copy | Batch, bytearray]:
+        def assemble(batch: Batch, data: bytearray, is_decoded: bool) -> tuple[_Step, bytearray]:
             assembler.assemble(batch, memoryview(data)[: batch.nbytes], is_decoded=is_decoded)
             return batch, data
 
         for step in plan:
             if isinstance(step, Copy):
-                yield PoolTask(partial(_return, (step, bytearray())))
+                yield PoolTask(partial(_return, (step, bytearray())), is_trivial=True)
                 continue
             data = free.popleft() if free else bytearray()
             if len(data) < step.nbytes:
                 data = bytearray(max(step.nbytes, self._budget.batch_bytes))
+            if isinstance(step, _CopiedBlock):
+                yield PoolTask(partial(self._read, step, data))
+                continue
             is_decoded = assembler.is_decoded(step)
             yield PoolTask(partial(assemble, step, data, is_decoded), is_decoded)
+
+    def _read(self, block: _CopiedBlock, data: bytearray) -> tuple[_Step, bytearray]:
+        copy = block.copy
+        self._reader.store.read([Read(copy.file, copy.offset, memoryview(data)[: copy.nbytes])])
+        return block, data
 
     def _count(self, nbytes: int) -> None:
         if self._meter is not None:

@@ -76,10 +76,12 @@ class PoolTask(Generic[_T]):
     Attributes:
         run: Function that performs the task.
         is_chained: Whether the task must wait for the previous chained task, since both use the same decoders.
+        is_trivial: Whether waking a thread takes longer than the task; the thread that submits it then runs it.
     """
 
     run: Callable[[], _T]
     is_chained: bool = False
+    is_trivial: bool = False
 
 
 class WorkerPool:
@@ -124,7 +126,10 @@ class WorkerPool:
     def _results(self, tasks: Iterable[PoolTask[_T]], ahead: int, pending: deque[Future[_T]]) -> Iterator[_T]:
         chained: Future[_T] | None = None
         for task in tasks:
-            if task.is_chained and chained is not None:
+            if task.is_trivial:
+                pending.append(Future())
+                pending[-1].set_result(task.run())
+            elif task.is_chained and chained is not None:
                 pending.append(self._pool.submit(_run_after, chained, task.run))
             else:
                 pending.append(self._pool.submit(task.run))

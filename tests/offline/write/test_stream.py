@@ -53,14 +53,14 @@ def test_blocks_of_a_step_are_copied_as_they_are_verified(
     arrays = {name: np.random.default_rng(n).standard_normal(3 * MIB).astype(np.float32) for n, name in enumerate("ab")}
     save_file(arrays, tmp_path / "src" / "model.safetensors")
     shardckpt.convert(tmp_path / "src", tmp_path / "step", to="native")
-    sizes, whole = [], os.pwrite
+    sizes, whole = [], os.write
 
-    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+    def write(fd: int, data: memoryview) -> int:
         sizes.append(len(data))
-        return whole(fd, data, offset)
+        return whole(fd, data)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "write", write)
     shardckpt.consolidate(tmp_path / "step", tmp_path / "out", jobs=2, max_memory=max_memory)
     assert max(sizes) == most
-    assert sum(sizes) == 24 * MIB
+    assert sum(sizes[1:]) == 24 * MIB, "all but the header"
     assert shardckpt.diff(tmp_path / "src", tmp_path / "out").same

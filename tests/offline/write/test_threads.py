@@ -7,7 +7,8 @@ import os
 import re
 import threading
 import zipfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +19,18 @@ from safetensors.numpy import save_file
 import shardckpt
 from shardckpt.errors import NoSpaceError, PrecisionError, StorageError, UsageError
 from shardckpt.offline.write import stream
-from shardckpt.storage.local import LocalStore
+from shardckpt.storage.local import LocalStore, LocalWriter
 
 ROWS, COLUMNS = 96, 64
 
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor takes many batches, and every copy many tasks."""
+    """Every tensor takes many batches, and every copy many blocks."""
     monkeypatch.setattr(stream, "_LEAST_BATCH_BYTES", 512)
     monkeypatch.setattr(stream, "_LOCAL_BATCH_BYTES", 512)
     monkeypatch.setattr(stream, "_WIDE_BATCH_BYTES", 2048)
     monkeypatch.setattr(stream, "_COPY_BYTES", 2048)
-    monkeypatch.setattr(stream, "_BATCHES_OF_A_TASK", 2)
 
 
 def by_rows_and_columns(folder: Path) -> Path:
@@ -118,17 +118,21 @@ def test_a_step_written_by_threads_is_verified(jobs: int, tmp_path: Path) -> Non
     assert shardckpt.diff(source, tmp_path / "back").same
 
 
-def test_threads_are_many_and_the_progress_is_told_by_the_calling_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writers, tellers, sizes, whole = set(), set(), [], os.pwrite
+def test_other_threads_read_a_file_that_the_calling_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, writers, tellers, sizes = Counter(), set(), set(), []
+    read, write = LocalStore.read, LocalWriter.write
 
-    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+    def read_here(self: LocalStore, reads: list) -> None:
+        readers[threading.get_ident()] += sum(each.buffer.nbytes for each in reads)
+        read(self, reads)
+
+    def write_here(self: LocalWriter, data: memoryview) -> None:
         writers.add(threading.get_ident())
         sizes.append(len(data))
-        return whole(fd, data, offset)
+        write(self, data)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(LocalStore, "read", read_here)
+    monkeypatch.setattr(LocalWriter, "write", write_here)
     done = []
 
     def tell(progress: shardckpt.Progress) -> None:
@@ -137,25 +141,51 @@ def test_threads_are_many_and_the_progress_is_told_by_the_calling_one(
 
     source = by_rows_and_columns(tmp_path / "src")
     report = shardckpt.consolidate(source, tmp_path / "one.safetensors", jobs=3, on_progress=tell)
-    assert 1 < len(writers) <= 3
-    assert tellers == {threading.get_ident()}
+    del readers[threading.get_ident()]  # it plans
+    assert 1 < len(readers) <= 3
+    assert readers.total() == report.nbytes
+    assert writers == tellers == {threading.get_ident()}
     assert done == sorted(done) and done[-1] == report.nbytes
-    assert max(sizes) <= 512
+    assert max(sizes[1:]) <= 512, "all but the header are batches"
+
+
+@pytest.mark.parametrize(("jobs", "copies"), [(2, True), (5, False)])
+def test_only_as_many_files_as_threads_are_each_copied_by_the_thread_that_writes_it(
+    jobs: int, copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Barrier(2)
+    share, copy_from = stream.TensorStream._share_copies, LocalWriter.copy_from
+    copied = []
+
+    def share_side_by_side(self: stream.TensorStream, plan: Iterator[object]) -> Iterator[object]:
+        begun.wait(60)
+        yield from share(self, plan)
+
+    def copy_here(self: LocalWriter, source: LocalStore, name: str, offset: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        copy_from(self, source, name, offset, nbytes)
+
+    monkeypatch.setattr(stream.TensorStream, "_share_copies", share_side_by_side)
+    monkeypatch.setattr(LocalWriter, "copy_from", copy_here)
+    source = by_rows_and_columns(tmp_path / "src")
+    report = shardckpt.consolidate(source, tmp_path / "two", include="rows.[01]", jobs=jobs, max_shard_size=30_000)
+    assert len(report.files) == 2
+    assert bool(copied) is copies
 
 
 @pytest.mark.parametrize("target", ["one.safetensors", "many"])
 def test_a_disk_that_is_full_stops_all_threads_and_leaves_nothing(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, count = os.pwrite, iter(range(10**6))
+    whole, count = os.write, iter(range(10**6))
 
-    def full(fd: int, data: memoryview, offset: int) -> int:
+    def full(fd: int, data: memoryview) -> int:
         if next(count) > 20:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return whole(fd, data, offset)
+        return whole(fd, data)
 
     source = by_rows_and_columns(tmp_path / "src")
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(NoSpaceError, match=r"\.safetensors"):
         shardckpt.consolidate(source, tmp_path / target, jobs=3, max_shard_size=30_000)
     assert next(count) < 150, "of 290 writes"

@@ -85,6 +85,12 @@ def test_leaving_early_waits_for_what_is_under_way_and_drops_the_rest(pool: Work
     assert len(ended) == after < 35
 
 
+def test_a_trivial_task_runs_in_the_thread_that_takes_its_result(pool: WorkerPool) -> None:
+    tasks = [PoolTask(threading.get_ident, is_trivial=number % 2 == 0) for number in range(6)]
+    with pool.run(tasks, 2) as done:
+        assert [ident == threading.get_ident() for ident in done] == [True, False] * 3
+
+
 def test_chained_tasks_run_one_after_the_other_among_others(pool: WorkerPool) -> None:
     order: list[int] = []
 
