@@ -76,6 +76,22 @@ def test_captures_of_a_start_on_other_nodes_are_newer() -> None:
     assert history.failure is None
 
 
+@pytest.mark.parametrize("tier", [{"memory_bytes": 1 << 30}, {"local_every": 1}], ids=["memory", "local"])
+def test_a_claimed_capture_may_go_for_one_on_more_nodes(tier: dict[str, int]) -> None:
+    """The second start captures on both nodes; the third one has a part of that, and nothing before it."""
+    places = ((0,), (0, 1), (0,))
+    history = run_history(1, replace(ON_TWO, worlds=(1, 2, 1), places=places, copies=0, **tier))
+    assert [*{*subjects(history, "claims", of="job1")}] == [
+        f"step 2 in {'local' if 'local_every' in tier else 'memory'} (process)"
+    ]
+    assert history.failure is None
+    assert subjects(history, "restored", of="job2") == ["step None"]
+
+
+def test_a_claimed_capture_of_one_node_may_go_for_later_ones_on_three() -> None:
+    assert run_history(508_181).failure is None
+
+
 def test_captures_after_a_part_of_the_nodes_are_newer_though_the_clock_of_the_node_is_late() -> None:
     """The second start has a part of step 1, and captures another one; its clock is behind that of the first start."""
     places = ((0, 1), (1,), (0, 1))

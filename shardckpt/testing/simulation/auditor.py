@@ -268,7 +268,7 @@ class Auditor:
 
     def check(self) -> None:
         """Compare storage and disks of nodes with the model, if they have changed. Raises HistoryError."""
-        self.claims.follow_disks(self.disks.version, self.attempts)
+        self.claims.follow(self.attempts)
         if self.storage.version == self._version:
             return
         self._version = self.storage.version

@@ -29,6 +29,10 @@ _MOST_READ = 64
 class TierMedia(Protocol):
     """The media of one tier on all nodes."""
 
+    @property
+    def version(self) -> int:
+        """Number of changes; of media from which files are removed one after the other, number of removals."""
+
     def find_living(self) -> Mapping[str, Any]:
         """Return the media that there are now, by the name of their node."""
 
@@ -42,10 +46,12 @@ class ClaimedPlace(NamedTuple):
     Attributes:
         node: The node.
         medium: Its medium; None if it had none, or has lost what was there.
+        successor: Newer attempt by which retention has replaced the claimed one there; None while it is there.
     """
 
     node: Node
     medium: Medium | None
+    successor: TierClaim | None = None
 
 
 class TierClaim(NamedTuple):
@@ -79,7 +85,7 @@ class Claims:
         self._nodes, self._media = nodes, media
         self._claims: list[TierClaim] = []
         self._lost: set[Medium] = set()
-        self._version = 0
+        self._versions: dict[str, int] = {}
         self.has_rivals = False
         self._seen: dict[object, Counter[tuple[str, int]]] = {}
 
@@ -143,7 +149,9 @@ class Claims:
         found = self._count_machines(copy.tier, _find_folder(copy), content, places)
         if found <= most_lost:
             raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but is on {found} machines")
-        self._claims.append(TierClaim(content, copy.tier, most_lost, places))
+        claim = TierClaim(content, copy.tier, most_lost, places)
+        if claim not in self._claims:
+            self._claims.append(claim)
 
     def _count_copies(self, folder: str, nodes: Collection[str], tiers: Iterable[str]) -> Counter[tuple[str, int]]:
         """Return on how many machines the attempts to save a step are, by tier and attempt."""
@@ -180,11 +188,18 @@ class Claims:
 
     def holds(self, claim: TierClaim, nodes: Collection[str]) -> bool:
         """Return True while a claim has to hold for a job on some nodes."""
+        return claim in self._claims and self._survives(claim, nodes)
+
+    def _survives(self, claim: TierClaim, nodes: Collection[str]) -> bool:
+        """Return True if a job on some nodes reaches enough of the places of a claim."""
         lost = {each.node.machine for each in claim.places if not self._is_reachable(each, nodes)}
-        return claim in self._claims and len(lost) <= claim.most_lost
+        return len(lost) <= claim.most_lost
 
     def _is_reachable(self, place: ClaimedPlace, nodes: Collection[str]) -> bool:
-        return place.medium is not None and not self._is_lost(place.medium) and place.node.name in nodes
+        """Return True if a job reaches what a place has of a claimed attempt, or the newer one that has replaced it."""
+        if place.medium is None or self._is_lost(place.medium) or place.node.name not in nodes:
+            return False
+        return place.successor is None or self._survives(place.successor, nodes)
 
     def _is_lost(self, medium: Medium | None) -> bool:
         return medium in self._lost or (isinstance(medium, Process) and medium.is_dead)
@@ -197,24 +212,68 @@ class Claims:
         """
         self._claims = [] if nodes is None else [claim for claim in self._claims if self.holds(claim, nodes)]
 
-    def follow_disks(self, version: int, attempts: Iterable[int]) -> None:
-        """Replace claimed attempts, which retention may remove, by newer ones that are complete on disks.
+    def follow(self, attempts: Mapping[int, int]) -> None:
+        """Replace claimed attempts, which retention may remove, by newer ones that are complete in the same tier.
 
         Args:
-            version: Number of changes of the disks.
-            attempts: All attempts in the order of their begin.
+            attempts: The number of the step of each attempt, in the order of their begin.
         """
-        if version == self._version:
-            return
-        self._version = version
-        disks = self._media[LOCAL]
+        for tier, media in self._media.items():
+            if media.version != self._versions.get(tier, 0):
+                self._versions[tier] = media.version
+                self._note_successors(tier, attempts)
+                if tier == LOCAL:
+                    self._follow_disks(attempts)
+
+    def _note_successors(self, tier: str, attempts: Mapping[int, int]) -> None:
+        """Record by which newer attempts those that have left their places were replaced: it may be on other nodes."""
+        claimed = [claim for claim in self._claims if claim.tier == tier and len(self._nodes) > 1]
+        held = {medium: self._media[tier].list_files(medium) for medium in self._media[tier].find_living().values()}
+        for claim in claimed:
+            folder = step_name(attempts[claim.content])
+            gone = {
+                each.medium
+                for each in claim.places
+                if each.medium in held and claim.content not in [at for at, _ in _read_marks(folder, held[each.medium])]
+            }
+            successor = self._find_successor(claim, attempts) if gone else None
+            if successor is not None:
+                places = (p._replace(successor=successor) if p.medium in gone else p for p in claim.places)
+                self._claims[self._claims.index(claim)] = claim._replace(places=tuple(places))
+
+    def _find_successor(self, claim: TierClaim, attempts: Mapping[int, int]) -> TierClaim | None:
+        """Return the newest attempt that survives as much as a claimed one; None if there is no newer one."""
+        copies, order = self._count_all_copies(claim.tier), [*attempts]
+        after = order[order.index(claim.content) + 1 :]
+        newest = next((each for each in reversed(after) if copies[claim.tier, each] > claim.most_lost), None)
+        if newest is None:
+            return None
+        media, folder = self._media[claim.tier], step_name(attempts[newest])
+        places = (
+            ClaimedPlace(self._nodes[name], medium)
+            for name, medium in media.find_living().items()
+            if self._is_lost(medium) or newest in [at for at, _ in _read_marks(folder, media.list_files(medium))]
+        )
+        return TierClaim(newest, claim.tier, copies[claim.tier, newest] - 1, tuple(places))
+
+    def _count_all_copies(self, tier: str) -> Counter[tuple[str, int]]:
+        """Return on how many machines the attempts to save all steps are, by tier and attempt."""
+        media = self._media[tier]
+        folders = {
+            name.partition("/")[0]
+            for each in media.find_living().values()
+            for name in media.list_files(each)
+            if "/" in name
+        }
+        return sum((self._count_copies(each, self._nodes, [tier]) for each in folders), Counter[tuple[str, int]]())
+
+    def _follow_disks(self, attempts: Mapping[int, int]) -> None:
+        """Claim less of attempts on disks if newer ones are complete on fewer machines."""
         claimed = [claim for claim in self._claims if claim.tier == LOCAL and claim.most_lost]
         if not claimed:
             return
         order = {each: at for at, each in enumerate(attempts)}
-        nodes, places = self._nodes, disks.find_living()
-        folders = {name.partition("/")[0] for disk in places.values() for name in disks.list_files(disk) if "/" in name}
-        copies = sum((self._count_copies(folder, nodes, [LOCAL]) for folder in folders), Counter[tuple[str, int]]())
+        copies = self._count_all_copies(LOCAL)
         for claim in claimed:
             newer = [count for (_, at), count in copies.items() if order.get(at, -1) > order[claim.content]]
             if newer and min(newer) <= claim.most_lost:
@@ -238,10 +297,7 @@ class Claims:
 
     def clear(self, medium: Medium) -> None:
         """Record that what a medium has now is lost; what is written there later is not."""
-        self._claims = [
-            claim._replace(places=tuple(p._replace(medium=None) if p.medium is medium else p for p in claim.places))
-            for claim in self._claims
-        ]
+        self._claims = [_clear(claim, medium) for claim in self._claims]
 
     def flip(self, tier: str, random: Random) -> str:
         """Damage a file in a tier; return its name, empty if no node has files there."""
@@ -255,6 +311,18 @@ class Claims:
         files[name][-1 - random.randrange(len(files[name]))] ^= 1 << random.randrange(8)
         self.lose(medium)
         return f"{node}: {name}"
+
+
+def _clear(claim: TierClaim, medium: Medium) -> TierClaim:
+    """Return a claim and the newer ones behind it without what a medium has."""
+    places = (
+        place._replace(
+            medium=None if place.medium is medium else place.medium,
+            successor=None if place.successor is None else _clear(place.successor, medium),
+        )
+        for place in claim.places
+    )
+    return claim._replace(places=tuple(places))
 
 
 def _list_steps(media: TierMedia, medium: Medium) -> dict[str, bytearray]:

@@ -155,8 +155,13 @@ class SimulatedHolders:
     ) -> None:
         self._scheduler, self._system, self._make_process = scheduler, system, make_process
         self.listening: dict[tuple[str, str], ListeningSocket] = {}
-        self._ledgers: dict[Process, HolderLedger] = {}
+        self._ledgers: dict[Process, _CountingLedger] = {}
         self._memory: dict[tuple[Process, object], OpenMemory] = {}
+
+    @property
+    def version(self) -> int:
+        """Number of removals of files."""
+        return sum(ledger.removals for ledger in self._ledgers.values())
 
     def find_living(self) -> dict[str, Process]:
         """Return the living holders of the run by the name of their node."""
@@ -233,7 +238,7 @@ class SimulatedHolders:
 
             def serve() -> None:
                 bound: Any = listening
-                ledger = self._ledgers[process] = HolderLedger(int(max_bytes), last)
+                ledger = self._ledgers[process] = _CountingLedger(int(max_bytes), last)
                 Holder(run, bound, ledger, float(idle_s)).serve()
                 process.die()
 
@@ -269,6 +274,21 @@ class SimulatedHolders:
         if not data:
             raise ConnectionResetError("the other process has closed the connection")
         return decode_message(data), None if memory is None else self._system.open_memory(memory)
+
+
+class _CountingLedger(HolderLedger):
+    """Files of a holder that counts removals.
+
+    Attributes:
+        removals: Number of removals of files.
+    """
+
+    removals: int = 0
+
+    def delete(self, name: str) -> None:
+        """Remove a file; a missing one is not an error."""
+        super().delete(name)
+        self.removals += 1
 
 
 @contextmanager
