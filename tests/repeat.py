@@ -51,8 +51,11 @@ def count_outcomes(report: str, code: int) -> Counts:
 
 
 def read_outcomes(report: str) -> Iterator[tuple[str, str]]:
-    """Yield each test of a report with `passed`, `failed` (also of its fixtures) or `skipped`."""
-    for case in ElementTree.fromstring(report).iter("testcase"):
+    """Yield each test of a report with `passed`, `failed` (also of its fixtures) or `skipped`.
+
+    A test that ran when pytest was interrupted has no name there, and no outcome.
+    """
+    for case in ElementTree.fromstring(report).iterfind(".//testcase[@name]"):
         name = f"{case.get('classname')}::{case.get('name')}"
         if case.find("failure") is not None or case.find("error") is not None:
             yield name, "failed"
