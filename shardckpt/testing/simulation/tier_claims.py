@@ -242,7 +242,7 @@ class Claims:
                 self._claims[self._claims.index(claim)] = claim._replace(places=tuple(places))
 
     def _find_successor(self, claim: TierClaim, attempts: Mapping[int, int]) -> TierClaim | None:
-        """Return the newest attempt that survives as much as a claimed one; None if there is no newer one."""
+        """Return the newest attempt that survives as much as a claimed one before it; None without one."""
         copies, order = self._count_all_copies(claim.tier), [*attempts]
         after = order[order.index(claim.content) + 1 :]
         newest = next((each for each in reversed(after) if copies[claim.tier, each] > claim.most_lost), None)
