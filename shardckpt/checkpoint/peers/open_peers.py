@@ -32,6 +32,9 @@ from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
 
+MOST_LISTED = 256
+"""Files of all nodes that every rank gets, if there are not more: a rank that asks for them waits for a round."""
+
 
 class NodeTier(NamedTuple):
     """A tier of which each node has files of its own.
@@ -176,9 +179,10 @@ class SharedFiles(NamedTuple):
 def share_files(
     coordinator: Coordinator, own: FileReader, report: NodeReport, tiers: Sequence[NodeTier]
 ) -> SharedFiles:
-    """Share which steps the nodes have; rank 0 gets the files of all nodes, which others ask it for. Collective.
+    """Share which steps the nodes have; rank 0 gets the files of all nodes. Collective.
 
-    So the answer to a rank does not grow with the number of nodes.
+    Other ranks get them too if they are few. Otherwise they ask rank 0 for those that they need, so that the answer to
+    a rank does not grow with the number of nodes.
 
     Args:
         coordinator: Coordinator of the ranks.
@@ -192,17 +196,22 @@ def share_files(
         nonlocal merged
         merged = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
         urls = {tier.name: tier.url for tier in tiers}
-        text = json.dumps([len(merged.nodes), urls, find_shared_steps(merged, [*urls])]).encode()
+        steps = json.dumps([len(merged.nodes), urls, find_shared_steps(merged, [*urls])]).encode()
+        text = steps + b"\n" + (merged.encode() if sum(map(len, merged.files.values())) <= MOST_LISTED else b"")
         nodes = {rank: at for at, members in enumerate(merged.ranks) for rank in members}
         return [f"{nodes[rank]}\n".encode() + text for rank in range(len(messages))]
 
     answer = coordinator.coordinate("finding files on all nodes", report.encode(), decide)
-    line, _, text = answer.partition(b"\n")
+    line, text, listed = answer.split(b"\n")
     node, (count, urls, shared) = int(line), json.loads(text)
     steps = {
         tier: {folder: SharedStep.from_json(step) for folder, step in held.items()} for tier, held in shared.items()
     }
-    catalog = NodeCatalog.from_reports([report]) if count == 1 else merged
+    catalog = merged
+    if count == 1:
+        catalog = NodeCatalog.from_reports([report])
+    elif merged is None and listed:
+        catalog = NodeCatalog.decode(listed)
 
     def know(held: Mapping[str, SharedStep]) -> KnownFiles:
         if catalog is None:

@@ -35,8 +35,8 @@ _MOST_SENDING = 2
 NEXT_S, BUSY_S, IDLE_S = 0.01, 0.001, 0.02
 """Seconds to wait for a request before the next round.
 
-After a round in which pieces came to this rank, which often needs the next ones; after one with pieces for others; and
-after one without.
+After a round in which pieces or an answer came to this rank, which often needs the next ones; after one with pieces for
+others; and after one without.
 """
 
 _FINE, _FAILED = 1, 0
@@ -229,7 +229,7 @@ class PeerExchange:
 
         what = f"exchanging files of {self._own.url}"
         answer = RoundAnswer.decode(self._coordinator.coordinate(what, request.encode(), decide))
-        self._wait_s = NEXT_S if answer.accepted else BUSY_S if answer.is_busy else IDLE_S
+        self._wait_s = NEXT_S if answer.accepted or questions else BUSY_S if answer.is_busy else IDLE_S
         for name in answer.deleted:
             self._on_delete(name)
         self._transfer(answer.sends, [wanted[index] for index in answer.accepted])

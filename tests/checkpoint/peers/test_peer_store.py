@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.peers import exchange_round
+from shardckpt.checkpoint.peers import exchange_round, open_peers
 from shardckpt.checkpoint.peers.known_files import AllFiles, FoundFiles
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
 from shardckpt.checkpoint.peers.open_peers import NodeTier, share_files
@@ -31,6 +31,12 @@ FOLDER, BLOCK = "step-00000001", 4
 
 def content(number: int) -> bytes:
     return bytes((number + at) % 251 for at in range(3000 + number))
+
+
+@pytest.fixture(params=["they are listed", "rank 0 is asked"])
+def files_of_others(request, monkeypatch) -> None:
+    """Ranks get the list of the files of all nodes, or ask for those that they need."""
+    monkeypatch.setattr(open_peers, "MOST_LISTED", 99 if request.param == "they are listed" else 0)
 
 
 def write_nodes(root: Path, held: dict[str, list[int]]) -> None:
@@ -55,6 +61,7 @@ def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple
     return store, exchange
 
 
+@pytest.mark.usefixtures("files_of_others")
 def test_ranks_read_files_of_all_nodes_and_only_those_of_others_cross_the_network(tmp_path, monkeypatch):
     monkeypatch.setattr(exchange_round, "ROUND_BYTES", 2500)
     held = {"a": [0, 1, 2], "b": [2, 3], "c": []}
@@ -88,6 +95,7 @@ def test_ranks_read_files_of_all_nodes_and_only_those_of_others_cross_the_networ
     assert run(4, body) == [on_a, on_a, on_b, on_c]
 
 
+@pytest.mark.usefixtures("files_of_others")
 def test_a_file_that_a_node_has_lost_is_read_from_the_next_one_and_an_error_if_none_has_it(tmp_path):
     held = {"a": [0, 1], "b": [0], "c": []}
     write_nodes(tmp_path, held)
