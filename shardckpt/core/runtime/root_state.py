@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -83,16 +83,22 @@ class GradientReductionHandle:
         """Wait until the parameters have their gradients; a second call does nothing.
 
         Raises:
-            StateError: The iteration was reset, so its gradients are lost.
+            StateError: The iteration was reset, or an earlier call failed, so its gradients are lost.
+            RankError: Another rank did not join a reduction in time, or is lost.
         """
         if self._is_invalid:
             raise StateError(
                 "the handle of this gradient reduction was invalidated by a reset, which dropped the gradients",
                 fix="Run the iteration again.",
             )
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        try:
+            finish()
+        except BaseException:
+            self.invalidate()
+            raise
 
     def invalidate(self) -> None:
         """Let `wait` raise from now on."""
@@ -221,14 +227,12 @@ class UnitReductions:
                 fix="Call wait() of the handle of finalize_backward, or reset_iter_state.",
             )
 
-    def finalize(self) -> GradientReductionHandle:
-        """Start the reductions of all gradients that wait for one. Collective.
-
-        Returns:
-            A handle that waits for all reductions and ends the iteration.
+    def find_waiting(self) -> list[FSDPUnit]:
+        """Return the units whose gradients wait for `finalize`, in the order of their reductions.
 
         Raises:
-            StateError: The mode is automatic, a handle is pending, or replicas of a unit do not all-reduce.
+            StateError: The mode is automatic, a handle is pending, or replicas of a unit do not all-reduce; nothing is
+                lost.
         """
         self.check_finalized()
         if not self.is_manual:
@@ -237,21 +241,34 @@ class UnitReductions:
                 where=self._units[0].name,
                 fix="Call set_manual_backward_finalization(True) before forward.",
             )
-        ready = [unit for unit in reversed(self._units) if unit in self._unreduced and unit.config.sync_gradients]
-        partial = [unit.name for unit in ready if not _is_complete(unit)]
+        waiting = [unit for unit in reversed(self._units) if unit in self._unreduced and unit.config.sync_gradients]
+        partial = [unit.name for unit in waiting if not _is_complete(unit)]
         if partial:
             raise StateError(
                 "finalize_backward requires an all-reduce over replicas",
                 found=partial,
                 fix="Call set_requires_all_reduce(True) before it.",
             )
-        self.pending_handle = GradientReductionHandle(self._end_iteration)
+        return waiting
+
+    def finalize(self, waiting: Sequence[FSDPUnit], end: Callable[[], None]) -> GradientReductionHandle:
+        """Start the reductions of all gradients that wait for one. Collective.
+
+        Args:
+            waiting: Units of `find_waiting`.
+            end: Function that ends the iteration, by `end_iteration`.
+
+        Returns:
+            A handle that waits for all reductions and ends the iteration.
+        """
         with torch.no_grad(), profile_range("finalize_backward"):
-            for unit in ready:
+            for unit in waiting:
                 self.start(unit)
+        self.pending_handle = GradientReductionHandle(end)
         return self.pending_handle
 
-    def _end_iteration(self) -> None:
+    def end_iteration(self) -> None:
+        """Wait for all reductions."""
         with torch.no_grad():
             self._finish(0)
             for unit in self._units:
@@ -521,7 +538,7 @@ class RootState:
             A handle that waits for all reductions and ends the iteration.
 
         Raises:
-            StateError: A backward is running or failed, or as for `UnitReductions.finalize`.
+            StateError: A backward is running or failed, or as for `UnitReductions.find_waiting`.
         """
         if self._order is not None:
             raise StateError(
@@ -529,10 +546,16 @@ class RootState:
                 where=self.root.name,
                 fix="After a backward that failed, call reset_iter_state.",
             )
-        handle = self.reductions.finalize()
-        for unit in self.units:
-            unit.finalize_backward()
+        waiting = self.reductions.find_waiting()
+        with self._reset_on_error():
+            handle = self.reductions.finalize(waiting, self._end_iteration)
+            for unit in self.units:
+                unit.finalize_backward()
         return handle
+
+    def _end_iteration(self) -> None:
+        with self._reset_on_error():
+            self.reductions.end_iteration()
 
     # ------------------------------------------------------------------------------------------------ recovery
 
@@ -540,6 +563,16 @@ class RootState:
         """Reset after an exception in backward, which autograd does not report."""
         if self._order is not None and not autograd_hooks.in_backward():
             self.reset_after_error()
+
+    @contextmanager
+    def _reset_on_error(self) -> Iterator[None]:
+        """Reset if the context raises."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RankError):  # the current exception says more
+                self.reset_after_error()
+            raise
 
     def reset_after_error(self) -> None:
         """Reset every unit, without the gradients of the failed iteration."""
