@@ -47,7 +47,9 @@ def sites() -> dict[str, tuple[str, str, int]]:
         for function, node in functions(ast.parse(path.read_text())):
             for index, call in enumerate(calls(node)):
                 name = f"{module.removeprefix('shardckpt.')}:{function}:{called(call)}"
-                named[f"{name} again" if name in named else name] = (module, function, index)
+                while name in named:
+                    name += " again"
+                named[name] = (module, function, index)
     return named
 
 
@@ -117,6 +119,7 @@ EQUIVALENT = {
     "core.runtime.root_state:RootState.begin_all_gather:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_reduction:wait": HOST,
+    "core.comm.direct_all_gather:DirectMessages._wait_for:wait": "devices with streams do not use it",
     "core.params.gradient_reduction:GradientReducer.reset_after_error:wait": (
         "the gradient is dropped, and the backend keeps its tensors until it is done"
     ),
@@ -150,6 +153,14 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
     ),
     "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:wait_event": (scenarios.trains, FLAT),
     "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_stream": (
+        scenarios.finalizes_backward_on_a_stream,
+        EACH,
+    ),
+    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_stream again": (
+        scenarios.finalizes_backward_on_a_stream,
+        EACH,
+    ),
+    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_stream again again": (
         scenarios.averages_in_low_precision,
         FLAT,
     ),

@@ -261,6 +261,56 @@ def finalizes_backward_by_a_call(style: Style) -> None:
         optimizer.zero_grad()
 
 
+def finalizes_backward_on_a_stream(style: Style) -> None:
+    """The handle is waited for where the optimizer runs, of gradients that waited for the call too."""
+    model, optimizer = made(style, mp_policy=core.MixedPrecisionPolicy(param_dtype=LOW))  # gradients are cast
+    model.set_manual_backward_finalization(True)
+    stepping = side()
+    for step in range(3):
+        with no_sync(model):
+            square(model(floats(0, step))).backward()
+        if step:
+            square(model(floats(1, step))).backward()
+        handle = model.finalize_backward(async_op=True)
+        stepping.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(stepping, CPU):
+            handle.wait()
+            optimizer.step()
+        model.set_post_optim_event(stepping.record_event())
+        devices.get_current_stream(CPU).wait_stream(stepping)
+        optimizer.zero_grad()
+
+
+def finalizes_sums_over_replicas(style: Style) -> None:
+    """Sums over the ranks that share shards wait for the call."""
+    model, optimizer = made(style, HYBRID)
+    model.set_manual_backward_finalization(True)
+    for is_summed in (False, True):
+        model.set_requires_all_reduce(is_summed)
+        square(model(floats(0, 0))).backward()
+    model.finalize_backward(async_op=True).wait()
+    optimizer.step()
+
+
+def fails_to_finalize_backward(style: Style) -> None:
+    """Gradients that were being reduced are dropped, and the next iteration works."""
+    model, optimizer = made(style)
+    model.set_manual_backward_finalization(True)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    with no_sync(model):
+        square(model(floats(0, 0))).backward()
+    model.blocks[1].set_all_reduce_hook(fail)
+    with contextlib.suppress(ValueError):
+        model.finalize_backward(async_op=True)
+    model.blocks[1].set_all_reduce_hook(lambda _: None)
+    square(model(floats(0, 0))).backward()
+    model.finalize_backward()
+    optimizer.step()
+
+
 def is_dropped_while_gradients_are_reduced(style: Style) -> None:
     model, _ = made(style)
     model.set_is_last_backward(False)
@@ -588,10 +638,12 @@ IN_PLACE: tuple[Scenario, ...] = (
     *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
     *(copies_for_a_background_save, drops_extended_parameters_that_are_gathered),
     *(loads_a_state_dict_between_the_passes, gathers_by_extensions_within_another_unit),
-    *(gathers_into_kept_storage, finalizes_backward_by_a_call),
+    *(gathers_into_kept_storage, finalizes_backward_by_a_call, finalizes_backward_on_a_stream),
+    fails_to_finalize_backward,
 )
 FOUR_RANKS: tuple[Scenario, ...] = (
     *(trains_with_replicas, accumulates_over_replicas, keeps_slices, keeps_slices_within_a_forward),
+    finalizes_sums_over_replicas,
 )
 
 

@@ -286,6 +286,9 @@ class GradientReducer:
             return None if reduction is None else self._finish(reduction)
         if queued.event is not None:
             get_current_stream(reduction.how.device).wait_event(queued.event)
+        assert reduction.source is not None
+        record_stream(reduction.source)  # its memory belongs to the stream of the backward, which need not be this one
+        record_stream(reduction.out)
         if queued.reduced is None:
             return None
         gradient = queued.reduced.gradient
