@@ -46,7 +46,7 @@ def print_costs(ranks: int) -> None:
     for cost in run_large_job(ranks):
         print(
             f"{cost.name} of {cost.ranks} ranks: {cost.events} events, {cost.messages} messages of"
-            f" {cost.message_bytes / 1e6:.1f} MB, {cost.rank0_s:.2f} s of rank 0",
+            f" {cost.message_bytes / 1e6:.1f} MB; {cost.rank0_s:.2f} s and {cost.rank0_bytes / 1e6:.1f} MB of rank 0",
             flush=True,
         )
 
