@@ -112,6 +112,22 @@ class RootPosition(NamedTuple):
         return newest in self or newest < self.committed
 
 
+class _Capture(NamedTuple):
+    """A capture in a tier, as rank 0 reads it at a restore.
+
+    Attributes:
+        save: Id of its save.
+        order: Branch and number of its step.
+        attempt: Attempt to save that it comes from; empty if unknown.
+        is_of_run: Whether it belongs to the steps of the root.
+    """
+
+    save: str
+    order: tuple[int, int]
+    attempt: str
+    is_of_run: bool = True
+
+
 class TierReads(PlaceReads):
     """Reads of this rank from the tiers of all nodes.
 
@@ -164,6 +180,7 @@ class TieredFinder(StepFinder):
         self.last_start = LastStart(super().open_store)
         self._least_branch = 0
         self._own_saves: dict[int, set[str]] = {}
+        self._found_saves: tuple[int, set[str]] | None = None
         self._damaged_files: frozenset[str] = frozenset()
 
     def find_on_rank0(
@@ -173,15 +190,16 @@ class TieredFinder(StepFinder):
         root = super().find_on_rank0(wanted, passed, avoided)
         self.position = RootPosition(root.newest)
         in_root = {(step.branch, step.number): step for step in super().read().complete}
-        attempts: list[str] = []
+        captures: list[_Capture] = []
 
         def find(place: TierPlace) -> FoundStep:
-            attempts.extend(self._drop_captures_of_another_run(place, root, in_root))
+            captures.extend(self._drop_captures_of_another_run(place, root, in_root))
             return place.finder.find_on_rank0(wanted, passed, avoided)._replace(faults=[], unreadable="")
 
         held = [_read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
         found = choose_newest([*held, root])
-        self._least_branch = self.last_start.find_least_branch(attempts)
+        self._least_branch = self.last_start.find_least_branch(each.attempt for each in captures)
+        self._found_saves = found.number, _list_saves(found, captures, in_root.get(found.order))
         return found._replace(branch=max(found.branch, self._least_branch))
 
     def find_position(self) -> RootPosition:
@@ -192,16 +210,16 @@ class TieredFinder(StepFinder):
 
     def _drop_captures_of_another_run(
         self, place: TierPlace, root: FoundStep, in_root: Mapping[tuple[int, int], StepFolder]
-    ) -> list[str]:
-        """Delete the captures of a tier that do not belong to the steps of the root; return the attempts of all."""
-        attempts = []
+    ) -> list[_Capture]:
+        """Delete the captures of a tier that do not belong to the steps of the root; return all that it had."""
+        captures = []
         store, run = place.finder.open_store(), place.finder.read()
         is_empty = root.newest == NO_STEP and not root.faults
         for step in run.complete:
             order = step.branch, step.number
             text = _read_about(store, step).get(AFTER, "")
-            attempts.append(RootPosition.read_attempt(text))
-            position = RootPosition.decode(text)
+            position, capture = RootPosition.decode(text), _Capture(step.save, order, RootPosition.read_attempt(text))
+            captures.append(capture)
             if position is None:
                 continue
             if order in in_root:  # the root may have it from a process that did not know of the capture
@@ -212,7 +230,8 @@ class TieredFinder(StepFinder):
                 shown = f"step {step.number} in {place.finder.root}"
                 _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
                 delete_steps(store, run, [step.name])
-        return attempts
+                captures[-1] = capture._replace(is_of_run=False)
+        return captures
 
     def _is_same_attempt(self, step: StepFolder, text: str, was_started: bool) -> bool:
         """Return True if a step of the root and a capture come from one attempt to save. On rank 0.
@@ -254,6 +273,12 @@ class TieredFinder(StepFinder):
         """Record the id of a save of a step that was started: its capture, or its save in the root. On rank 0."""
         self._own_saves.setdefault(number, set()).add(save)
 
+    def record_restore(self, number: int) -> None:
+        """Record that a step was restored: only copies of the attempt that was found last have its state."""
+        if self._found_saves is not None and self._found_saves[0] == number:
+            self.record_start(number)
+            self._own_saves[number] |= self._found_saves[1]
+
     @contextmanager
     def open_places(self) -> Iterator[PlaceReads]:
         """Read the steps that nodes and tiers have together, within the context. Collective."""
@@ -271,8 +296,8 @@ class TieredFinder(StepFinder):
     def find_copies(self, number: int) -> Sequence[StepCopy]:
         """Return the complete copies of a step, the nearest first. Collective.
 
-        If this process has saved the step, only the copies of its last saves count: a copy of an earlier save, or of
-        another job, has another state. A capture that a new process would not find is none.
+        If this process has saved or restored the step, only the copies of that attempt count: a copy of an earlier
+        save, or of another job, has another state. A capture that a new process would not find is none.
         """
         folder = step_name(number)
         reports = [_report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
@@ -294,6 +319,20 @@ class TieredFinder(StepFinder):
         copies = [*held, *self.list_copies(number)]
         own = self._own_saves.get(number)
         return [copy for copy in copies if own is None or copy.save in own]
+
+
+def _list_saves(found: FoundStep, captures: Sequence[_Capture], in_root: StepFolder | None) -> set[str]:
+    """Return the ids of all saves of the attempt that a found step comes from.
+
+    Args:
+        found: The step.
+        captures: Captures in all tiers.
+        in_root: Step of the same order in the root, of whose attempt all captures of the run are; None without one.
+    """
+    of_step = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
+    attempts = {each.attempt for each in of_step if each.save == found.save or in_root is not None}
+    saves = {each.save for each in of_step if each.attempt in attempts}
+    return {found.save or "", *saves, *([] if in_root is None else [in_root.save])}
 
 
 _T = TypeVar("_T")

@@ -187,6 +187,7 @@ class TieredSaver:
     def record_restore(self, number: int, branch: int, loaded: str) -> None:
         """Record that a step was restored; as `StepSaver.record_restore`."""
         self._saver.record_restore(number, branch, loaded)
+        self._finder.record_restore(number)
 
     def save(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]

@@ -52,6 +52,30 @@ def test_a_step_survives_a_killed_trainer_as_a_step_that_every_command_reads(tmp
     assert copies[0].path == str(local / "step-00000004")
 
 
+def test_after_a_restore_only_copies_of_the_restored_attempt_are_claimed(tmp_path):
+    """A start without the folder has captured the step again."""
+    memory, both = [PeerMemory(max_bytes="1GB")], [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]
+
+    def start(tiers: list, save_every: int) -> Checkpointer:
+        return Checkpointer(tmp_path / "run", save_every=save_every, tiers=tiers)
+
+    def list_claimed(ck: Checkpointer) -> list[str]:
+        return [copy.tier for copy in ck.durability(2).copies]
+
+    save(start(both, 100), 2)
+    assert restore(ck := start(both, 100)) == 2 and list_claimed(ck) == ["memory", "local"], "of one save"
+    again = start(memory, 100)
+    again.save(2, make_state(2), overwrite=True)
+    again.wait()
+    assert restore(ck := start(both, 100)) == 2 and list_claimed(ck) == ["memory"]
+    saved = start(memory, 2)
+    saved.save(2, make_state(2), overwrite=True)
+    saved.wait()
+    assert restore(ck := start(both, 100)) == 2 and list_claimed(ck) == ["memory", "root"], "of one attempt"
+    shardckpt.stop_tiers()
+    assert restore(ck := start(both, 100)) == 2 and list_claimed(ck) == ["root"]
+
+
 def test_rules_of_the_tier_keep_steps_and_every_rule_is_checked(tmp_path):
     save(make(tmp_path, keep_last=1, keep_every=3), 1, 3, 4, 5)
     assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [3, 5]
