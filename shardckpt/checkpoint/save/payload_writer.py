@@ -22,7 +22,7 @@ Beside Python code of other threads, each call that releases the interpreter's l
 short the call is (docs/decisions/0033).
 """
 
-_HASH_THREADS = 8
+_HASH_THREADS = 4
 """Threads that hash a slice; they wait for the lock at the same time, so their number does not depend on the cores."""
 
 _GATHERED_BYTES = 1 << 20
