@@ -22,22 +22,24 @@ from under_test import TORCH, Style
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
 
 ROOT = Path(__file__).resolve().parents[2]
-ORDERING = {
-    "wait",
-    "wait_event",
-    "wait_stream",
-    "make_gathers_wait",
-    "mark_shard_written",
-    "record_stream",
-    "wait_for_reductions",
-    "record_current_stream",
-}
+ORDERING = frozenset(
+    {
+        "wait",
+        "wait_event",
+        "wait_stream",
+        "make_gathers_wait",
+        "mark_shard_written",
+        "record_stream",
+        "wait_for_reductions",
+        "record_current_stream",
+    }
+)
 """Calls that order streams, or tell the allocator of one."""
 
 
 @functools.cache
-def sites() -> dict[str, tuple[str, str, int]]:
-    """Every such call: module, function and which of its calls; named by module, function and the name called."""
+def sites(names: frozenset[str] = ORDERING) -> dict[str, tuple[str, str, int]]:
+    """Every call of these names: module, function and which of its calls; named by all three."""
     package = ROOT / "shardckpt"
     files = [*(package / "core").rglob("*.py"), package / "state" / "adapters" / "engine_bucket.py"]
     files.append(package / "checkpoint" / "save" / "side_streams.py")
@@ -45,7 +47,7 @@ def sites() -> dict[str, tuple[str, str, int]]:
     for path in sorted(files):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for function, node in functions(ast.parse(path.read_text())):
-            for index, call in enumerate(calls(node)):
+            for index, call in enumerate(calls(node, names)):
                 name = f"{module.removeprefix('shardckpt.')}:{function}:{called(call)}"
                 while name in named:
                     name += " again"
@@ -62,8 +64,8 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
             yield from ((f"{node.name}.{each.name}", each) for each in node.body if isinstance(each, ast.FunctionDef))
 
 
-def calls(node: ast.AST) -> list[ast.Call]:
-    return [each for each in ast.walk(node) if isinstance(each, ast.Call) and called(each) in ORDERING]
+def calls(node: ast.AST, names: frozenset[str]) -> list[ast.Call]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Call) and called(each) in names]
 
 
 def called(call: ast.Call) -> str:
@@ -85,13 +87,13 @@ class Without(ast.NodeTransformer):
 
 
 @contextlib.contextmanager
-def without(site: str) -> Iterator[None]:
+def without(site: str, names: frozenset[str] = ORDERING) -> Iterator[None]:
     """The engine without one of the calls."""
-    name, function, index = sites()[site]
+    name, function, index = sites(names)[site]
     module = importlib.import_module(name)
     tree = next(node for each, node in functions(ast.parse(inspect.getsource(module))) if each == function)
     tree.decorator_list = []
-    mutant = ast.fix_missing_locations(ast.Module([Without(calls(tree)[index]).visit(tree)], []))
+    mutant = ast.fix_missing_locations(ast.Module([Without(calls(tree, names)[index]).visit(tree)], []))
     made: dict[str, Any] = {}
     code = compile(mutant, inspect.getfile(module), "exec", __future__.annotations.compiler_flag)
     exec(code, module.__dict__, made)
