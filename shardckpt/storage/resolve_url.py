@@ -28,6 +28,8 @@ def as_url(path: object) -> str:
     Raises:
         UsageError: The argument is neither a string nor a path.
     """
+    if isinstance(path, str):
+        return path
     if isinstance(path, os.PathLike):
         path = os.fspath(path)
     if not isinstance(path, str):

@@ -292,9 +292,12 @@ def _header_tensor(name: str, chunk: PayloadChunk) -> HeaderTensor:
     return HeaderTensor(name, "uint8", (chunk.nbytes,))
 
 
+_CANONICAL = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def encode_canonical(content: object) -> bytes:
     """Return JSON in canonical form: ASCII, no white space, keys in given order."""
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _CANONICAL.encode(content).encode("ascii")
 
 
 def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:

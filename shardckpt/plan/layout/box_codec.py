@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from shardckpt.boxes import Box, Shape
 from shardckpt.manifest import Path
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 
 def pack_message(head: object, blob: bytes = b"") -> bytes:
     """Return JSON and a block of bytes as one message."""
-    return _join_message(json.dumps(head, separators=(",", ":")).encode(), blob)
+    return _join_message(_ENCODER.encode(head).encode(), blob)
 
 
 def unpack_message(data: bytes) -> tuple[Any, bytes]:

@@ -21,6 +21,8 @@ MAX_MESSAGE_BYTES = 1 << 16
 MAX_LISTED = 200
 """Maximum entries in one answer to `list`, whose names have at most 1,024 bytes each as JSON."""
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 _KINDS = {
     "missing": MissingFileError,
     "no space": NoSpaceError,
@@ -36,7 +38,7 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
     Raises:
         StorageError: It is longer than a message may be.
     """
-    data = json.dumps(message, separators=(",", ":")).encode()
+    data = _ENCODER.encode(message).encode()
     if len(data) > MAX_MESSAGE_BYTES:
         raise StorageError("a message to or from a holder is too long", found=len(data), expected=MAX_MESSAGE_BYTES)
     return data
