@@ -99,6 +99,7 @@ class Task:
         is_over: Whether it has ended.
         waits_for: Condition that it waits for, in words; empty if it can run.
         things: Things that the condition depends on; None if it may depend on anything.
+        watched: Its process and things while it waits.
     """
 
     def __init__(self, name: str, process: Process, number: int) -> None:
@@ -108,6 +109,7 @@ class Task:
         self.condition: Callable[[], bool] | None = None
         self.deadline: float | None = None
         self.things: Sequence[Hashable] | None = ()
+        self.watched: Sequence[Hashable] = ()
         self.baton = threading.Lock()
         self.baton.acquire()
         self.thread: threading.Thread | None = None
@@ -130,10 +132,14 @@ class Task:
 
 
 class WaitingTasks:
-    """Tasks of a history, and which of them can run: only those are looked at that something has changed for."""
+    """Tasks of a history, and which of them can run: only those are looked at that something has changed for.
+
+    Attributes:
+        by_number: Tasks that have not ended, in the order of their start.
+    """
 
     def __init__(self) -> None:
-        self._tasks: dict[int, Task] = {}
+        self.by_number: dict[int, Task] = {}
         self._ready: list[int] = []
         self._doubtful: dict[int, Task] = {}
         self._polled: dict[int, Task] = {}
@@ -141,27 +147,18 @@ class WaitingTasks:
         self._deadlines: list[tuple[float, int]] = []
 
     @property
-    def has_tasks(self) -> bool:
-        """Whether a task has not ended."""
-        return bool(self._tasks)
-
-    @property
     def tasks(self) -> list[Task]:
         """Tasks that have not ended, in the order of their start."""
-        return [*self._tasks.values()]
-
-    def get_task(self, number: int) -> Task:
-        """Return a task by its number."""
-        return self._tasks[number]
+        return [*self.by_number.values()]
 
     def add(self, task: Task) -> None:
         """Add a task that can run; its number is greater than those of all others."""
-        self._tasks[task.number] = task
+        self.by_number[task.number] = task
         self._ready.append(task.number)
 
     def remove(self, task: Task) -> None:
         """Remove a task that has ended."""
-        del self._tasks[task.number]
+        del self.by_number[task.number]
         self._doubtful.pop(task.number, None)
         self._set_ready(task.number, is_ready=False)
 
@@ -169,7 +166,8 @@ class WaitingTasks:
         """Record that a task waits."""
         number = task.number
         self._doubtful[number] = task
-        for thing in self._list_things(task):
+        task.watched = (*(task.things or ()), task.process)
+        for thing in task.watched:
             self._by_thing.setdefault(thing, {})[number] = task
         if task.things is None:
             self._polled[number] = task
@@ -181,14 +179,10 @@ class WaitingTasks:
         number = task.number
         self._doubtful[number] = task
         self._polled.pop(number, None)
-        for thing in self._list_things(task):
+        for thing in task.watched:
             waiting = self._by_thing.get(thing)
             if waiting is not None and waiting.pop(number, None) is not None and not waiting:
                 del self._by_thing[thing]
-
-    @staticmethod
-    def _list_things(task: Task) -> Sequence[Hashable]:
-        return (*(task.things or ()), task.process)
 
     def notify(self, thing: Hashable) -> None:
         """Record that a thing has changed."""
@@ -204,11 +198,11 @@ class WaitingTasks:
         """
         while self._deadlines and self._deadlines[0][0] <= now:
             number = heappop(self._deadlines)[1]
-            if number in self._tasks:
-                self._doubtful[number] = self._tasks[number]
+            if number in self.by_number:
+                self._doubtful[number] = self.by_number[number]
         if self._doubtful or self._polled:
             for number, task in (*self._doubtful.items(), *self._polled.items()):
-                self._set_ready(number, is_ready=task.can_run(now))
+                self._set_ready(number, is_ready=task.condition is None or task.can_run(now))
             self._doubtful.clear()
         return self._ready
 
@@ -224,7 +218,7 @@ class WaitingTasks:
         """Return the time until which the first task waits; empty if none has a limit."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
-            if number in self._tasks and self._tasks[number].deadline == deadline:
+            if number in self.by_number and self.by_number[number].deadline == deadline:
                 return (deadline,)
             heappop(self._deadlines)
         return ()
@@ -246,6 +240,7 @@ class Scheduler:
         before_event: Called with the verb and the subject of each event before it takes effect; returns a fault, or
             empty text.
         after_event: Called after each event took effect.
+        notify: Called with a thing that has changed: conditions that depend on it are evaluated again.
         current: Running task; None outside the simulation.
         failure: First violation of an invariant, or error of an actor.
         processes: Processes so far, in the order of their start.
@@ -263,6 +258,7 @@ class Scheduler:
         self.failure: BaseException | None = None
         self._stay, self._event_s, self._most_events = stay, event_s, most_events
         self._waits = WaitingTasks()
+        self.notify: Callable[[Hashable], None] = self._waits.notify
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._is_observed = False
@@ -361,9 +357,10 @@ class Scheduler:
     def record(self, verb: str, subject: str, note: str = "") -> None:
         """Record an event without letting other threads run."""
         who = self.current.name if self.current is not None else "-"
-        self.events.append(HistoryEvent(len(self.events), self.now, who, verb, subject, note))
+        events = self.events
+        events.append(tuple.__new__(HistoryEvent, (len(events), self.now, who, verb, subject, note)))
         self.now += self._event_s
-        if len(self.events) > self._most_events:
+        if len(events) > self._most_events:
             self._raise_here(HistoryError(f"no end after {self._most_events} events"))
 
     def wait(
@@ -407,10 +404,6 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         """Wait for virtual seconds."""
         self.wait(lambda: False, f"{seconds:g} s", seconds, ())
-
-    def notify(self, thing: Hashable) -> None:
-        """Evaluate the conditions that depend on a thing again: it has changed."""
-        self._waits.notify(thing)
 
     def call_at(self, seconds: float, act: Callable[[], None]) -> None:
         """Call a function at a virtual time."""
@@ -469,14 +462,14 @@ class Scheduler:
 
     def _choose(self, task: Task | None) -> Task | None:
         waits, timers, chance = self._waits, self._timers, self.random.random
-        while waits.has_tasks:
+        while waits.by_number:
             while timers and timers[0][0] <= self.now:
                 heappop(timers)[2]()
-            if task is not None and chance() < self._stay and task.can_run(self.now):
+            if task is not None and chance() < self._stay and (task.condition is None or task.can_run(self.now)):
                 return task
             ready = waits.find_ready(self.now)
             if ready:
-                return waits.get_task(ready[int(chance() * len(ready))])
+                return waits.by_number[ready[int(chance() * len(ready))]]
             times = [*waits.next_deadline(), *(each[0] for each in timers[:1])]
             if times:
                 self.now = max(self.now, min(times))

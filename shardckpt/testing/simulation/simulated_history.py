@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -36,6 +38,7 @@ _DAYS_S = 3 * 86_400.0
 """Time between later saves: files of killed saves are old then."""
 
 _FIRST_NODE = "node0"
+_NEVER = 1 << 30
 
 _IDLE_S = 1.0
 """Time between rounds in which ranks ask for nothing: shorter ones are many events, in which nothing happens."""
@@ -87,7 +90,7 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
     """
     history = SimulatedHistory(seed, scenario or Scenario.from_seed(seed))
     run = _HistoryRun(history)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _with_young_collections():
         warnings.simplefilter("ignore")
         try:
             run.run()
@@ -97,6 +100,17 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
             history.failure = error
     history.events, history.fired = run.scheduler.events, run.faults.fired
     return history
+
+
+@contextmanager
+def _with_young_collections() -> Iterator[None]:
+    """Collect only young objects: a look at all, those of torch included, takes longer than a history."""
+    before = gc.get_threshold()
+    gc.set_threshold(before[0], _NEVER, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _HistoryRun:

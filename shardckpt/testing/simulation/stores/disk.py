@@ -10,6 +10,9 @@ from random import Random
 PAGE_BYTES = 4096
 """Bytes of a file that a disk writes at once, unless it loses power meanwhile."""
 
+_SAME = ("", ".")
+"""Parts of a path that name the same folder."""
+
 
 class File:
     """A file on a disk.
@@ -80,9 +83,9 @@ class Disk:
         """Return what a path names. Raises FileNotFoundError or NotADirectoryError."""
         node: Node = self.root
         for part in path.split("/"):
-            if part in {"", "."}:
+            if part in _SAME:
                 continue
-            if not isinstance(node, Folder):
+            if type(node) is not Folder:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
             below = node.names.get(part)
             if below is None:

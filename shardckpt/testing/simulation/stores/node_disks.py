@@ -56,4 +56,4 @@ class NodeDisks:
     @property
     def version(self) -> int:
         """Number of changes of the disks that nodes have for themselves alone."""
-        return sum(disk.version for disk in self._apart)
+        return sum([disk.version for disk in self._apart]) if self._apart else 0

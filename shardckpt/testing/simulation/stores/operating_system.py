@@ -92,8 +92,9 @@ class SimulatedPath:
         self._system = system
 
     def __getattr__(self, name: str) -> Any:
-        """Return a function on text alone."""
-        return getattr(posixpath, name)
+        """Return a function on text alone, which stays an attribute of this object."""
+        value = self.__dict__[name] = getattr(posixpath, name)
+        return value
 
     def _find(self, path: str) -> Node | None:
         try:
@@ -304,8 +305,9 @@ class OperatingSystem(NameCalls):
         self._observer = Process("observer", 1)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of `os`."""
-        return getattr(os, name)
+        """Return an attribute of `os`, which stays one of this object."""
+        value = self.__dict__[name] = getattr(os, name)
+        return value
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:
         """Open a file or folder."""
