@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 from contextlib import suppress
@@ -31,6 +30,8 @@ def count_cores() -> int:
 @cache
 def get_machine_id() -> bytes:
     """Return bytes that the processes of one machine have in common, and those of another one do not."""
+    import hashlib  # noqa: PLC0415  (loads OpenSSL; commands do not need it)
+
     boot = ""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read()

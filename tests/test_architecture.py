@@ -177,6 +177,29 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.open_checkpoint", "shardckpt.offline.open_arrays"): "tensors need no arrays",
     ("shardckpt.plugins", "importlib.metadata"): "0.03 s, which most commands can do without",
     ("shardckpt.storage.resolve_url", "shardckpt.storage.holder.holder_store"): "sockets; most commands need none",
+    ("shardckpt.format.dcp.storage_items", "zstandard"): "most checkpoints are not compressed",
+    ("shardckpt.format.encodings.codecs", "zstandard"): "most checkpoints are not compressed",
+    ("shardckpt.offline.consolidate", "shardckpt.plan.optim.output_keys"): "most conversions write no optimizer",
+    (
+        "shardckpt.offline.select.selection",
+        "shardckpt.offline.select.group_settings",
+    ): "most conversions write no optimizer",
+    ("shardckpt.offline.select.selection", "shardckpt.plan.optim.match_ids"): "most conversions write no optimizer",
+    (
+        "shardckpt.offline.select.selection",
+        "shardckpt.plan.optim.optimizer_state",
+    ): "most conversions write no optimizer",
+    ("shardckpt.offline.targets.base", "shardckpt.format.encodings.tagged_json"): "most conversions write no optimizer",
+    (
+        "shardckpt.offline.targets.base",
+        "shardckpt.offline.select.group_settings",
+    ): "most conversions write no optimizer",
+    (
+        "shardckpt.offline.targets.safetensors_files",
+        "shardckpt.offline.select.group_settings",
+    ): "most conversions write no optimizer",
+    ("shardckpt.plan.layout.output_files", "fractions"): "2 ms; most sizes are whole numbers",
+    ("shardckpt.torchrun", "hashlib"): "loads OpenSSL; commands hash nothing",
     ("shardckpt.storage.resolve_url", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
 }
 

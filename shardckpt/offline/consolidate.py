@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
-
-from typing_extensions import Unpack
 
 from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
@@ -23,9 +22,13 @@ from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, PlannedFiles, Stopwatch, run_conversion, write_alone
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.fp8_blocks import DTYPE as FP8
-from shardckpt.plan.optim.output_keys import rekey_state
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url, kind
+
+if sys.version_info >= (3, 11):  # typing_extensions takes 2 ms
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack
 
 _LISTS = ("keep_fp32", "include", "exclude", "rename", "quantize_include", "quantize_exclude")
 _CONFIGS = frozenset({CONFIG, "adapter_config.json"})
@@ -214,6 +217,8 @@ def _rekey(selection: Selection, options: Options) -> Selection:
     """Return a selection with the requested keys for its optimizer."""
     if selection.groups is None or options.optim_keys == "names":
         return selection
+    from shardckpt.plan.optim.output_keys import rekey_state  # noqa: PLC0415  (most conversions write no optimizer)
+
     by_number = options.optim_keys == "ids"
     numbers = read_param_names(options.param_names) if options.param_names and by_number else None
     optim, groups = rekey_state(selection.optim, selection.groups, "ids" if by_number else "flat", numbers)

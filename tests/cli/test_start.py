@@ -26,6 +26,17 @@ HEAVY = (
     "shardckpt.plan.resume",
     "shardckpt.offline.results.comparison",
 )
+NOT_FOR_MODELS = (
+    "hashlib",
+    "fractions",
+    "zstandard",
+    *(("typing_extensions",) if sys.version_info >= (3, 11) else ()),
+    "shardckpt.format.encodings.tagged_json",
+    "shardckpt.offline.select.group_settings",
+    "shardckpt.plan.optim.optimizer_state",
+    "shardckpt.plan.optim.output_keys",
+)
+"""Modules that a conversion of a model that is neither compressed nor cast does not need."""
 CHECKPOINTS = {"dcp": "dcp_fsdp2_llama_w2", "safetensors": "hf_pretrained_llama"}
 READERS = {
     "dcp": {"shardckpt.format.dcp.reader"},
@@ -77,6 +88,11 @@ def test_a_verb_imports_its_own_format_and_nothing_heavy(verb: str, form: str, f
     assert ("shardckpt.format.torchsave.tensor_views" in found) == (form == "safetensors"), "DCP has its own"
     targets = {name for name in found if name.startswith("shardckpt.offline.targets.")}
     assert len(targets) == (3 if verb.startswith("con") else 0), "the registry, the base and the one target"
+
+
+def test_a_merge_of_dcp_imports_nothing_of_optimizers_hashes_or_compression(fixtures: Path, tmp_path: Path) -> None:
+    found = imported_by("consolidate", str(fixtures / CHECKPOINTS["dcp"] / "ckpt"), str(tmp_path / "out"))
+    assert found & set(NOT_FOR_MODELS) == set()
 
 
 def test_a_cast_imports_numpy(fixtures: Path, tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import zstandard
-
 from shardckpt.boxes import strides
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import FormatError, IncompleteError, TruncatedError, UnsafeError, UnsupportedError
@@ -382,6 +380,8 @@ def decode_head(encoded: bytes, most: int, where: str) -> bytes:
     Raises:
         FormatError: The bytes are not a zstd stream, or need a window above the limit.
     """
+    import zstandard  # noqa: PLC0415  (most checkpoints are not compressed)
+
     try:
         reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(io.BytesIO(encoded))
         return bytes(reader.read(most))

@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Callable
 from typing import Protocol
 
-import zstandard
-
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.manifest import Encoded
 from shardckpt.storage.store import Read, Store
@@ -65,7 +63,16 @@ class _Inflate:
                 return out
 
 
+def _get_error_types() -> tuple[type[Exception], ...]:
+    """Return the errors of damaged streams; called only when there is one."""
+    import zstandard  # noqa: PLC0415  (as in `_zstd`)
+
+    return zstandard.ZstdError, zlib.error
+
+
 def _zstd(source: EncodedFile) -> _ReadsInto:
+    import zstandard  # noqa: PLC0415  (most checkpoints are not compressed)
+
     reader: _ReadsInto = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(
         source,  # type: ignore[arg-type]  # the stubs ask for more than the `read` that is used
         read_size=_CHUNK_BYTES,
@@ -144,7 +151,7 @@ class DecodedStream:
     def _next(self, most: int) -> bytes:
         try:
             data = self._stream.read(min(most, _CHUNK_BYTES)) or b""
-        except (zstandard.ZstdError, zlib.error) as error:
+        except _get_error_types() as error:
             raise FormatError(
                 f"the {self._layout.codec} stream cannot be decoded: {error}",
                 where=f"{self._store.url}/{self._name}",

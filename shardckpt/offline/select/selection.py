@@ -23,7 +23,6 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
-from shardckpt.offline.select.group_settings import read_content
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.write.report import NO_SHAPES
 from shardckpt.plan.layout.coverage import faults, locate
@@ -31,12 +30,11 @@ from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.naming import sections, weights
 from shardckpt.plan.naming.fqn import NamedModel, name_model
-from shardckpt.plan.optim import optimizer_state
-from shardckpt.plan.optim.match_ids import BY_ORDER
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.storage.store import read_bytes
 
 if TYPE_CHECKING:
+    from shardckpt.plan.optim import optimizer_state
     from shardckpt.plan.rules.rules import Rule
 
 SMALL_ELEMENTS = 64
@@ -105,7 +103,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
             for n in kept
         ),
         optim=tuple(OutputTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
-        groups=read_content(state) if state else None,
+        groups=_read_groups(state) if state else None,
         units=state.units if state else {},
         ties=chosen.ties if options.part != "optim" else {},
         order=tuple(chosen.names),
@@ -114,10 +112,24 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
             *manifest.warnings,
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
             *chosen.warnings,
-            *((BY_ORDER,) if state is not None and state.is_by_order else ()),
+            *_warn_of_order(state),
             *_unneeded_faults(manifest, chosen.used or wanted),
         ),
     )
+
+
+def _read_groups(state: optimizer_state.OptimizerState) -> dict[str, Any]:
+    from shardckpt.offline.select.group_settings import read_content  # noqa: PLC0415  (a sixth of the modules; most conversions write no optimizer)
+
+    return read_content(state)
+
+
+def _warn_of_order(state: optimizer_state.OptimizerState | None) -> tuple[str, ...]:
+    if state is None or not state.is_by_order:
+        return ()
+    from shardckpt.plan.optim.match_ids import BY_ORDER  # noqa: PLC0415  (as in `_read_groups`)
+
+    return (BY_ORDER,)
 
 
 def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, ...]:
@@ -319,6 +331,8 @@ def _optimizer(
             found=", ".join(map(dotted, found.optimizers)),
             fix="Choose one with --optim-key.",
         )
+    from shardckpt.plan.optim import optimizer_state  # noqa: PLC0415  (as in `_read_groups`)
+
     root = found.optimizers[0]
     values = load_values(reader, manifest, root)
     raw = optimizer_state.read_raw(manifest, root, values)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardckpt.dtypes import QUANTIZED
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.encodings.pickle_stubs import Global, InstanceStub
-from shardckpt.format.encodings.tagged_json import encode
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.config_files import CONFIG, ConfigFiles, with_dtype
-from shardckpt.offline.select.group_settings import drop_settings, iter_settings, plain_value
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.conversion import PlannedFiles
@@ -138,6 +136,9 @@ def accept_options(options: Options) -> None:
 
 def can_encode(value: object) -> bool:
     """Return True if tagged JSON can store a value exactly."""
+    from shardckpt.format.encodings.tagged_json import encode  # noqa: PLC0415  (as in `_list_settings`)
+    from shardckpt.offline.select.group_settings import plain_value  # noqa: PLC0415
+
     try:
         encode(plain_value(value))
     except UnsupportedError:
@@ -202,6 +203,15 @@ def encode_json(content: Mapping[str, object]) -> bytes:
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
+def _list_settings(selection: Selection) -> Iterable[tuple[Path, object]]:
+    """Return the settings of the optimizer by path, none without an optimizer."""
+    if selection.groups is None:
+        return ()
+    from shardckpt.offline.select.group_settings import iter_settings  # noqa: PLC0415  (most conversions write no optimizer)
+
+    return iter_settings(selection.groups)
+
+
 def drop_unsupported(selection: Selection, target: Target, *, allow_loss: bool) -> Selection:
     """Drop from a selection the values that the target cannot store, with warnings.
 
@@ -214,8 +224,7 @@ def drop_unsupported(selection: Selection, target: Target, *, allow_loss: bool) 
         UsageError: The target cannot store a value, and `allow_loss` is false; the message lists such values.
     """
     dtypes = {t.name: t.dtype for t in (*selection.model, *selection.optim) if not target.holds_dtype(t.dtype)}
-    settings = iter_settings(selection.groups) if selection.groups is not None else ()
-    values = {path: value for path, value in settings if not target.holds_value(value)}
+    values = {path: value for path, value in _list_settings(selection) if not target.holds_value(value)}
     lost_tensors = [f"{name}, of type {dtype}" for name, dtype in dtypes.items()]
     lost_values = [describe_lost(path, value) for path, value in values.items()]
     if not dtypes and not values:
@@ -223,6 +232,8 @@ def drop_unsupported(selection: Selection, target: Target, *, allow_loss: bool) 
     require_allowed([*lost_tensors, *lost_values], target.title, allow_loss=allow_loss)
     groups = selection.groups
     if groups is not None and not target.writes_text:
+        from shardckpt.offline.select.group_settings import drop_settings  # noqa: PLC0415  (as in `_list_settings`)
+
         groups = drop_settings(groups, frozenset(values))
     verb = "written as text" if target.writes_text else "left out"
     return replace(

@@ -16,7 +16,6 @@ from shardckpt.format.huggingface.index_files import (
     PARAM_GROUPS_KEY,
     SUFFIX,
 )
-from shardckpt.offline.select.group_settings import as_json
 from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, SHARD, Conversion, Target, encode_json
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
@@ -72,6 +71,8 @@ def _plan_folder(
     small = conversion.encode_config()
     companions: dict[str, object] = {}
     if conversion.selection.groups is not None:
+        from shardckpt.offline.select.group_settings import as_json  # noqa: PLC0415  (as in `selection.select`)
+
         name = f"param_groups-{unique_suffix}.json" if unique_suffix else PARAM_GROUPS
         small[name] = encode_json(as_json(conversion.selection.groups))
         companions = {OPTIMIZER_FILES_KEY: [f.name for f in files[OPTIMIZER]], PARAM_GROUPS_KEY: name}
