@@ -1,4 +1,4 @@
-"""Faults that are put into the protocol are found within the histories that `make test` runs."""
+"""Faults that are put into the protocol are found within the histories that `make test-full` runs."""
 
 from __future__ import annotations
 
