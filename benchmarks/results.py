@@ -13,6 +13,7 @@ import platform
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isinf
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
@@ -46,7 +47,7 @@ class Goal:
         area: One of `AREAS`.
         what: Name of the measurement. A later figure of the same area and name replaces it in the summary.
         measured: The figure.
-        limit: The most that it may be.
+        limit: The most that it may be; infinity for a row of the summary without a goal.
         unit: The unit of both, such as `x cp` or `s of CPU`.
     """
 
@@ -64,7 +65,14 @@ class Goal:
     @property
     def verdict(self) -> str:
         """The word for a goal that is met or missed."""
+        if isinf(self.limit):
+            return "no goal"
         return "met" if self.is_met else "MISSED"
+
+    @property
+    def shown_limit(self) -> str:
+        """The limit as text."""
+        return "" if isinf(self.limit) else f"{self.limit:g}"
 
 
 class Lines:
@@ -131,7 +139,7 @@ def section_title(title: str, chosen: Iterable[str], every: Iterable[str]) -> st
 def goal_table(goals: Sequence[Goal]) -> str:
     """Return the goals of a section, one a row."""
     rows = [
-        f"| {goal.area} | {goal.what} | {goal.measured:.3f} {goal.unit} | {goal.limit:g} | {goal.verdict} "
+        f"| {goal.area} | {goal.what} | {goal.measured:.3f} {goal.unit} | {goal.shown_limit} | {goal.verdict} "
         f"| {datetime.datetime.now(tz=datetime.timezone.utc).date()} | {cores()} |"
         for goal in goals
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 
 import pytest
 from benchmark_scripts import FOLDER, imported
@@ -35,6 +36,16 @@ def test_the_summary_shows_a_figure_beside_its_goal_by_area(results):
     assert found[0] == ["consolidate", "4 GB", "0.500 x cp", "1.3", "met"]
     assert ["loads", "4 GB", "1.250 x cp", "1.3", "met"] in found
     assert ["loads", "2 to 4", "1.310 x cp", "1.3", "MISSED"] in found
+
+
+def test_a_figure_without_a_goal_replaces_the_row_that_had_one(results):
+    record(results, "Old", ("consolidate", "1 GB", 2.0))
+    report = results.Lines()
+    report.goal("consolidate", "1 GB", 1.9, math.inf, "x cp")
+    results.record("New", [], report.goals)
+    found = rows(results.summarize(results.RESULTS.read_text(encoding="utf-8")))
+    assert found[0] == ["consolidate", "1 GB", "1.900 x cp", "", "no goal"]
+    assert report.failed == []
 
 
 def test_an_area_without_a_figure_is_not_measured(results):
