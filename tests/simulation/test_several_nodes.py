@@ -106,16 +106,38 @@ def test_captures_after_a_part_of_the_nodes_are_newer_though_the_clock_of_the_no
         assert subjects(history, "restored", of="job2") == ["step 1"] * 2
 
 
-def test_a_capture_stays_until_all_nodes_have_the_one_that_overwrites_it() -> None:
-    """The first node has its marks of the new capture, and has removed the old files; the other one never gets them."""
-    scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(2, 2), places=((0, 1), (0, 1)), overwrite_every=1)
+def find_second_mark(scenario: Scenario) -> int:
+    """Return the number of the event at which rank 0 writes `COMMIT` of a capture that replaces one."""
     events = run_history(1, scenario).events
-    removed = next(event.number for event in events if event.subject.startswith("delete step-00000001/"))
-    lost = PlannedFault(removed, FaultKind("marks lost", frozenset({"send"}), "lost", within="0 -> 1"))
+    marks = [each for each in events if each.subject == "create step-00000001/COMMIT" and each.who.startswith("job0.0")]
+    return marks[1].number
+
+
+def test_a_capture_stays_until_all_nodes_have_the_one_that_overwrites_it() -> None:
+    """The first node has its marks of the new capture; the other one never gets them."""
+    scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(2, 2), places=((0, 1), (0, 1)), overwrite_every=1)
+    lost = PlannedFault(
+        find_second_mark(scenario), FaultKind("marks lost", frozenset({"send"}), "lost", within="0 -> 1")
+    )
     history = run_history(1, replace(scenario, faults=(lost,)))
     assert history.failure is None
     assert history.fired == [lost]
     assert subjects(history, "restored", of="job1") == ["step 1"] * 2
+
+
+def test_a_job_that_is_killed_while_it_overwrites_a_capture_leaves_the_old_one_or_the_new_one() -> None:
+    """The files of a capture without copies are on one node each."""
+    places = ((0, 1), (0, 1))
+    scenario = replace(ON_TWO, memory_bytes=1 << 30, copies=0, worlds=(2, 2), places=places, overwrite_every=1)
+    events = run_history(1, scenario).events
+    ranks = [each.number for each in events[find_second_mark(scenario) :] if each.who.startswith("job0")]
+    for at in ranks[:40:2]:
+        killed = PlannedFault(at, FaultKind("kill", EVERYTHING))
+        history = run_history(1, replace(scenario, faults=(killed,)))
+        assert history.failure is None
+        assert history.fired == [killed]
+        assert subjects(history, "restored", of="job1") == ["step 1"] * 2
+    assert run_history(720_037).failure is None
 
 
 def test_a_capture_of_which_a_part_is_lost_before_it_is_copied_replaces_none() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.known_files import AllFiles
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
-from shardckpt.checkpoint.peers.node_steps import read_marks, write_marks
+from shardckpt.checkpoint.peers.node_steps import read_marks, remove_other_files, write_marks
 from shardckpt.checkpoint.peers.partner_plan import CopyOrder, plan_copy_orders
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
@@ -116,6 +116,7 @@ def copy_part(own: Store, target: Store, folder: str) -> int:
     held = [name for name, nbytes in commit.files.items() if sizes.get(name) == nbytes]
     _copy_files(source, inside, held)
     write_marks(inside, read_marks(source))
+    remove_other_files(inside)
     return sum(commit.files[name] for name in held)
 
 

@@ -357,8 +357,9 @@ def _collect_own_files(own: int, report: NodeReport, steps: Mapping[str, SharedS
     found: dict[str, PeerFile] = {}
     for folder, step in steps.items():
         for source in step.sources:
-            part = report.steps.get(source)
-            for name, nbytes in part.files.items() if part is not None and part.save == step.save else ():
+            held = report.steps.get(source)
+            part = None if held is None else held.select(step.save)
+            for name, nbytes in () if part is None else part.files.items():
                 known = found.get(f"{folder}/{name}", PeerFile(nbytes, ()))
                 if known.nbytes == nbytes:
                     found[f"{folder}/{name}"] = PeerFile(nbytes, (*known.places, NodeFile(own, f"{source}/{name}")))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardckpt.errors import CheckpointError, FormatError, MissingFileError
-from shardckpt.format.native.commit import COMMIT, read_commit
+from shardckpt.format.native.commit import COMMIT, WRITTEN, is_of_save, read_commit
 from shardckpt.format.native.run_directory import is_step_name
 from shardckpt.storage.store import Store, SubfolderStore, check_name
 
@@ -36,17 +36,26 @@ class NodeStep(NamedTuple):
         total: Number of files of the step on all nodes.
         files: Name to size in bytes of the files on this node.
         branch: Branch of the run that the step belongs to.
+        others: Name to size in bytes of files of other saves in the folder: the step is being replaced.
     """
 
     save: str
     total: int
     files: Mapping[str, int]
     branch: int = 0
+    others: Mapping[str, int] = {}
 
     @property
     def order(self) -> tuple[int, str]:
         """Position among the saves of one step: clocks of nodes differ, so the branch counts before the save's time."""
         return self.branch, self.save
+
+    def select(self, save: str) -> NodeStep | None:
+        """Return the files of a save that may be another than the committed one of this node; None without any."""
+        if save == self.save:
+            return self
+        files = {name: nbytes for name, nbytes in self.others.items() if is_of_save(name, save)}
+        return NodeStep(save, 0, files) if files else None
 
 
 @dataclass(frozen=True)
@@ -80,20 +89,22 @@ class NodeReport:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise FormatError("a report of the files of a node is damaged", found=f"{len(data)} bytes") from error
         for folder, step in found.items():
-            for each in (folder, *step.files):
+            for each in (folder, *step.files, *step.others):
                 check_name(each, name)
         return cls(Node(name, machine, rack), found)
 
 
 def _decode_step(step: Any) -> NodeStep:
-    save, total, files, branch = step
-    return NodeStep(str(save), int(total), {str(name): int(size) for name, size in files.items()}, int(branch))
+    save, total, files, branch, others = step
+    held, other = ({str(name): int(size) for name, size in each.items()} for each in (files, others))
+    return NodeStep(str(save), int(total), held, int(branch), other)
 
 
 def report_files(store: Store, node: Node, folders: Iterable[str] | None = None) -> NodeReport:
     """Return the committed steps in the store of a node.
 
-    Files count only if their node has the step's `COMMIT` and they have their committed sizes.
+    Files count only if their node has the step's `COMMIT` and they have their committed sizes. Beside another `COMMIT`
+    they count if some node has theirs: a step that is replaced has two saves until each node has the newer marks.
 
     Args:
         store: Store of this node, whose root is the run.
@@ -116,7 +127,8 @@ def _read_step(store: Store) -> NodeStep | None:
         commit = read_commit(store, sizes)
         expected = {**commit.files, commit.manifest: commit.manifest_bytes, COMMIT: sizes[COMMIT]}
         held = {name: size for name, size in expected.items() if sizes.get(name) == size}
-        return NodeStep(commit.save, len(expected), held, commit.branch)
+        others = {name: size for name, size in sizes.items() if name not in expected and WRITTEN.fullmatch(name)}
+        return NodeStep(commit.save, len(expected), held, commit.branch, others)
     return None
 
 
@@ -250,17 +262,16 @@ class NodeCatalog:
 
 def _choose_save(held: Sequence[tuple[int, NodeStep]]) -> Sequence[tuple[int, NodeStep]]:
     """Return the parts of the save that counts, of those of one step; each with the index of its node."""
-    saves: dict[str, list[tuple[int, NodeStep]]] = {}
-    for index, step in held:
-        saves.setdefault(step.save, []).append((index, step))
+    saves = dict.fromkeys(step.save for _, step in held)
     if len(saves) == 1:
         return held
 
     def rank_save(parts: Sequence[tuple[int, NodeStep]]) -> tuple[bool, tuple[int, str]]:
         names = {name for _, step in parts for name in step.files}
-        return len(names) == max(step.total for _, step in parts), parts[0][1].order
+        return len(names) == max(step.total for _, step in parts), max(step.order for _, step in parts)
 
-    return max(saves.values(), key=rank_save)
+    of_saves = [[(index, part) for index, step in held if (part := step.select(save)) is not None] for save in saves]
+    return max(of_saves, key=rank_save)
 
 
 def _merge_files(held: Sequence[tuple[int, NodeStep]]) -> dict[str, FileCopies]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.errors import CheckpointError, MissingFileError
+from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
 from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_commit
 from shardckpt.format.native.run_directory import StepFolder, is_step_name, resumes_name, witness_name
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
@@ -56,8 +56,8 @@ def plan_routes(is_wanted: Sequence[bool]) -> list[MarksRoute]:
 def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: bool) -> None:
     """Write the manifest and the `COMMIT` of a step into the stores of all nodes. Collective.
 
-    Rank 0 has committed the step in the store of its own node. Nodes pass the marks on to others. When this returns,
-    every node has the marks; files of older saves in the folder are removed.
+    Rank 0 has committed the step in the store of its own node. Nodes pass the marks on to others. When every node has
+    them, each removes the files of older saves in the folder: until then those of either save may be needed.
 
     Args:
         coordinator: Coordinator of the ranks.
@@ -93,6 +93,9 @@ def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: b
     for work, target in sending:
         coordinator.wait(work, target)
     coordinator.coordinate(f"committing {inside.url} on all nodes", result, lambda messages: messages)
+    if is_first:
+        with suppress(ShardckptError):  # they do no harm
+            remove_other_files(inside)
 
 
 def read_marks(store: Store) -> bytes:
@@ -111,7 +114,7 @@ def read_marks(store: Store) -> bytes:
 
 
 def write_marks(store: Store, marks: bytes) -> None:
-    """Write the manifest, then `COMMIT`; remove files that it does not name.
+    """Write the manifest, then `COMMIT`.
 
     Args:
         store: Store whose root is the step.
@@ -125,7 +128,20 @@ def write_marks(store: Store, marks: bytes) -> None:
     for name, content in ((commit.manifest, data[nbytes:]), (COMMIT, data[:nbytes])):
         with store.create(name) as writer:
             writer.write(content)
-    for entry in store.list():
+
+
+def remove_other_files(store: Store) -> None:
+    """Remove the files of a step that its `COMMIT` does not name: those of an older save.
+
+    Args:
+        store: Store whose root is the step.
+
+    Raises:
+        ShardckptError: The store failed, or has no valid `COMMIT`.
+    """
+    entries = store.list()
+    commit = read_commit(store, {entry.name: entry.size for entry in entries})
+    for entry in entries:
         if entry.name not in {*commit.files, commit.manifest, COMMIT}:
             store.delete(entry.name)
 

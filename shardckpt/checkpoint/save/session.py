@@ -67,8 +67,9 @@ from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
-from shardckpt.storage.publication import Publication, keep_no_file
+from shardckpt.storage.publication import FindKept, Publication, keep_no_file
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
+from shardckpt.storage.resolve_url import open_store
 
 T = TypeVar("T")
 
@@ -732,7 +733,6 @@ class SavePlanner:
         base = _open_base(options, plan)
         cache = planned if planned.save else replace(planned, save=save_id)
         self.begun = _BegunSave(cache, build(save_id), base)
-        find_kept = partial(read_referred_files, options.path) if options.overwrite else keep_no_file
         self.publication = begin(
             options.path,
             STEP,
@@ -740,7 +740,7 @@ class SavePlanner:
             needed_bytes=plan.nbytes,
             last=COMMIT,
             prefix=save_id,
-            find_kept=find_kept,
+            find_kept=_choose_kept(options),
         )
         if base is not None:
             base.ask_for_hashes(self._saver.frozen_params.hashes)
@@ -749,6 +749,18 @@ class SavePlanner:
             PlanResponse(save_id, self.publication.staging_url, rank_plan, rank_hints)
             for rank_plan, rank_hints in zip(plan.rank_plans, hints, strict=True)
         ]
+
+
+def _choose_kept(options: SaveOptions) -> FindKept:
+    """Return the function that finds the old files that stay behind the commit."""
+    if not options.overwrite:
+        return keep_no_file
+    # While other nodes have the old marks alone, the old files of this one are needed.
+    return partial(read_referred_files if options.is_shared else _list_files, options.path)
+
+
+def _list_files(url: str) -> frozenset[str]:
+    return frozenset(entry.name for entry in open_store(url).list())
 
 
 def _write_file(publication: Publication, name: str, data: bytes) -> None:

@@ -99,6 +99,11 @@ def manifest_name(save: str) -> str:
     return save + MANIFEST_SUFFIX
 
 
+def is_of_save(name: str, save: str) -> bool:
+    """Return True if a file is the manifest or a payload file of a save, by its name."""
+    return name.startswith((f"{save}.", f"{save}-"))
+
+
 def read_branch(about: Mapping[str, str]) -> int:
     """Return the branch of a step in its run, from the `about` of its manifest.
 

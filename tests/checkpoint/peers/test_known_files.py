@@ -49,14 +49,17 @@ class OwnFiles:
 
 @st.composite
 def node_reports(draw) -> list[NodeReport]:
-    """Reports of nodes, of which each has files of one of two saves of each step, in each tier."""
+    """Reports of nodes, of which each has files of two saves of each step beside the marks of one, in each tier."""
 
     def report(at: int) -> NodeReport:
         steps = {}
         for folder in draw(st.sets(st.sampled_from([f"{tier}/{step}" for tier in TIERS for step in STEPS]))):
             files = name_files(save := draw(st.sampled_from(SAVES)))
             held = draw(st.sets(st.sampled_from(sorted(files)))) | {COMMIT}
-            steps[folder] = NodeStep(save, len(files), {name: files[name] for name in sorted(held)})
+            (other,) = {*SAVES} - {save}
+            beside = {name: size for name, size in name_files(other).items() if name != COMMIT}
+            others = {name: beside[name] for name in sorted(draw(st.sets(st.sampled_from(sorted(beside)))))}
+            steps[folder] = NodeStep(save, len(files), {name: files[name] for name in sorted(held)}, others=others)
         return NodeReport(Node(f"n{at}", "m"), steps)
 
     return [report(at) for at in range(draw(st.integers(2, 3)))]

@@ -58,6 +58,37 @@ def test_an_older_save_counts_while_its_files_are_all_there_and_those_of_the_new
     assert catalog.saves == {FOLDER: "0001"} and catalog.is_complete(FOLDER)
 
 
+OLD, NEW = "0mwzeuyy4tiuc2l", "0mwzeuyy5tiuc2l"
+
+
+def test_a_newer_save_counts_whose_files_are_beside_the_older_marks_of_other_nodes():
+    """An overwrite was interrupted before all nodes had the newer marks."""
+    new = NodeReport(Node("a", "a"), {FOLDER: NodeStep(NEW, 3, {"COMMIT": 1, f"{NEW}-00000-00.safetensors": 1})})
+    others = {f"{NEW}-00001-00.safetensors": 1, "0zzzeuyy5tiuc2l-00001-00.safetensors": 1}
+    old = NodeReport(Node("b", "b"), {FOLDER: NodeStep(OLD, 3, {"COMMIT": 1}, others=others)})
+    for reports in ([new, old], [old, new]):
+        catalog = NodeCatalog.from_reports([NodeReport.decode(report.encode()) for report in reports])
+        assert catalog.saves == {FOLDER: NEW} and catalog.is_complete(FOLDER)
+        assert f"{NEW}-00001-00.safetensors" in catalog.files[FOLDER] and len(catalog.files[FOLDER]) == 3
+
+
+def test_an_older_save_counts_whose_files_are_beside_the_newer_marks_of_other_nodes():
+    new = NodeReport(
+        Node("a", "a"), {FOLDER: NodeStep(NEW, 3, {"COMMIT": 1}, others={f"{OLD}-00000-00.safetensors": 1})}
+    )
+    old = NodeReport(Node("b", "b"), {FOLDER: NodeStep(OLD, 2, {"COMMIT": 1})})
+    catalog = NodeCatalog.from_reports([new, old])
+    assert catalog.saves == {FOLDER: OLD} and catalog.is_complete(FOLDER)
+
+
+def test_a_node_reports_files_of_another_save_in_the_folder_and_no_other_files(tmp_path):
+    shardckpt.save({"w": [1, 2]}, tmp_path / FOLDER)
+    for name in (f"{NEW}-00001-00.safetensors", "notes.safetensors"):
+        (tmp_path / FOLDER / name).write_text("four")
+    step = report_files(LocalStore(str(tmp_path)), Node("a", "a")).steps[FOLDER]
+    assert step.others == {f"{NEW}-00001-00.safetensors": 4}
+
+
 def test_a_save_of_a_newer_branch_counts_whatever_the_clock_of_its_node():
     early = NodeReport(Node("a", "a"), {FOLDER: NodeStep("0001", 1, {"x": 1}, branch=2)})
     late = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0002", 1, {"y": 1}, branch=1)})

@@ -19,6 +19,7 @@ from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scheduler import Scheduler
 
 FOLDER = "step-00000001"
+OLD = "0mwzeuyy4tiuc2l-00001-00.safetensors"
 NODES = 23
 """Nodes of which some get the marks from a node that got them from another one."""
 
@@ -51,8 +52,9 @@ def give_to_nodes(path, full: int = 0) -> tuple[list[bytes], list[str], dict[int
         Marks of each node with space, errors of the ranks, and the bytes that each rank sent at a time.
     """
     shardckpt.save({"w": torch.arange(4.0)}, str(path / "0" / FOLDER))
-    for node in range(1, NODES):
-        (path / str(node) / FOLDER).mkdir(parents=True)
+    for node in range(NODES):
+        (path / str(node) / FOLDER).mkdir(parents=True, exist_ok=True)
+        (path / str(node) / FOLDER / OLD).touch()
     stores: list[Store] = [open_store(str(path / str(node))) for node in range(NODES)]
     if full:
         stores[full] = FullStore(open_store(str(path)), str(full))
@@ -84,6 +86,7 @@ def give_to_nodes(path, full: int = 0) -> tuple[list[bytes], list[str], dict[int
 def test_every_node_has_the_marks_and_rank_0_sent_them_to_four_nodes_only(tmp_path):
     marks, errors, sent = give_to_nodes(tmp_path)
     assert len(marks) == NODES and len({*marks}) == 1 and not errors
+    assert not [*tmp_path.glob(f"*/{FOLDER}/{OLD}")], "files of the older save go when all nodes have the marks"
     given = {rank: [nbytes for nbytes in sizes if nbytes > 200] for rank, sizes in sent.items()}
     assert len(given[0]) == 4 and sum(map(len, given.values())) == NODES - 1
 
@@ -92,3 +95,4 @@ def test_a_node_that_cannot_write_the_marks_passes_them_on_and_all_ranks_raise_i
     marks, errors, _ = give_to_nodes(tmp_path, full=1)
     assert len(marks) == NODES - 1 and len({*marks}) == 1
     assert len(errors) == NODES and all("no space" in error for error in errors)
+    assert len([*tmp_path.glob(f"*/{FOLDER}/{OLD}")]) == NODES, "a node that has the older marks alone needs the files"
