@@ -401,6 +401,17 @@ def resolve_process_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return given
 
 
+def has_lost_rank(group: ProcessGroup | None) -> bool:
+    """Return True if a rank of a process group is lost. Unlike `get_channels`, this makes no new channels.
+
+    Args:
+        group: Process group of the ranks; None for all ranks.
+    """
+    key = resolve_process_group(group)
+    known = None if key is None else CHANNELS.get(key)
+    return known is not None and known.has_lost_rank
+
+
 def get_channels(group: ProcessGroup | None, refusal: Exception | None = None) -> Channels:
     """Return the channels of a process group. Collective if they have to be created.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels, has_lost_rank
 from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.peers.node_steps import find_orders, give_marks, read_commits, remove_old_steps
 from shardckpt.checkpoint.peers.promoted_steps import PromotedSteps
@@ -226,8 +226,7 @@ class CaptureTier(ABC):
         try:
             handle = start_async_save(self._lane, state, self.target(number), given, **options)
         except Exception as error:
-            coordinator = get_channels(self._group).main
-            if coordinator.has_lost_rank or not _is_fault_of_tier(coordinator, error):
+            if has_lost_rank(self._group) or not _is_fault_of_tier(get_channels(self._group).main, error):
                 raise
             self._withdraw(number, error)
         else:
@@ -265,7 +264,7 @@ class CaptureTier(ABC):
             handle.result()  # after Ctrl-C the capture is still pending
         except Exception as error:
             self._pending = None
-            if not isinstance(error, (StorageError, RankError)) or get_channels(self._group).has_lost_rank:
+            if not isinstance(error, (StorageError, RankError)) or has_lost_rank(self._group):
                 raise
             self._withdraw(number, error)
         else:

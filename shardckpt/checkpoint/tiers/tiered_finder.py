@@ -199,6 +199,10 @@ class TieredFinder(StepFinder):
         held = [_read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
         found = choose_newest([*held, root])
         self._least_branch = self.last_start.find_least_branch(each.attempt for each in captures)
+        if self._least_branch:
+            shown = " or ".join(place.name for place in self._places)
+            reason = "its machines are missing, or their holders have ended or do not answer"
+            _LOG.warning("no capture of the last start of %s was found in %s: %s", self.root, shown, reason)
         self._found_saves = found.number, _list_saves(found, captures, in_root.get(found.order))
         return found._replace(branch=max(found.branch, self._least_branch))
 

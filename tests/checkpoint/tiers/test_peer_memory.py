@@ -80,6 +80,15 @@ def test_a_start_that_cannot_be_recorded_in_the_root_captures_nothing(tmp_path):
     assert [len(ck.durability(step).copies) for step in (2, 3)] == [0, 1], "one capture is left out"
 
 
+def test_a_restore_that_finds_no_capture_of_the_last_start_says_so(tmp_path, caplog):
+    save(make(tmp_path / "run"), 1)
+    assert restore(tmp_path / "run") == 1
+    assert "no capture of the last start" not in caplog.text
+    kill_holder()
+    assert restore(tmp_path / "run") is None
+    assert caplog.text.count("no capture of the last start") == 1
+
+
 def test_a_step_that_was_captured_survives_a_killed_trainer_and_the_root_has_its_own_steps(tmp_path):
     def train() -> None:
         ck = make(tmp_path / "run", every=2, save_every=4)

@@ -10,16 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from harness import outcomes, run
 from tier_runs import BLOCKS, NODES, VALUES, enter, holders, is_step, kill_holder
 from tier_runs import sharded_state as state
 
 from shardckpt import Checkpointer, FallbackEvent, PeerMemory
+from shardckpt.checkpoint import coordinator
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers import open_peers, peer_exchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.tiers import memory_tier
+from shardckpt.errors import RankError
 
 
 def make(root: Path, *, save_every: int = 100, on_event=None, **options: object) -> Checkpointer:
@@ -188,6 +191,44 @@ def test_a_rank_that_is_killed_leaves_the_capture_before_it_on_every_node(tmp_pa
     outcomes(2, die, group_timeout=3.0)
     found = run(2, resume, root, "ab", {})
     assert found[0][:2] in {(1, True), (2, True)} and found[1][:2] == found[0][:2]
+
+
+class Dying:
+    """An object that kills its process when its state is read again."""
+
+    def __init__(self, reads: int) -> None:
+        self.reads = reads
+
+    def state_dict(self) -> dict:
+        self.reads -= 1
+        if not self.reads:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["inside a save", "behind a save"])
+def test_a_rank_that_dies_is_an_error_at_once_for_which_no_ranks_meet_again(tmp_path, is_behind):
+    def body(rank: int, world: int) -> tuple[int, bool]:
+        enter("ab"[rank])
+        ck = make(tmp_path / "run")
+        dying = Dying(2 if rank and not is_behind else -1)
+        ck.save(1, {**state(world, 1), "dying": dying})
+        ck.wait()
+        meetings, meet = [], coordinator.new_coordinator
+        coordinator.new_coordinator = lambda *args, **options: meetings.append(args) or meet(*args, **options)
+        try:
+            ck.save(2, {**state(world, 2), "dying": dying})
+            if rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ck.wait()
+        except RankError as error:
+            return len(meetings), "rank 1" in str(error)
+        return -1, False
+
+    assert outcomes(2, body, group_timeout=5.0)[0].value == (0, True)
 
 
 def test_captures_of_a_root_that_was_emptied_are_dropped_on_all_nodes(tmp_path):
