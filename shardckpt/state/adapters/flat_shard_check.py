@@ -56,12 +56,8 @@ class FlatShards:
         flat_param: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
         handle = getattr(flat_param, "FlatParamHandle", Bucket)
         storages = set()
-        for item in gc.get_objects():
-            kind = type(item)
-            if kind is Bucket:
-                storages |= _shard_of_bucket(item)
-            elif kind is handle:
-                storages |= _shard_of_handle(item)
+        for item in _find_instances(Bucket, handle):
+            storages |= _shard_of_bucket(item) if type(item) is Bucket else _shard_of_handle(item)
         return frozenset(storages - {0})
 
     def has_parameter(self, parameter: torch.Tensor) -> bool:
@@ -106,6 +102,15 @@ class FlatShards:
         for name, parameter in named:
             if self.has_parameter(parameter):
                 raise FlatShardError(clean(name))
+
+
+def _find_instances(*kinds: type) -> list[Any]:
+    """Return all objects of this process that have one of some types, to which each object refers.
+
+    A list of all objects would refer to tuples that other threads build, too, for which `tuple(generator)` then raises
+    SystemError.
+    """
+    return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
 
 
 def has_group() -> bool:

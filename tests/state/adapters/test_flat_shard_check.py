@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -36,3 +39,36 @@ def test_a_full_tensor_is_searched_for_once_while_it_lives() -> None:
     full = torch.ones(16)
     assert not search().has_tensor(full)
     assert not search(full).has_tensor(full.detach()), "the second search is not begun"
+
+
+def test_a_search_through_all_objects_disturbs_no_tuple_that_another_thread_builds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a tuple may not be referred to, also not by a list of all objects, when it grows."""
+
+    class Wrapper:
+        pass
+
+    wrapper, begun, searched = Wrapper(), threading.Event(), threading.Event()
+    built: list[tuple[int, ...]] = []
+
+    def generate() -> Iterator[int]:
+        yield 0
+        begun.set()
+        assert searched.wait(30.0)
+        yield from range(1, 100)
+
+    thread = threading.Thread(target=lambda: built.append(tuple(generate())), daemon=True)
+
+    def finish_tuple(found: object) -> set[int]:
+        assert found is wrapper
+        searched.set()
+        thread.join(30.0)
+        return {7}
+
+    monkeypatch.setattr(flat_shard_check, "Bucket", Wrapper)
+    monkeypatch.setattr(flat_shard_check, "_shard_of_bucket", finish_tuple)
+    thread.start()
+    assert begun.wait(30.0)
+    assert FlatShards()._storages == {7}
+    assert built == [tuple(range(100))]
