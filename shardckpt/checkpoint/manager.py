@@ -174,7 +174,8 @@ class Checkpointer:
                 that of the Checkpointer.
 
         Raises:
-            TargetExistsError: The step is complete and `overwrite` is False; or a newer version wrote the step.
+            TargetExistsError: The root has the complete step, and `overwrite` is False (tiers replace it in any case);
+                or a newer version wrote the step.
             UsageError: Ranks save different steps; the step or a metric is not a number; or neither `metrics` nor any
                 step has the metric that `keep_best` ranks by: then the step is saved, and no step is removed.
             ShardckptError: As for `shardckpt.save`.
