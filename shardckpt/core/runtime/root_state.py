@@ -547,14 +547,14 @@ class RootState:
                 fix="After a backward that failed, call reset_iter_state.",
             )
         waiting = self.reductions.find_waiting()
-        with self._reset_on_error():
+        with _reset_on_error(self):
             handle = self.reductions.finalize(waiting, self._end_iteration)
             for unit in self.units:
                 unit.finalize_backward()
         return handle
 
     def _end_iteration(self) -> None:
-        with self._reset_on_error():
+        with _reset_on_error(self):
             self.reductions.end_iteration()
 
     # ------------------------------------------------------------------------------------------------ recovery
@@ -563,16 +563,6 @@ class RootState:
         """Reset after an exception in backward, which autograd does not report."""
         if self._order is not None and not autograd_hooks.in_backward():
             self.reset_after_error()
-
-    @contextmanager
-    def _reset_on_error(self) -> Iterator[None]:
-        """Reset if the context raises."""
-        try:
-            yield
-        except BaseException:
-            with suppress(RankError):  # the current exception says more
-                self.reset_after_error()
-            raise
 
     def reset_after_error(self) -> None:
         """Reset every unit, without the gradients of the failed iteration."""
@@ -618,3 +608,14 @@ def _double_backward_error(unit: FSDPUnit) -> DoubleBackwardError:
         found="a backward with create_graph=True",
         fix="Compute this term with summon_full_params or a NO_SHARD unit, or without create_graph.",
     )
+
+
+@contextmanager
+def _reset_on_error(root: RootState) -> Iterator[None]:
+    """Reset the units of a root if the context raises."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RankError):  # the current exception says more
+            root.reset_after_error()
+        raise

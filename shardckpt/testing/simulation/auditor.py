@@ -12,7 +12,7 @@ from shardckpt.errors import ShardckptError
 from shardckpt.format.durability.run_record import read_run_record
 from shardckpt.format.durability.step_copies import ROOT, Durability
 from shardckpt.format.native.base_refs import resolve_base
-from shardckpt.format.native.commit import COMMIT, decode_commit
+from shardckpt.format.native.commit import COMMIT, Commit, decode_commit
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.testing.simulation.scheduler import HistoryError, Scheduler
 from shardckpt.testing.simulation.stores.node_disks import NodeDisks
@@ -328,10 +328,7 @@ class Auditor:
         is_good = old is not None and old.is_acknowledged and not old.is_damaged
         if old is not None and is_good and old.content != content and not self._may_replace(old, content):
             raise HistoryError(f"attempt {content} replaced step {number} of attempt {old.content}")
-        needed = [f"{folder}/{name}" for name in (*commit.files, commit.manifest)]
-        for base, held in commit.bases.items():
-            needed += [f"{resolve_base(url, base).rpartition('/')[2]}/{name}" for name in held]
-        found = {name: files[name] for name in needed}
+        found = {name: files[name] for name in _list_needed(url, commit)}
         self.ever.add(content)
         self.steps[folder] = CommittedStep(
             number, content, commit.branch, mark, found, is_acknowledged=is_good or content in self._acknowledged
@@ -402,3 +399,10 @@ def read_failures(scheduler: Scheduler, storage: RunStorage) -> dict[tuple[int, 
     except ShardckptError:  # it counts as nothing
         return {}
     return {(attempt.branch, attempt.number): attempt.failures for attempt in record.attempts}
+
+
+def _list_needed(url: str, commit: Commit) -> list[str]:
+    """Return the files that a step needs, of its own folder and of those of its bases, by their names in the run."""
+    folders = {url: (*commit.files, commit.manifest)}
+    folders |= {resolve_base(url, base): tuple(held) for base, held in commit.bases.items()}
+    return [f"{folder.rpartition('/')[2]}/{name}" for folder, names in folders.items() for name in names]
