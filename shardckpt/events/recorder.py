@@ -53,9 +53,16 @@ def require_on_event(on_event: object, *, may_be_none: bool = True) -> None:
         raise UsageError("`on_event` must be a function of an OperationEvent", found=repr(on_event))
 
 
-def emit(event: OperationEvent, *on_event: OnEvent | None) -> None:
-    """Log an event, and send it to those who subscribed and to further functions."""
-    level = logging.DEBUG if event.rank else logging.INFO if event.error is None else logging.ERROR
+def emit(event: OperationEvent, *on_event: OnEvent | None, is_tolerated: bool = False) -> None:
+    """Log an event, and send it to those who subscribed and to further functions.
+
+    Args:
+        event: The event.
+        on_event: Further functions to send it to.
+        is_tolerated: Whether the caller goes on after its error, and warns of the first one in a row.
+    """
+    is_failure = event.error is not None and not is_tolerated
+    level = logging.DEBUG if event.rank else logging.ERROR if is_failure else logging.INFO
     if _LOG.isEnabledFor(level):
         _LOG.log(level, "%s", _describe(event))
     deliver(event, *_SUBSCRIBED, *on_event)
@@ -134,7 +141,7 @@ class Recorder:
 
 @contextmanager
 def record_operation(
-    kind: type[OperationEvent], path: str, *on_event: OnEvent | None, **values: Any
+    kind: type[OperationEvent], path: str, *on_event: OnEvent | None, is_tolerated: bool = False, **values: Any
 ) -> Iterator[Recorder]:
     """Measure an operation, and emit its event when the context ends.
 
@@ -142,6 +149,7 @@ def record_operation(
         kind: Class of the event.
         path: Path or URL of the checkpoint or the run.
         on_event: Further functions to send the event to.
+        is_tolerated: As for `emit`.
         values: Attributes of the event; more can be added to the `values` of the recorder.
     """
     recorder, failure = Recorder(kind, path, values), None
@@ -151,4 +159,4 @@ def record_operation(
         failure = error
         raise
     finally:
-        emit(recorder.build(failure), *on_event)
+        emit(recorder.build(failure), *on_event, is_tolerated=is_tolerated)

@@ -168,7 +168,7 @@ def start_async_save(
         _require_way_when_busy(on_busy)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         fault = fault or error
-    task = AsyncSaveTask(checked.path, checked.on_event)
+    task = AsyncSaveTask(checked.path, checked.on_event, is_tolerated=lane.is_for_captures)
     try:
         _copy_and_start(lane, state, task, checked, most, options.get("process_group"), fault, on_busy)
     except BaseException as error:

@@ -50,13 +50,14 @@ class AsyncSaveTask:
     Args:
         path: Target of the save.
         on_event: Called with the event of the save, on its thread; None without a callback.
+        is_tolerated: As for `emit`.
 
     Attributes:
         recorder: Measurement of the save.
     """
 
-    def __init__(self, path: str, on_event: OnEvent | None) -> None:
-        self.path = path
+    def __init__(self, path: str, on_event: OnEvent | None, *, is_tolerated: bool = False) -> None:
+        self.path, self._is_tolerated = path, is_tolerated
         self.recorder = Recorder(SaveEvent, path, {"is_background": True})
         self._on_event = on_event
         self._emitting = threading.Lock()
@@ -82,7 +83,7 @@ class AsyncSaveTask:
     def emit(self, error: BaseException | None) -> None:
         """Emit the event of the save, which ends now; only once."""
         if self._emitting.acquire(blocking=False):
-            emit(self.recorder.build(error), self._on_event)
+            emit(self.recorder.build(error), self._on_event, is_tolerated=self._is_tolerated)
 
     def claim(self) -> bool:
         """Claim the rest of the save; return True if it was not claimed before.

@@ -112,7 +112,9 @@ class Promoter:
         number, source, target, rank, _ = promotion
         place = target.place.name
         try:
-            with record_operation(PromotionEvent, target.path(number), self._on_event, tier=place) as recorder:
+            with record_operation(
+                PromotionEvent, target.path(number), self._on_event, is_tolerated=True, tier=place
+            ) as recorder:
                 recorder.values.update(source=source.path(number), rank=rank)
                 try:
                     recorder.values["nbytes"] = _copy(promotion)

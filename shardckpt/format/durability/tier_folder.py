@@ -15,6 +15,9 @@ _OWNER = ".shardckpt-tier.json"
 
 _MOST_BYTES = 1 << 16
 
+_NO_OWNER = ("damaged", "missing")
+_OTHER_FOLDER = "choose another folder, or remove this one"
+
 
 def require_own_folder(store: Store, root: str) -> None:
     """Require that a tier's folder is new, or has the steps of this run.
@@ -24,19 +27,27 @@ def require_own_folder(store: Store, root: str) -> None:
         root: Path or URL of the run.
 
     Raises:
-        UsageError: It has steps of another run.
+        UsageError: It has steps of another run, or of an unknown one.
         StorageError: It cannot be read.
     """
     owner = _read_owner(store)
-    if owner is None and not any(is_step_name(entry.name) for entry in store.list()):
+    if not owner and not any(is_step_name(entry.name) for entry in store.list()):
         return
-    if owner is None or owner.get("run") != find_run_id(root):
+    run = find_run_id(root)
+    if not owner:
+        raise UsageError(
+            f"the run of the steps in the folder of Local is unknown: {_OWNER} is {_NO_OWNER[owner is None]}",
+            where=store.url,
+            expected=root,
+            fix=f'If they are of this run, write {{"run": "{run}"}} into that file; otherwise {_OTHER_FOLDER}.',
+        )
+    if owner["run"] != run:
         raise UsageError(
             "the folder of Local has steps of another run",
             where=store.url,
-            found=str((owner or {}).get("root", f"no {_OWNER}"))[:200],
+            found=str(owner.get("root", owner["run"]))[:200],
             expected=root,
-            fix="Choose another folder, or remove this one.",
+            fix=f"{_OTHER_FOLDER.capitalize()}.",
         )
 
 
@@ -46,7 +57,7 @@ def claim_folder(store: Store, root: str) -> None:
     Arguments and errors are as for `require_own_folder`.
     """
     require_own_folder(store, root)
-    if _read_owner(store) is None:
+    if not _read_owner(store):
         with store.create(_OWNER) as writer:
             record = {"run": find_run_id(root), "root": root, "id": secrets.token_hex(8)}
             writer.write(json.dumps(record).encode("ascii") + b"\n")
@@ -74,4 +85,4 @@ def _read_owner(store: Store) -> dict[str, object] | None:
         return None
     except (CheckpointError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) and isinstance(found.get("run"), str) else {}

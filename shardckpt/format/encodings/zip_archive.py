@@ -402,7 +402,12 @@ def _decode(entry: ZipEntry, raw: bytes, where: str) -> bytes:
         except zlib.error as error:
             raise FormatError(f"{entry.name} cannot be inflated: {error}", where=where) from None
     if len(raw) != entry.size:
-        raise FormatError(f"{entry.name} decodes to a wrong size", where=where, found=len(raw), expected=entry.size)
+        raise FormatError(
+            f"{entry.name} decodes to a wrong size",
+            where=where,
+            found=f"{len(raw)} bytes",
+            expected=f"{entry.size} bytes",
+        )
     if entry.crc32 and zlib.crc32(raw) != entry.crc32:
         raise ChecksumError(
             f"{entry.name} differs from its checksum",

@@ -69,7 +69,10 @@ class _ZipContainer:
         wanted = ref.count * element_bytes(ref.dtype)
         if entry.size != wanted:
             raise FormatError(
-                f"storage {ref.key!r} has a wrong size", where=self.where, found=entry.size, expected=f"{wanted} bytes"
+                f"storage {ref.key!r} has a wrong size",
+                where=self.where,
+                found=f"{entry.size} bytes",
+                expected=f"{wanted} bytes",
             )
         return entry.size
 

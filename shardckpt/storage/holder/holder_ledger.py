@@ -99,7 +99,11 @@ class HolderLedger:
         file = self._require_open(client, number)
         wanted = self.nbytes + nbytes - file.nbytes
         if wanted > self.max_bytes:
-            raise NoSpaceError("the holder would have too many bytes", found=wanted, expected=f"{self.max_bytes}")
+            raise NoSpaceError(
+                "the holder would have too many bytes",
+                found=f"{wanted} bytes",
+                expected=f"at most {self.max_bytes} bytes",
+            )
         before, file.nbytes = file.nbytes, nbytes
         return before
 
@@ -119,7 +123,11 @@ class HolderLedger:
         file = self._require_open(client, number)
         if nbytes > file.nbytes:
             self.abort(client, number)
-            raise StorageError("the file is larger than its reserved memory", found=nbytes, expected=file.nbytes)
+            raise StorageError(
+                "the file is larger than its reserved memory",
+                found=f"{nbytes} bytes",
+                expected=f"at most {file.nbytes} bytes",
+            )
         if file.is_new and file.name in self._files:
             self.abort(client, number)
             raise TargetExistsError("somebody else wrote this meanwhile", where=file.name)

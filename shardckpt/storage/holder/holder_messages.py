@@ -40,7 +40,11 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
     """
     data = _ENCODER.encode(message).encode()
     if len(data) > MAX_MESSAGE_BYTES:
-        raise StorageError("a message to or from a holder is too long", found=len(data), expected=MAX_MESSAGE_BYTES)
+        raise StorageError(
+            "a message to or from a holder is too long",
+            found=f"{len(data)} bytes",
+            expected=f"at most {MAX_MESSAGE_BYTES} bytes",
+        )
     return data
 
 

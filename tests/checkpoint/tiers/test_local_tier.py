@@ -200,7 +200,10 @@ def test_a_claim_that_turns_out_false_is_withdrawn_with_an_event_and_one_that_re
     assert (event.path, event.step, event.tier, event.survives) == (path, 3, "local", ())
 
 
-def test_a_full_disk_of_the_tier_is_one_warning_and_the_root_has_its_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_behind_memory", [False, True])
+def test_a_full_disk_of_the_tier_is_one_warning_and_the_root_has_its_steps(
+    tmp_path, monkeypatch, caplog, is_behind_memory
+):
     write = os.write
 
     def refuse(fd: int, data: bytes) -> int:
@@ -209,13 +212,18 @@ def test_a_full_disk_of_the_tier_is_one_warning_and_the_root_has_its_steps(tmp_p
         return write(fd, data)
 
     ck = make(tmp_path, save_every=4)
+    if is_behind_memory:
+        tiers = [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]
+        ck = Checkpointer(tmp_path / "run", save_every=4, tiers=tiers)
+    save(ck, 1)
     with monkeypatch.context() as full, pytest.warns(UserWarning, match="not captured in .*local.*No space") as warned:
         full.setattr(os, "write", refuse)
         save(ck, 2, 3, 4)
     assert len(warned) == 1 and ck.steps() == (4,)
-    assert [copy.tier for step in (2, 3, 4) for copy in ck.durability(step).copies] == ["root"]
+    assert "ERROR" not in [record.levelname for record in caplog.records], "the warning is the only line"
+    assert [copy.tier for step in (2, 3, 4) for copy in ck.durability(step).copies if copy.tier != "memory"] == ["root"]
     save(ck, 5, 6, 7, 9)
-    assert [copy.tier for copy in ck.durability(9).copies] == ["local"], "after failures, an attempt is made again"
+    assert ck.durability(9).copies[-1].tier == "local", "after failures, an attempt is made again"
 
 
 def test_the_folder_of_another_run_is_neither_read_nor_changed(tmp_path, caplog):
@@ -229,18 +237,34 @@ def test_the_folder_of_another_run_is_neither_read_nor_changed(tmp_path, caplog)
     assert restore(other) == 5 and restore(make(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("owner", [None, b"", b"{", b"[1]", b"[" * 70_000, b'{"run": "abc"}', b"\xff"])
-def test_a_folder_of_steps_whose_run_is_unknown_is_another_run(tmp_path, owner):
+@pytest.mark.parametrize("owner", [None, b"", b"{", b"[1]", b"[" * 70_000, b'{"run": 3}', b'{"run": "abc"}', b"\xff"])
+def test_a_folder_of_steps_whose_run_is_unknown_is_not_used_until_its_record_is_written_as_the_warning_says(
+    tmp_path, owner
+):
     local = tmp_path / "local"
     save(make(tmp_path), 1)
-    (local / ".shardckpt-tier.json").unlink()
+    record = local / ".shardckpt-tier.json"
+    record.unlink()
     if owner is not None:
-        (local / ".shardckpt-tier.json").write_bytes(owner)
-    ck = make(tmp_path)
+        record.write_bytes(owner)
+    ck, found = make(tmp_path), "missing" if owner is None else "damaged"
     assert restore(ck) is None
-    with pytest.warns(UserWarning, match="steps of another run"):
+    is_another = owner == b'{"run": "abc"}'
+    text = "steps of another run" if is_another else rf"is unknown: \.shardckpt-tier\.json is {found}"
+    with pytest.warns(UserWarning, match=text) as warned:
         save(ck, 2)
     assert [step.number for step in shardckpt.ls(local).complete] == [1]
+    if not is_another:
+        record.write_text(str(warned[0].message).partition("write ")[2].partition(" into")[0])
+        assert restore(make(tmp_path)) == 1
+
+
+def test_a_damaged_record_of_a_folder_without_steps_is_written_anew(tmp_path):
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / ".shardckpt-tier.json").write_bytes(b"{")
+    ck = make(tmp_path)
+    save(ck, 1)
+    assert ck.durability(1).survives == {"process"}
 
 
 @pytest.mark.parametrize("place", ["run", "run/local", ".", "link"])

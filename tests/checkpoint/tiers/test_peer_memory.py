@@ -292,7 +292,7 @@ def flip(data: memoryview) -> bytes:
 
 def test_too_little_memory_is_one_warning_that_names_the_limit_and_no_claim(tmp_path):
     ck = make(tmp_path / "run", save_every=4, max_bytes=1000)
-    with pytest.warns(UserWarning, match=r"not captured in memory.*expected 1000.*max_bytes") as warned:
+    with pytest.warns(UserWarning, match=r"not captured in memory.*expected at most 1000 bytes.*max_bytes") as warned:
         save(ck, 1, 2, 3)
     assert len(warned) == 1
     assert ck.durability(1).survives == set()

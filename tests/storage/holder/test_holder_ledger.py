@@ -30,7 +30,7 @@ def test_bytes_beyond_the_maximum_are_refused_and_change_nothing():
     ledger, _ = make_ledger(10)
     put(ledger, 1, "a", 6)
     number = ledger.create(1, "b", is_new=False)
-    with pytest.raises(NoSpaceError, match="found 11; expected 10"):
+    with pytest.raises(NoSpaceError, match="found 11 bytes; expected at most 10 bytes"):
         ledger.reserve(1, number, 5)
     assert ledger.nbytes == 6
     ledger.reserve(1, number, 4)

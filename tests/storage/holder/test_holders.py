@@ -146,7 +146,10 @@ def test_a_holder_that_is_stopped_by_a_signal_is_an_error_within_the_time_limit(
 
 def test_more_bytes_than_the_maximum_are_refused_and_the_name_of_the_limit_is_in_the_message():
     start(1000)
-    with pytest.raises(NoSpaceError, match=r"expected 1000.*max_bytes"), HolderStore(URL).create("a") as writer:
+    with (
+        pytest.raises(NoSpaceError, match=r"expected at most 1000 bytes.*max_bytes"),
+        HolderStore(URL).create("a") as writer,
+    ):
         writer.write(b"1" * 1001)
     with HolderStore(URL).create("a") as writer:
         writer.write(b"1" * 1000)
