@@ -136,6 +136,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
 LIBRARIES: dict[str, set[str]] = {
     "torch": {"torch_features", "groups", "devices", "core", "state", "checkpoint", "data", "integrations", "testing"},
     "fsspec": {"storage", "testing"},
+    "greenlet": {"testing"},
     "typer": {"cli"},
     "pytest": {"testing"},
     "click": {"cli"},

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 
-from shardckpt.testing.simulation import HistoryError, run_history
+import pytest
+import torch
+
+from shardckpt.format.native import verified_store
+from shardckpt.testing.simulation import HistoryError, run_history, turns
+from shardckpt.testing.simulation import scheduler as scheduler_module
 from shardckpt.testing.simulation.scheduler import Scheduler, WaitingTasks
+from shardckpt.testing.simulation.seams import Machine, simulated
 from shardckpt.testing.simulation.stores.disk import Disk
 from shardckpt.testing.simulation.stores.node_disks import NodeDisks
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
+from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
 
 
 def order_of_turns(seed: int) -> list[str]:
@@ -90,3 +102,154 @@ def test_a_choice_looks_only_at_tasks_that_something_has_changed_for() -> None:
         )
     scheduler.run()
     assert len(asked) <= 4 * 50
+
+
+def run_in_turns(act: Callable[[Scheduler], object]) -> None:
+    """Run a function on two simulated threads that take turns."""
+    scheduler = Scheduler(1, stay=0.0)
+    for name in "ab":
+        scheduler.spawn(scheduler.new_process(name), name, lambda: act(scheduler))
+    scheduler.run()
+    assert len({event.who for event in scheduler.events[:3]}) == 2
+
+
+NOTE = ContextVar("note", default="")
+
+
+def test_a_thread_has_its_own_context() -> None:
+    def check(scheduler: Scheduler) -> None:
+        for number in range(8):
+            NOTE.set(f"{scheduler.current} {number}")
+            scheduler.step("turn")
+            assert NOTE.get() == f"{scheduler.current} {number}"
+
+    run_in_turns(check)
+    assert NOTE.get() == ""
+
+
+def test_a_thread_records_gradients_by_its_own_setting() -> None:
+    def check(scheduler: Scheduler) -> None:
+        for _ in range(8):
+            assert torch.is_grad_enabled()
+            with torch.no_grad():
+                scheduler.step("turn")
+                assert not torch.is_grad_enabled()
+            scheduler.step("turn")
+
+    run_in_turns(check)
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        run_in_turns(check)
+        assert not torch.is_grad_enabled()
+
+
+def find_classes_of_threads() -> set[type]:
+    """Return the classes of the product of whose objects each thread has its own attributes."""
+    spaces = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] == "shardckpt"]
+    return {
+        each
+        for space in spaces
+        for each in space.values()
+        if isinstance(each, type) and issubclass(each, threading.local) and each is not threading.local
+    }
+
+
+def test_each_class_whose_objects_differ_by_thread_has_a_twin_in_histories() -> None:
+    """Threads of a history may be greenlets of one thread, which would share them."""
+    run_history(0)
+    not_in_histories = {"_EnteredHooks"}  # of the forward of models
+    assert {each.__name__ for each in find_classes_of_threads()} - not_in_histories == {"BlockMemory"}
+
+
+def test_a_thread_has_its_own_block_of_a_verified_store() -> None:
+    scheduler, disks = Scheduler(1, stay=0.0), NodeDisks(Disk())
+    system = OperatingSystem(scheduler, disks)
+    holders = SimulatedHolders(scheduler, system, lambda name, _: scheduler.new_process(name))
+    with simulated(Machine(scheduler, system, holders, {})):
+        memory = verified_store.BlockMemory()
+
+        def check(name: str) -> None:
+            for number in range(4):
+                assert memory.block == ((name, number - 1) if number else None)
+                memory.cache((name, number), memory.take(8))
+                scheduler.step("turn")
+
+        process = scheduler.new_process("a")
+        for name in "ab":
+            scheduler.spawn(process, name, partial(check, name))
+        scheduler.run()
+    assert [event.who for event in scheduler.events[:3]] != ["a"] * 3
+
+
+@pytest.fixture(params=[turns.ThreadTurns, turns.GreenletTurns])
+def kind_of_turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[turns.Turns]:
+    if request.param is turns.GreenletTurns:
+        pytest.importorskip("greenlet")
+    monkeypatch.setattr(scheduler_module, "make_turns", request.param)
+    return request.param
+
+
+def test_histories_are_the_same_on_threads_and_on_greenlets(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("greenlet")
+    seeds = range(8)
+    on_greenlets = [str(run_history(seed)) for seed in seeds]
+    monkeypatch.setattr(scheduler_module, "make_turns", turns.ThreadTurns)
+    assert [str(run_history(seed)) for seed in seeds] == on_greenlets
+
+
+def test_threads_that_start_others_do_not_add_up_to_a_deep_stack(kind_of_turns: type[turns.Turns]) -> None:
+    scheduler, ended = Scheduler(1), list[int]()
+    process = scheduler.new_process("a")
+
+    def start_next(number: int) -> None:
+        if number < sys.getrecursionlimit() // 4:
+            task = scheduler.spawn(process, "a", partial(start_next, number + 1))
+            scheduler.wait(lambda: task.is_over, "the next one", None, (task,))
+        ended.append(number)
+
+    scheduler.spawn(process, "a", partial(start_next, 0))
+    scheduler.run()
+    assert ended == [*range(len(ended))][::-1]
+
+
+def test_a_process_has_the_processor_seconds_of_its_threads(kind_of_turns: type[turns.Turns]) -> None:
+    scheduler = Scheduler(1, stay=0.0)
+    busy, idle = (scheduler.new_process(name) for name in ("busy", "idle"))
+
+    def work() -> None:
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+        for _ in range(9):
+            scheduler.step("turn")
+
+    for process, act in ((busy, work), (busy, work), (idle, lambda: scheduler.step("turn"))):
+        scheduler.spawn(process, process.name, act)
+    scheduler.run()
+    assert busy.work_s >= 0.1
+    assert idle.work_s < 0.05
+
+
+def test_a_deadlock_is_reported_on_threads_and_on_greenlets(kind_of_turns: type[turns.Turns]) -> None:
+    test_a_deadlock_is_reported_with_the_place_of_each_thread()
+
+
+def test_an_interrupt_ends_all_threads(kind_of_turns: type[turns.Turns]) -> None:
+    scheduler, ended = Scheduler(1), list[str]()
+
+    def be_interrupted() -> None:
+        scheduler.step("turn")
+        scheduler.processes[0].die()
+        raise KeyboardInterrupt
+
+    def wait() -> None:
+        try:
+            scheduler.sleep(9.0)
+        finally:
+            ended.append("b")
+
+    scheduler.spawn(scheduler.new_process("a"), "a", be_interrupted)
+    scheduler.spawn(scheduler.new_process("b"), "b", wait)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.run()
+    assert ended == ["b"]

@@ -127,7 +127,7 @@ class _ReadPlan:
     parts: dict[_Block, list[_BlockPart]] = field(default_factory=dict)
 
 
-class _BlockMemory(threading.local):
+class BlockMemory(threading.local):
     """Memory of a thread for partly wanted blocks.
 
     Attributes:
@@ -167,7 +167,7 @@ class VerifiedStore(WrappedStore):
         super().__init__(store)
         self._files = files
         self._good: dict[str, bytearray] = {}
-        self._memory = _BlockMemory()
+        self._memory = BlockMemory()
         self._is_local = store.capabilities.is_local
 
     @property

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
 import traceback
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 from random import Random
 from typing import Any, NamedTuple
+
+from shardckpt.testing.simulation.turns import Runner, make_turns
 
 EVENT_SECONDS = 0.001
 """Virtual seconds between two events."""
@@ -100,6 +99,8 @@ class Task:
         waits_for: Condition that it waits for, in words; empty if it can run.
         things: Things that the condition depends on; None if it may depend on anything.
         watched: Its process and things while it waits.
+        runner: Thread or greenlet that runs it.
+        own: Values of the thread in place of globals of modules, by key.
     """
 
     def __init__(self, name: str, process: Process, number: int) -> None:
@@ -110,9 +111,8 @@ class Task:
         self.deadline: float | None = None
         self.things: Sequence[Hashable] | None = ()
         self.watched: Sequence[Hashable] = ()
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.thread: threading.Thread | None = None
+        self.runner: Runner | None = None
+        self.own: dict[object, Any] = {}
 
     def can_run(self, now: float) -> bool:
         """Return True if the task does not wait, or no longer has to."""
@@ -122,7 +122,7 @@ class Task:
 
     def describe_place(self) -> str:
         """Return where the task is, for a report."""
-        frame = sys._current_frames().get(self.thread.ident or 0) if self.thread is not None else None
+        frame = self.runner.find_frame() if self.runner is not None else None
         stack = traceback.extract_stack(frame) if frame is not None else []
         shown = [
             each for each in stack if "/testing/simulation/" not in each.filename and "threading" not in each.filename
@@ -262,7 +262,7 @@ class Scheduler:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._is_observed = False
-        self._end = threading.Lock()
+        self._turns = make_turns()
         self.processes: list[Process] = []
         self._spawned = 0
 
@@ -287,25 +287,22 @@ class Scheduler:
         task = Task(name, process, self._spawned)
 
         def run() -> None:
-            task.baton.acquire()
             try:
                 if not process.is_dead:
                     target()
             except KilledError:
                 pass
             except BaseException as error:  # noqa: BLE001  (reported by `run`)
-                if isinstance(error, HistoryError) or not process.is_dead:
+                if isinstance(error, HistoryError | KeyboardInterrupt) or not process.is_dead:
                     self.fail(error)
             finally:
                 task.is_over = True
-                process.work_s += time.thread_time()
+                process.work_s += runner.measure_work()
                 self._waits.remove(task)
                 self.notify(task)
-                self._hand_over()
 
-        task.thread = threading.Thread(target=run, name=name, daemon=True)
         self._waits.add(task)
-        task.thread.start()
+        runner = task.runner = self._turns.start(name, run)
         return task
 
     def run(self) -> None:
@@ -315,10 +312,7 @@ class Scheduler:
             HistoryError: An invariant is violated.
             BaseException: An actor failed.
         """
-        self._end.acquire()
-        self._hand_over()
-        self._end.acquire()
-        self.current = None
+        self._turns.run_all(self._choose_next)
         if self.failure is not None:
             raise self.failure
 
@@ -445,20 +439,16 @@ class Scheduler:
             return
         if chosen is not task:
             self.current = chosen
-            chosen.baton.release()
-            task.baton.acquire()
+            runner, running = chosen.runner, task.runner
+            assert runner is not None
+            runner.take_over(running)
         if task.process.is_dead:
             raise KilledError
 
-    def _hand_over(self) -> None:
-        """Give the turn to another task, when the running one has ended."""
-        chosen = self._choose(None)
-        if chosen is None:
-            self.current = None
-            self._end.release()
-            return
-        self.current = chosen
-        chosen.baton.release()
+    def _choose_next(self) -> Runner | None:
+        """Return what runs the next task, when the running one has ended; None at the end."""
+        self.current = chosen = self._choose(None)
+        return chosen.runner if chosen is not None else None
 
     def _choose(self, task: Task | None) -> Task | None:
         waits, timers, chance = self._waits, self._timers, self.random.random

@@ -32,6 +32,7 @@ from shardckpt.checkpoint.save.save import SAVERS, SaverCache
 from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpinned, make_buffer
 from shardckpt.checkpoint.tiers.peer_memory import find_node, find_node_id
 from shardckpt.format.native.commit import decode_commit
+from shardckpt.format.native.verified_store import BlockMemory
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.local_shards import get_tensor_shards
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
@@ -109,6 +110,24 @@ class _OwnedByProcess:
         self.__getattr__("__delitem__")(key)
 
 
+class _OwnedByThread:
+    """An object of which each simulated thread has its own, as it has its own attributes of a `threading.local`.
+
+    Args:
+        machine: The machine.
+        make: Returns the object of a new thread.
+    """
+
+    def __init__(self, machine: Machine, make: Callable[[], object]) -> None:
+        self._machine, self._make = machine, make
+
+    def __getattr__(self, name: str) -> Any:
+        own = self._machine.values_of_thread
+        if self not in own:
+            own[self] = self._make()
+        return getattr(own[self], name)
+
+
 class Machine:
     """The machine on which all processes of a history run, in place of the real one.
 
@@ -124,6 +143,11 @@ class Machine:
     ) -> None:
         self.scheduler, self.system, self._holders, self._nodes = scheduler, system, holders, nodes
         self._observer = Process("observer", 1)
+
+    @property
+    def values_of_thread(self) -> dict[object, Any]:
+        """Values of the running thread in place of globals of modules, by key."""
+        return self.scheduler.current.own if self.scheduler.current is not None else self._observer.own
 
     @property
     def process(self) -> Process:
@@ -159,6 +183,7 @@ class Machine:
             *self._holders.twins(_Twin),
             (decode_commit, lru_cache(_MOST_DECODED)(decode_commit)),
             (get_tensor_shards, find_tensor_shards),
+            (BlockMemory, lambda: _OwnedByThread(self, BlockMemory)),
             (find_node, self.find_node),
             (find_node_id, lambda: self.process.node),
             (MOUNTED, _OwnedByProcess(self, dict)),
@@ -196,8 +221,14 @@ class Machine:
             "RLock": lambda: SimulatedLock(scheduler),
             "Event": lambda: SimulatedFlag(scheduler),
             "Condition": lambda: SimulatedCondition(scheduler),
+            "local": _refuse_values_of_threads,
             "_register_atexit": lambda _act: None,
         }
+
+
+def _refuse_values_of_threads() -> object:
+    """Raise TypeError: threads of a history share the real thread, of which `threading.local` has the values."""
+    raise TypeError("a threading.local in a history must have a twin, as BlockMemory has")
 
 
 @contextmanager
