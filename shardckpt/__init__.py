@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.select.options import Options
     from shardckpt.offline.stats import stats
     from shardckpt.offline.targets.target_registry import list_targets
-    from shardckpt.offline.tiers.tier_list import HolderInfo, TierList, stop_tiers, tiers
+    from shardckpt.offline.tiers.tier_list import HolderInfo, HungHolderInfo, TierList, stop_tiers, tiers
     from shardckpt.offline.verify import verify
     from shardckpt.offline.write.report import Report, WrittenFile
     from shardckpt.open_checkpoint import open
@@ -177,7 +177,7 @@ _HOMES = {
     "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.events.progress": ("Progress",),
-    "shardckpt.offline.tiers.tier_list": ("HolderInfo", "TierList", "stop_tiers", "tiers"),
+    "shardckpt.offline.tiers.tier_list": ("HolderInfo", "HungHolderInfo", "TierList", "stop_tiers", "tiers"),
     "shardckpt.state.keys.kinds": ("StateKind",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
     "shardckpt.state.model.model_state_dict": ("iter_full_state_dict", "model_state_dict"),
@@ -210,6 +210,7 @@ __all__ = [
     "FormatList",
     "History",
     "HolderInfo",
+    "HungHolderInfo",
     "IncompleteError",
     "Inspection",
     "LayerDifference",

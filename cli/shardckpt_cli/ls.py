@@ -222,6 +222,7 @@ def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = Fal
         )
         for holder in found.holders
     ]
+    rows += [(hung.run, "does not answer", "", "", "", f"{hung.pid or '?'}", "") for hung in found.hung]
     if rows:
         output.show_table(rows, header=("run", "steps", "size", "limit", "clients", "pid", "age"), right=_TIER_NUMBERS)
     else:

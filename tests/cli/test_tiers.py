@@ -1,7 +1,9 @@
 """`shardckpt tiers`: list the holders of this user, end one or all."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from command import run_here
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
+from shardckpt.storage.holder import ask_holders
 from shardckpt.storage.resolve_url import open_store
 
 
@@ -109,6 +112,22 @@ def test_a_run_that_has_only_captures_is_listed_and_the_folder_of_another_run_is
     (local / ".shardckpt-tier.json").write_text('{"run": "another"}')
     found = run_here("ls", root, "--durability")
     assert found.code == 0 and found.out.split() == ["step", "tier", "survives", "verified", "path"]
+
+
+def test_a_holder_that_hangs_is_shown_with_its_process_and_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(ask_holders, "TIMEOUT_S", 0.5)
+    capture(tmp_path / "a", 1)
+    capture(tmp_path / "b", 2)
+    hung = next(each for each in shardckpt.tiers().holders if each.steps == (1,))
+    os.kill(hung.pid, signal.SIGSTOP)
+    found = run_here("tiers")
+    assert found.code == 0 and found.out.splitlines()[-1].split("  ")[:2] == [hung.run, "does not answer"]
+    assert found.out.splitlines()[-1].split()[-1] == str(hung.pid)
+    listed = json.loads(run_here("tiers", "--json").out)
+    assert listed["hung"] == [{"run": hung.run, "url": hung.url, "pid": hung.pid}]
+    assert [each["steps"] for each in listed["holders"]] == [[2]]
+    assert run_here("tiers", "stop", hung.run).out == f"stopped {hung.run}\n"
+    assert shardckpt.tiers().hung == () and len(shardckpt.tiers().holders) == 1
 
 
 def test_an_unknown_action_or_run_is_an_error_of_the_call():

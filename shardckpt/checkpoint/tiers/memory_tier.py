@@ -63,13 +63,17 @@ class MemoryTier(CaptureTier):
             warn_user(f"captures in memory get fewer copies than asked for: {found}")
 
     def open_node(self) -> None:
-        """Start the holder of this node unless it is there.
+        """Start the holder of this node unless it is there; one that does not answer is replaced, with a warning.
 
         Raises:
             StorageError: It cannot be started.
             NoMemoryError: The machine has too little memory.
         """
-        start_holder(self._run, self._max_bytes, last=COMMIT, idle_s=self._config.idle_s)
+        replaced = start_holder(self._run, self._max_bytes, last=COMMIT, idle_s=self._config.idle_s)
+        if replaced:
+            warn_user(
+                f"the holder of captures in memory did not answer: process {replaced} was ended, with its captures"
+            )
 
     @cached_property
     def _max_bytes(self) -> int:

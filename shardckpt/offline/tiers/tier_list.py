@@ -39,18 +39,35 @@ class HolderInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class HungHolderInfo:
+    """A holder that does not answer: it is stopped, or hangs.
+
+    Attributes:
+        run: Id of the run.
+        url: URL of its captures, for every function and command.
+        pid: Process id; 0 if it is unknown.
+    """
+
+    run: str
+    url: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierList:
     """Result of `tiers`.
 
     Attributes:
         holders: Holders of this user on this node, in the order of their runs.
+        hung: Holders that do not answer, in the order of their runs.
     """
 
     holders: tuple[HolderInfo, ...]
+    hung: tuple[HungHolderInfo, ...] = ()
 
 
 def tiers() -> TierList:
-    """List the holders of captures of this user on this node; one that does not answer is not listed.
+    """List the holders of captures of this user on this node; one that does not answer within 10 s is listed as hung.
 
     Returns:
         The holders, with the steps that they have.
@@ -59,25 +76,27 @@ def tiers() -> TierList:
         StorageError: The folder of sockets cannot be opened.
         UnsafeError: Other users may use that folder.
     """
-    return TierList(
-        tuple(
-            HolderInfo(
-                each.run,
-                each.url,
-                *_list_steps(each.url),
-                each.nbytes,
-                each.max_bytes,
-                each.clients,
-                each.pid,
-                each.started_at,
-            )
-            for each in find_holders()
+    found = find_holders()
+    holders = (
+        HolderInfo(
+            each.run,
+            each.url,
+            *_list_steps(each.url),
+            each.nbytes,
+            each.max_bytes,
+            each.clients,
+            each.pid,
+            each.started_at,
         )
+        for each in found.running
     )
+    return TierList(tuple(holders), tuple(HungHolderInfo(each.run, each.url, each.pid) for each in found.hung))
 
 
 def stop_tiers(run: str | None = None) -> tuple[str, ...]:
     """End holders of captures of this user on this node; their captures are lost.
+
+    One that does not answer within 10 s gets SIGTERM, and SIGKILL 2 s later.
 
     Args:
         run: Id of the run; None for all.
@@ -87,7 +106,7 @@ def stop_tiers(run: str | None = None) -> tuple[str, ...]:
 
     Raises:
         UsageError: No holder has this run.
-        StorageError: The folder of sockets cannot be opened.
+        StorageError: The folder of sockets cannot be opened, or a holder that does not answer cannot be ended.
         UnsafeError: Other users may use that folder.
     """
     return tuple(stop_holders(run))

@@ -84,9 +84,10 @@ class HolderConnection:
         return answer, fd
 
     def close(self) -> None:
-        """Close the connection; the next request opens another one."""
+        """Close the connection; the next request opens another one, also shortly after the holder did not answer."""
         with self._lock:
             self._drop()
+            self._hung_at = None
 
     def abandon(self) -> None:
         """Close the connection of a forked process, whose parent may hold the lock."""
@@ -99,10 +100,7 @@ class HolderConnection:
         with self._lock:
             try:
                 self._require_no_pause()
-                if self._connection is None:
-                    self._connection = self._connect()
-                send(self._connection, message)
-                answer, fd = receive(self._connection)
+                answer, fd = receive(self._send(message))
             except OSError as error:
                 self._drop()
                 if isinstance(error, StorageError):
@@ -120,10 +118,28 @@ class HolderConnection:
             raise refusal
         return answer, fd
 
+    def _send(self, message: dict[str, Any]) -> socket.socket:
+        """Send a request, and return the connection. One whose holder has ended is opened again: another may listen.
+
+        The number of a file has no meaning for another holder.
+        """
+        if self._connection is not None:
+            try:
+                send(self._connection, message)
+            except (BrokenPipeError, ConnectionResetError):
+                if "number" in message:
+                    raise
+                self._drop()
+            else:
+                return self._connection
+        self._connection = self._connect()
+        send(self._connection, message)
+        return self._connection
+
     def _require_no_pause(self) -> None:
-        """Raise TimeoutError if the holder did not answer shortly before."""
+        """Raise TimeoutError if the holder did not answer shortly before, and is still the same."""
         if self._hung_at is not None:
-            if time.monotonic() - self._hung_at < _PAUSE_S:
+            if time.monotonic() - self._hung_at < _PAUSE_S and self.has_same_socket():
                 raise TimeoutError(f"timed out in the last {_PAUSE_S:.0f} s")
             self._hung_at = None
 

@@ -245,7 +245,7 @@ def main(args: list[str]) -> None:
             _wait_for(folder_fd, run)
             return
         os.close(lock)
-        listening.listen(128)
+        listening.listen(socket.SOMAXCONN)  # those of a holder that hangs wait, also after their clients are gone
         try:
             _detach()
             Holder(run, listening, HolderLedger(int(max_bytes), last), float(idle_s)).serve()

@@ -134,12 +134,16 @@ def connect_socket(folder_fd: int, run: str, timeout_s: float) -> socket.socket:
 
     Raises:
         OSError: No process listens.
+        TimeoutError: It has not accepted so many connections that no further one can wait.
         UnsafeError: A process of another user listens.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout_s)
-        connection.connect(f"/proc/self/fd/{folder_fd}/{socket_name(run)}")
+        try:
+            connection.connect(f"/proc/self/fd/{folder_fd}/{socket_name(run)}")
+        except BlockingIOError as error:
+            raise TimeoutError("it accepts no connections, and too many wait") from error
         require_own_peer(connection)
     except BaseException:
         connection.close()

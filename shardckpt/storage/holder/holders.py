@@ -7,13 +7,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from shardckpt.errors import ShardckptError, StorageError, UsageError
 from shardckpt.storage.holder import SCHEME
+from shardckpt.storage.holder.ask_holders import ask_holders
 from shardckpt.storage.holder.holder_connection import (
     TIMEOUT_S,
     HolderConnection,
@@ -21,14 +21,8 @@ from shardckpt.storage.holder.holder_connection import (
     get_holder_connection,
 )
 from shardckpt.storage.holder.holder_messages import receive, send
-from shardckpt.storage.holder.holder_sockets import (
-    connect_socket,
-    list_runs,
-    open_socket_folder,
-    require_run,
-    require_sockets,
-    socket_folder,
-)
+from shardckpt.storage.holder.holder_sockets import require_run, require_sockets, socket_folder
+from shardckpt.storage.holder.hung_holder import end_peer, read_peer_pid
 
 IDLE_S = 3600.0
 """Seconds without a client after which a holder ends."""
@@ -65,10 +59,38 @@ class RunningHolder:
     clients: int
 
 
-def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S) -> None:
+@dataclass(frozen=True, slots=True)
+class HungHolder:
+    """A holder of this user that does not answer.
+
+    Attributes:
+        run: Id of the run.
+        url: URL of its files.
+        pid: Process id; 0 if it is unknown.
+    """
+
+    run: str
+    url: str
+    pid: int
+
+
+class FoundHolders(NamedTuple):
+    """Holders of this user on this node, each in the order of their runs.
+
+    Attributes:
+        running: Holders that answer.
+        hung: Holders that do not.
+    """
+
+    running: tuple[RunningHolder, ...]
+    hung: tuple[HungHolder, ...]
+
+
+def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S) -> int:
     """Start the holder of a run on this node, unless it is there; it survives this process.
 
-    One whose socket was removed is ended: no new process would find it. Holders of other runs without a client for
+    One whose socket was removed is ended: no new process would find it. So is one that does not answer two requests in
+    a row, each within `TIMEOUT_S` seconds: its files are lost. Holders of other runs without a client for
     `SUPERSEDED_S` seconds are ended too.
 
     Args:
@@ -77,22 +99,30 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
         last: Name of the file that makes a folder complete.
         idle_s: Seconds without a client after which it ends.
 
+    Returns:
+        Process id of a holder that did not answer and was replaced; 0 without one.
+
     Raises:
-        StorageError: It cannot be started, or does not answer.
+        StorageError: It cannot be started, or one that does not answer cannot be ended.
         UnsafeError: The folder of sockets is not this user's alone.
     """
     require_sockets()
+    replaced = 0
     for attempt in range(_STARTS):
         try:
             connection = get_holder_connection(require_run(run))
             connection.request("limit", max_bytes=max_bytes)
             if connection.has_same_socket() or is_reachable(run):
-                return
+                return replaced
             connection.request("stop")
             connection.close()
         except HolderGoneError as error:
             if isinstance(error.__cause__, TimeoutError):  # it is there, and stopped or hanging
-                raise
+                connection.close()
+                ended = _end_hung_holder(run)
+                if not ended:
+                    continue
+                replaced = ended
         _start_process([run, str(max_bytes), str(idle_s), last])
         if not attempt:
             stop_holders(idle_s=SUPERSEDED_S)
@@ -143,52 +173,88 @@ def _start_process(args: list[str]) -> None:
         raise StorageError("the holder cannot be started", where=args[0], found=last_line)
 
 
-def find_holders() -> list[RunningHolder]:
-    """Return the holders of this user on this node, in the order of their runs.
-
-    A holder that does not answer is left out.
+def find_holders() -> FoundHolders:
+    """Return the holders of this user on this node.
 
     Raises:
         UnsafeError: The folder of sockets is not this user's alone.
         StorageError: It cannot be opened.
     """
-    found = []
-    for run, connection in _connect_all():
-        with connection, suppress(OSError, ShardckptError):
-            send(connection, {"op": "hello"})
-            found.append(_to_info(run, receive(connection)[0]))
-    return found
+    running, hung = [], []
+    for run, connection, answer in ask_holders():
+        if answer is None:
+            hung.append(HungHolder(run, _url(run), 0 if connection is None else read_peer_pid(connection)))
+        else:
+            running.append(_to_info(run, answer))
+    return FoundHolders(tuple(running), tuple(hung))
 
 
 def stop_holders(run: str | None = None, *, idle_s: float = 0.0) -> list[str]:
     """End holders of this user on this node; the files that they have are lost. Return their runs.
 
+    One that does not answer gets SIGTERM, and SIGKILL if it has not ended after that.
+
     Args:
         run: Id of the run; None for all.
-        idle_s: End only those without a client for this many seconds; 0 for all.
+        idle_s: End only those that answer and are without a client for this many seconds; 0 for all.
 
     Raises:
         UsageError: No holder has this run.
         UnsafeError: The folder of sockets is not this user's alone.
-        StorageError: It cannot be opened.
+        StorageError: It cannot be opened, or a holder that does not answer cannot be ended.
     """
-    stopped = []
-    for each, connection in _connect_all():
-        if run not in (None, each):
-            connection.close()
+    stopped, fault = [], None
+    for each, connection, answer in ask_holders(run):
+        if idle_s and (answer is None or answer.get("clients") or float(answer.get("idle_s", 0.0)) < idle_s):
             continue
-        with connection, suppress(OSError, ShardckptError):
-            send(connection, {"op": "hello"})
-            answer, _ = receive(connection)
-            if idle_s and (answer.get("clients") or float(answer.get("idle_s", 0.0)) < idle_s):
-                continue
+        try:
+            _stop_holder(each, connection, is_hung=answer is None)
+        except StorageError as error:
+            fault = fault or error
+        else:
+            stopped.append(each)
+    if fault is not None and not idle_s:
+        raise fault
+    if run is not None and not stopped:
+        raise UsageError("no holder of this run is there", where=run, fix="`shardckpt tiers` lists the holders.")
+    return stopped
+
+
+def _stop_holder(run: str, connection: socket.socket | None, *, is_hung: bool) -> None:
+    """End a holder. Raises StorageError if it does not answer and cannot be ended."""
+    if connection is None:
+        raise StorageError(
+            "the holder does not answer, and is not ended",
+            where=run,
+            found="too many connections wait for it: its process is unknown",
+            fix=f"Find it with `ss -xlp | grep {run}`, and end it yourself.",
+        )
+    try:
+        if not is_hung:
             send(connection, {"op": "stop"})
             receive(connection)
-            stopped.append(each)
             _wait_for_end(connection)
-    if run is not None and not stopped:
-        raise UsageError("no holder of this run answers", where=run, fix="`shardckpt tiers` lists the holders.")
-    return stopped
+            return
+    except TimeoutError:
+        pass
+    except (OSError, ShardckptError):  # it has ended meanwhile
+        return
+    end_peer(connection, run)
+
+
+def _end_hung_holder(run: str) -> int:
+    """End the holder of a run if it does not answer this time either; return its process id, or 0 if it answers.
+
+    Raises:
+        StorageError: It cannot be ended.
+        UnsafeError: The folder of sockets is not this user's alone.
+    """
+    ended = 0
+    for _, connection, answer in ask_holders(run):
+        if answer is None:
+            _stop_holder(run, connection, is_hung=True)
+            ended = 0 if connection is None else read_peer_pid(connection)
+    return ended
 
 
 def _wait_for_end(connection: socket.socket) -> None:
@@ -198,16 +264,10 @@ def _wait_for_end(connection: socket.socket) -> None:
         pass
 
 
-def _connect_all() -> Iterator[tuple[str, socket.socket]]:
-    """Yield a connection to each holder that accepts one."""
-    require_sockets()
-    with open_socket_folder(socket_folder(), is_made=False) as folder_fd:
-        for run in [] if folder_fd is None else list_runs(folder_fd):
-            with suppress(OSError, ShardckptError):
-                connection = connect_socket(folder_fd or 0, run, TIMEOUT_S)
-                yield run, connection
+def _url(run: str) -> str:
+    return f"{SCHEME}://{run}"
 
 
-def _to_info(run: str, answer: dict[str, object]) -> RunningHolder:
+def _to_info(run: str, answer: dict[str, Any]) -> RunningHolder:
     numbers = {name: answer.get(name) for name in ("pid", "started_at", "nbytes", "max_bytes", "clients")}
-    return RunningHolder(run, f"{SCHEME}://{run}", **numbers)  # type: ignore[arg-type]  # shown only
+    return RunningHolder(run, _url(run), **numbers)  # type: ignore[arg-type]  # shown only

@@ -26,7 +26,7 @@ from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.tiers import peer_memory, tiered_finder
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.format.durability.run_record import RECORD
-from shardckpt.storage.holder import holder_connection
+from shardckpt.storage.holder import ask_holders, holder_connection, hung_holder
 from shardckpt.storage.holder.holder_connection import HolderConnection
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.resolve_url import open_store
@@ -331,14 +331,49 @@ def test_a_holder_waits_for_more_than_the_days_that_the_system_waits_at_once(tmp
     assert ck.durability(1).survives == {"process"}
 
 
-def test_a_holder_that_hangs_costs_one_time_limit_and_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(holder_connection, "TIMEOUT_S", 1.0)
+@pytest.fixture
+def short_limits(monkeypatch):
+    for module in (holder_connection, ask_holders):
+        monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_holder_that_hangs_is_replaced_at_the_next_capture_with_one_warning(tmp_path):
+    ck = make(tmp_path / "run", save_every=4)
+    save(ck, 1)
+    (holder,) = shardckpt.tiers().holders
+    os.kill(holder.pid, signal.SIGSTOP)
+    with pytest.warns(UserWarning, match=f"did not answer: process {holder.pid} was ended") as warned:
+        save(ck, 2, 3, 4, 5)
+    assert len(warned) == 1
+    wait_for(lambda: not is_alive(holder.pid))
+    assert ck.durability(5).survives == {"process"} and ck.durability(1).survives == frozenset()
+    assert restore(tmp_path / "run") == 5
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_new_start_restores_an_older_step_and_replaces_a_holder_that_hangs(tmp_path, caplog):
+    save(make(tmp_path / "run", save_every=4), 4, 5)
+    (holder,) = shardckpt.tiers().holders
+    os.kill(holder.pid, signal.SIGSTOP)
+    holder_connection._forget_connections()
+    ck = make(tmp_path / "run", save_every=4)
+    assert ck.restore(state()) == 4 and "do not answer" in caplog.text
+    with pytest.warns(UserWarning, match="was ended, with its captures") as warned:
+        save(ck, 5)
+    assert len(warned) == 1
+    assert restore(tmp_path / "run") == 5
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_holder_that_hangs_and_cannot_be_ended_costs_one_time_limit_and_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(hung_holder, "read_peer_pid", lambda _: 0)  # it runs in another container
     ck = make(tmp_path / "run", save_every=4)
     save(ck, 1)
     (holder,) = shardckpt.tiers().holders
     os.kill(holder.pid, signal.SIGSTOP)
     try:
-        with pytest.warns(UserWarning, match="does not answer") as warned:
+        with pytest.warns(UserWarning, match="does not answer.*in the container that started it") as warned:
             save(ck, 2, 3, 4)
         assert len(warned) == 1
         assert restore(tmp_path / "run") == 4

@@ -23,6 +23,7 @@ from shardckpt.storage.holder.holder_sockets import (
     require_sockets,
     socket_folder,
 )
+from shardckpt.storage.holder.hung_holder import end_peer, read_peer_pid
 from shardckpt.testing.simulation.scheduler import Process, Scheduler
 from shardckpt.testing.simulation.stores.operating_system import OpenMemory, OperatingSystem
 
@@ -35,6 +36,7 @@ class SimulatedSocket:
         process: Process that has this end.
 
     Attributes:
+        process: As given.
         peer: The other end; None until it is connected.
         arrived: Packets that were not received yet, each with the memory whose descriptor came along.
         is_closed: Whether this end is closed.
@@ -42,6 +44,7 @@ class SimulatedSocket:
 
     def __init__(self, scheduler: Scheduler, process: Process) -> None:
         self._scheduler = scheduler
+        self.process = process
         self._timeout_s: float | None = None
         self.peer: SimulatedSocket | None = None
         self.arrived: deque[tuple[bytes, OpenMemory | None]] = deque()
@@ -99,7 +102,6 @@ class ListeningSocket(SimulatedSocket):
 
     def __init__(self, scheduler: Scheduler, process: Process) -> None:
         super().__init__(scheduler, process)
-        self.process = process
         self.waiting: deque[SimulatedSocket] = deque()
 
     @property
@@ -208,6 +210,8 @@ class SimulatedHolders:
             (identify_socket, self._identify_socket),
             (open_socket_folder, _open_folder),
             (require_own_peer, lambda _connection: None),
+            (read_peer_pid, _read_peer_pid),
+            (end_peer, self._end_peer),
             (require_sockets, lambda: None),
             (send, self._send),
             (receive, self._receive),
@@ -259,6 +263,12 @@ class SimulatedHolders:
         self._scheduler.notify(listening)
         return own
 
+    def _end_peer(self, connection: SimulatedSocket, run: str) -> None:
+        """End a holder that does not answer."""
+        self._scheduler.step("end", f"holder of {run}")
+        if connection.peer is not None:
+            connection.peer.process.die()
+
     def _send(self, connection: SimulatedSocket, message: Mapping[str, Any], fd: int | None = None) -> None:
         data = encode_message(message)
         is_request = "op" in message
@@ -289,6 +299,11 @@ class _CountingLedger(HolderLedger):
         """Remove a file; a missing one is not an error."""
         super().delete(name)
         self.removals += 1
+
+
+def _read_peer_pid(connection: SimulatedSocket) -> int:
+    """Return the number of the process at the other end."""
+    return 0 if connection.peer is None else connection.peer.process.number
 
 
 @contextmanager
