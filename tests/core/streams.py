@@ -4,8 +4,9 @@ Inside `checked()` the CPU has streams, and everything runs at once and in order
 engine forgets to wait for. What counts is what a device might have done:
 
 - **Streams** have vector clocks: for each stream, the last of its operations that they come after. An operation runs on
-  the current stream and comes after what that stream waited for. Waiting on the host orders nothing here, so that no
-  order rests on a synchronization that happens to be there (the rate limiter's, a value that is read).
+  the current stream and comes after what that stream waited for. Waiting on the host orders no streams here, so that no
+  order rests on a synchronization that happens to be there (the rate limiter's, a value that is read). It is noted in a
+  clock of the host, which tells what may be read in host memory, and what the host knows to be done.
 - **Operations** are seen by a dispatch mode: the ranges of bytes that each reads and writes. Of DTensors it sees the
   operations on local tensors.
 - **Collectives** run on a stream of their group, after what is queued on the current stream. Their `wait()` lets only
@@ -87,6 +88,7 @@ class FakeStream:
     number: int
     name: str
     clock: Clock = field(default_factory=dict)
+    host: Clock = field(default_factory=dict)
 
     def wait_stream(self, stream: FakeStream) -> None:
         _merge(self.clock, stream.clock)
@@ -96,11 +98,12 @@ class FakeStream:
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent()
-        event.clock = dict(self.clock)
+        event.clock, event.host = dict(self.clock), self.host
         return event
 
     def synchronize(self) -> None:
-        """Order nothing: see the module's text."""
+        """Let the host wait, which orders no streams: see the module's text."""
+        _merge(self.host, self.clock)
 
     def tick(self) -> int:
         """Queue an operation, and return its number."""
@@ -116,12 +119,14 @@ class FakeEvent:
 
     def __init__(self) -> None:
         self.clock: Clock = {}
+        self.host: Clock = {}
 
     def query(self) -> bool:
         return False
 
     def synchronize(self) -> None:
-        """Order nothing: see the module's text."""
+        """Let the host wait, which orders no streams: see the module's text."""
+        _merge(self.host, self.clock)
 
 
 def _merge(clock: Clock, other: Clock) -> None:
@@ -180,22 +185,22 @@ class FakeStreams(devices.TorchStreams):
     """Streams of all devices but meta."""
 
     def __init__(self, checker: Checker) -> None:
-        self._checker = checker
+        self.checker = checker
 
     def has_streams(self, device: torch.device) -> bool:
         return device.type != "meta"
 
     def make(self, device: torch.device, priority: int) -> FakeStream:
-        return self._checker.make_stream("gather" if priority < 0 else "other")
+        return self.checker.make_stream("gather" if priority < 0 else "other")
 
     def get_current(self, device: torch.device) -> FakeStream:
-        return self._checker.current
+        return self.checker.current
 
     def use(self, stream: FakeStream, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        return self._checker.on_stream(stream)
+        return self.checker.on_stream(stream)
 
     def record(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        region = self._checker.region(tensor.untyped_storage())
+        region = self.checker.region(tensor.untyped_storage())
         if stream not in region.users:
             region.users.append(stream)
 
@@ -205,6 +210,7 @@ class Checker:
 
     def __init__(self) -> None:
         self.streams: list[FakeStream] = []
+        self.host: Clock = {}
         self.running: dict[Work, Any] = {}
         self.found: dict[tuple[Any, ...], str] = {}
         self.operations = 0
@@ -217,7 +223,7 @@ class Checker:
         self._thread = threading.get_ident()
 
     def make_stream(self, name: str) -> FakeStream:
-        made = FakeStream(len(self.streams), name)
+        made = FakeStream(len(self.streams), name, host=self.host)
         self.streams.append(made)
         return made
 
@@ -302,6 +308,18 @@ class Checker:
             region.reads = [each for each in region.reads if not _covers(now, each)]
         else:
             region.reads = [each for each in region.reads if not (each.stream is stream and _covers(now, each))] + [now]
+
+    def read_on_host(self, start: int, nbytes: int) -> None:
+        """Note that the host reads bytes in its memory: it must have waited for what streams write there."""
+        place = _place()
+        for region in self._regions.values():
+            for write in region.writes:
+                is_met = write.start < start + nbytes and start < write.stop
+                if is_met and self.host.get(write.stream.number, 0) < write.number:
+                    self._report(
+                        ("read on the host", write.operation, write.place, place),
+                        f"read by the host at {_told(place)}\n    which has not waited for write by {write}",
+                    )
 
     def _report(self, key: tuple[Any, ...], text: str) -> None:
         self.found.setdefault(key, text)

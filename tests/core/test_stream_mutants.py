@@ -35,19 +35,27 @@ ORDERING = frozenset(
     }
 )
 """Calls that order streams, or tell the allocator of one."""
+EVENTS = frozenset({"record_event", "record_events"})
+"""Calls that mark a place in a stream; without one there is nothing to wait for."""
+CONTEXTS = frozenset({"use", "use_stream", "use_gather_stream", "use_reduce_stream", "copying"})
+"""Calls that choose a stream."""
+AMBIGUOUS = {"wait": ("core", "state.adapters.engine_bucket")}
+"""Where a name is that of such a call; elsewhere threads wait by it."""
 
 
 @functools.cache
 def sites(names: frozenset[str] = ORDERING) -> dict[str, tuple[str, str, int]]:
     """Every call of these names: module, function and which of its calls; named by all three."""
-    package = ROOT / "shardckpt"
-    files = [*(package / "core").rglob("*.py"), package / "state" / "adapters" / "engine_bucket.py"]
-    files.append(package / "checkpoint" / "save" / "side_streams.py")
     named: dict[str, tuple[str, str, int]] = {}
-    for path in sorted(files):
+    for path in sorted((ROOT / "shardckpt").rglob("*.py")):
+        text = path.read_text()
+        if not any(each in text for each in names) or path.name == "devices.py":
+            continue
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for function, node in functions(ast.parse(path.read_text())):
+        for function, node in functions(ast.parse(text)):
             for index, call in enumerate(calls(node, names)):
+                if not module.removeprefix("shardckpt.").startswith(AMBIGUOUS.get(called(call), "")):
+                    continue
                 name = f"{module.removeprefix('shardckpt.')}:{function}:{called(call)}"
                 while name in named:
                     name += " again"
@@ -74,13 +82,15 @@ def called(call: ast.Call) -> str:
 
 
 class Without(ast.NodeTransformer):
-    """Leaves a call out; of `start().wait()` the start stays."""
+    """Leaves a call out; of `start().wait()` the start stays, in place of a context is one that does nothing."""
 
     def __init__(self, call: ast.Call) -> None:
         self._call = call
 
     def visit_Call(self, node: ast.Call) -> Any:
         if node is self._call:
+            if called(node) in CONTEXTS:
+                return ast.parse("__import__('contextlib').ExitStack()", mode="eval").body
             is_wait = isinstance(node.func, ast.Attribute) and node.func.attr == "wait"
             return node.func.value if is_wait else ast.Constant(None)
         return self.generic_visit(node)
@@ -154,17 +164,25 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         EACH,
     ),
     "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:wait_event": (scenarios.trains, FLAT),
+    "core.params.gradient_reduction:GradientReducer.__del__:record_current_stream": (
+        scenarios.is_dropped_on_another_stream,
+        EACH,
+    ),
+    "core.params.gradient_reduction:_Reduction.record_current_stream:record_stream": (
+        scenarios.finalizes_backward_on_a_stream,
+        EACH,
+    ),
+    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_current_stream": (
+        scenarios.finalizes_backward_on_a_stream,
+        EACH,
+    ),
     "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_stream": (
-        scenarios.finalizes_backward_on_a_stream,
-        EACH,
-    ),
-    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_stream again": (
-        scenarios.finalizes_backward_on_a_stream,
-        EACH,
-    ),
-    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_stream again again": (
         scenarios.averages_in_low_precision,
         FLAT,
+    ),
+    "core.params.gradient_reduction:GradientReducer.reset_after_error:record_current_stream": (
+        scenarios.resets_on_a_stream,
+        EACH,
     ),
     "core.params.gradient_reduction:GradientReducer._finish:wait": (scenarios.trains, FLAT),
     "core.params.gradient_reduction:GradientReducer._finish:wait again": (scenarios.trains_without_shards, FLAT),
@@ -216,6 +234,10 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         FLAT,
     ),
     "core.params.unsharded_params:UnshardedParams.wait_all_gather:record_stream": (scenarios.trains, FLAT),
+    "core.params.unsharded_params:UnshardedParams.reshard:record_stream": (
+        scenarios.drops_slices_that_are_gathered,
+        EACH,
+    ),
     "core.params.unsharded_params:UnshardedParams.reshard:wait": (scenarios.drops_parameters_that_are_gathered, FLAT),
     "core.params.tensor_extension:ExtendedParams.reshard:wait": (
         scenarios.drops_extended_parameters_that_are_gathered,
@@ -260,31 +282,93 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
 }
 """Each call that orders streams, and a scenario in which it is missed."""
 
+EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
+    "checkpoint.save.side_streams:SideStreams.copying:record_event": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.side_streams:SideStreams.record_events:record_event": (
+        scenarios.copies_for_a_background_save,
+        EACH,
+    ),
+    "checkpoint.save.staging:StagingArea._end_block:record_events": (scenarios.copies_for_a_background_save, EACH),
+    "core.comm.streams:DeviceStreams.record_event:record_event": (scenarios.trains, FLAT),
+    "core.params.gradient_reduction:GradientReducer._queue_rest:record_event": (scenarios.trains, FLAT),
+    "core.params.tensor_extension:ExtendedParams.start_all_gather:record_event": (
+        scenarios.gathers_by_extensions_from_itself,
+        EACH,
+    ),
+    "core.params.tensor_extension:ExtendedParams.reshard:record_event": (scenarios.gathers_into_kept_storage, EACH),
+    "core.params.unsharded_params:UnshardedParams.start_all_gather:record_event": (
+        scenarios.trains_without_shards_in_low_precision,
+        FLAT,
+    ),
+    "core.params.unsharded_params:UnshardedParams.reshard:record_event": (
+        scenarios.casts_into_kept_storage,
+        EACH,
+    ),
+}
+"""Each event that streams, or the thread that writes a save, wait for, and a scenario in which it is missed."""
+
+CONTEXTS_FOUND: dict[str, tuple[Scenario, Style]] = {
+    "checkpoint.save.staging:StagingArea.fill:copying": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.side_streams:SideStreams.copying:use_stream": (scenarios.copies_for_a_background_save, EACH),
+    "core.params.tensor_extension:ExtendedParams.reshard:use_gather_stream": (
+        scenarios.drops_extended_parameters_that_are_gathered,
+        EACH,
+    ),
+    "core.params.unsharded_params:UnshardedParams.reshard:use_gather_stream": (
+        scenarios.drops_parameters_that_are_gathered,
+        FLAT,
+    ),
+}
+"""Each choice of a stream without which something is unordered, and a scenario that finds it."""
+SERIAL = {
+    "core.comm.streams:DeviceStreams.use_gather_stream:use_stream",
+    "core.comm.streams:DeviceStreams.use_reduce_stream:use_stream",
+    "core.params.gradient_reduction:GradientReducer._queue_rest:use_reduce_stream",
+    "core.params.unsharded_params:UnshardedParams.start_all_gather:use_gather_stream",
+    "core.params.tensor_extension:ExtendedParams.start_all_gather:use_gather_stream",
+    "core.fsdp2.fully_shard:_run_on_stream:use_stream",
+}
+"""Choices without which everything runs on the stream of the computation: in order, and not beside it."""
+ON_THREADS = {"checkpoint.incremental.dedup:chunk_digests:use", "checkpoint.load.uploads:UploadBuffers.take:use"}
+"""Choices of threads, which `test_host_waits` takes away."""
+
 
 def test_every_call_that_orders_streams_is_known():
     assert {*FOUND, *EQUIVALENT} == set(sites())
 
 
-def survivors(world: int, wanted: list[str]) -> set[str]:
-    """The calls without which no rank finds anything."""
+def test_every_choice_of_a_stream_is_known():
+    assert {*CONTEXTS_FOUND, *SERIAL, *ON_THREADS} == set(sites(CONTEXTS))
+
+
+def survivors(world: int, wanted: dict[str, tuple[Scenario, Style]], names: frozenset[str] = ORDERING) -> set[str]:
+    """The calls without which no rank finds anything, or fails."""
 
     def body(rank, world):
         missed = []
-        for site in wanted:
-            with without(site):
-                if not found(*FOUND[site]):
+        for site, row in wanted.items():
+            with without(site, names), contextlib.suppress(AttributeError, TypeError):  # no event to wait for
+                if not found(*row):
                     missed.append(site)
         return missed
 
     return set.intersection(*map(set, run(world, body, timeout=240)))
 
 
-FOUR = [site for site, (scenario, _) in FOUND.items() if scenario in scenarios.FOUR_RANKS]
+FOUR = {site: row for site, row in FOUND.items() if row[0] in scenarios.FOUR_RANKS}
 
 
 def test_each_call_that_orders_streams_is_missed_when_it_is_gone():
-    assert survivors(2, [site for site in FOUND if site not in FOUR]) == set()
+    assert survivors(2, {site: row for site, row in FOUND.items() if site not in FOUR}) == set()
 
 
 def test_each_call_that_orders_streams_of_several_groups_is_missed_when_it_is_gone():
     assert survivors(4, FOUR) == set()
+
+
+def test_each_event_is_missed_when_it_is_gone():
+    assert survivors(2, EVENTS_FOUND, EVENTS) == set()
+
+
+def test_each_choice_of_a_stream_is_missed_when_it_is_gone():
+    assert survivors(2, CONTEXTS_FOUND, CONTEXTS) == set()

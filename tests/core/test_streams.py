@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -30,10 +31,12 @@ if not TORCH:
     from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
     from shardckpt.checkpoint.stateful.flatten import FlattenedState
     from shardckpt.core import comm_hooks
+    from shardckpt.core.comm import streams as engine_streams
     from shardckpt.core.comm.collectives import ShardGroup
     from shardckpt.core.comm.streams import DeviceStreams, RateLimiter
     from shardckpt.core.params.gradient_reduction import GradientReducer
-    from shardckpt.format.native.payload import PayloadChunk, arrange_files
+    from shardckpt.core.params.unsharded_params import UnshardedParams
+    from shardckpt.format.native.payload import PayloadChunk, PayloadFile, arrange_files
     from shardckpt.state.local.local_shards import get_tensor_shards
 
 CPU = torch.device("cpu")
@@ -151,6 +154,27 @@ def test_a_storage_that_is_a_part_of_another_is_the_same_memory():
         with devices.use_stream(other, CPU):
             part.add_(1)
         whole * 2
+
+
+def read_on_the_host(waits: bool) -> None:
+    with checked() as checker:
+        source, buffer, other = torch.ones(4), torch.empty(4), side()
+        other.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(other, CPU):
+            buffer.copy_(source)
+        devices.get_current_stream(CPU).wait_stream(other)  # orders the streams, not the host
+        if waits:
+            other.record_event().synchronize()
+        checker.read_on_host(buffer.data_ptr(), buffer.nbytes)
+
+
+def test_the_host_may_read_what_it_has_waited_for():
+    read_on_the_host(waits=True)
+
+
+def test_a_read_by_the_host_that_has_not_waited_is_found():
+    with pytest.raises(UnorderedError, match=r"read by the host at(.|\n)*not waited for write by copy_ on the other"):
+        read_on_the_host(waits=False)
 
 
 def collective(reads_early: bool, other_waits: bool) -> None:
@@ -297,12 +321,9 @@ def fails_to_finalize_backward(style: Style) -> None:
     model, optimizer = made(style)
     model.set_manual_backward_finalization(True)
 
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("on purpose")
-
     with no_sync(model):
         square(model(floats(0, 0))).backward()
-    model.blocks[1].set_all_reduce_hook(fail)
+    model.blocks[1].set_all_reduce_hook(_fail)
     with contextlib.suppress(ValueError):
         model.finalize_backward(async_op=True)
     model.blocks[1].set_all_reduce_hook(lambda _: None)
@@ -311,12 +332,44 @@ def fails_to_finalize_backward(style: Style) -> None:
     optimizer.step()
 
 
+def resets_on_a_stream(style: Style) -> None:
+    """Gradients that are being reduced are dropped by another stream than that of the backward."""
+    model, optimizer = made(style)
+    model.set_manual_backward_finalization(True)
+    other = side()
+    for failing in (False, True):
+        model.blocks[0].set_all_reduce_hook(_fail if failing else lambda _: None)
+        with contextlib.suppress(ValueError):
+            square(model(floats(0, 0))).backward()
+        with devices.use_stream(other, CPU):
+            model.reset_iter_state()
+    devices.get_current_stream(CPU).wait_stream(other)
+    model.blocks[0].set_all_reduce_hook(lambda _: None)
+    square(model(floats(0, 0))).backward()
+    model.finalize_backward()
+    optimizer.step()
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ValueError("on purpose")
+
+
 def is_dropped_while_gradients_are_reduced(style: Style) -> None:
     model, _ = made(style)
     model.set_is_last_backward(False)
     square(model(floats(0, 0))).backward()
     del model
     gc.collect()
+
+
+def is_dropped_on_another_stream(style: Style) -> None:
+    """Its gradients are still being reduced."""
+    model, _ = made(style)
+    model.set_is_last_backward(False)
+    square(model(floats(0, 0))).backward()
+    with devices.use_stream(side(), CPU):
+        del model
+        gc.collect()
 
 
 def accumulates_and_clips(style: Style) -> None:
@@ -487,11 +540,8 @@ def gives_its_full_state(style: Style) -> None:
 def fails_in_backward(style: Style) -> None:
     model, optimizer = made(style)
 
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("on purpose")
-
     x = floats(0, 0).requires_grad_()
-    x.register_hook(fail)
+    x.register_hook(_fail)
     with contextlib.suppress(ValueError):
         square(model(x)).backward()
     train(model, optimizer, 1)
@@ -585,6 +635,15 @@ def keeps_slices_within_a_forward(style: Style) -> None:
     train(model, torch.optim.SGD(model.parameters()))
 
 
+def drops_slices_that_are_gathered(style: Style) -> None:
+    """The parameters are resharded while they are gathered for a backward that does not come."""
+    model, _ = made(style, reshard_after_forward=2)
+    model(floats(0, 0))
+    for block in model.blocks:
+        block.unshard(async_op=True)
+        block.reshard()
+
+
 class TwiceExtended(nn.Module):
     """A unit gathered by extensions that runs twice in a forward."""
 
@@ -603,8 +662,18 @@ def gathers_into_kept_storage(style: Style) -> None:
     train_extended(model)
 
 
+def casts_into_kept_storage(style: Style) -> None:
+    """The second call casts parameters into the memory that the first one reads; each rank stores everything."""
+    model = Twice()
+    settings = {"mesh": grid(2), "mp_policy": core.MixedPrecisionPolicy(param_dtype=LOW)}
+    core.fully_shard(model.inner, **settings)
+    core.fully_shard(model, **settings)
+    model.set_keep_unsharded_storage(True)
+    train(model, torch.optim.SGD(model.parameters()))
+
+
 def copies_for_a_background_save(style: Style) -> None:
-    """What a state on a device goes through in `async_save`, then steps that change it: twice, in the same buffers."""
+    """What a state on a device goes through in `async_save`, steps that change it, and what is written: twice."""
     tensors = {"flat": torch.zeros(50_000), "turned": torch.zeros(300, 200).t()}
     arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
     chunks = [PayloadChunk(path, each.shape, "float32", full_box(each.shape)) for path, each in arrays.items()]
@@ -612,9 +681,17 @@ def copies_for_a_background_save(style: Style) -> None:
     for _ in range(2):
         for tensor in tensors.values():
             tensor.add_(1)
-        StagingArea(pool, None).fill(files, FlattenedState(arrays=arrays))
+        area = StagingArea(pool, None)
+        area.fill(files, FlattenedState(arrays=arrays))
         for tensor in tensors.values():
             tensor.add_(1)
+        for file in files:
+            for part in area.blocks(PayloadFile("f", b"", file.chunks, (), (), file.nbytes)):
+                devices._streams.checker.read_on_host(address_of(part), len(part))
+
+
+def address_of(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 Scenario = Callable[[Style], None]
@@ -638,12 +715,13 @@ IN_PLACE: tuple[Scenario, ...] = (
     *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
     *(copies_for_a_background_save, drops_extended_parameters_that_are_gathered),
     *(loads_a_state_dict_between_the_passes, gathers_by_extensions_within_another_unit),
-    *(gathers_into_kept_storage, finalizes_backward_by_a_call, finalizes_backward_on_a_stream),
-    fails_to_finalize_backward,
+    *(gathers_into_kept_storage, casts_into_kept_storage),
+    *(finalizes_backward_by_a_call, finalizes_backward_on_a_stream),
+    *(fails_to_finalize_backward, resets_on_a_stream, is_dropped_on_another_stream),
 )
 FOUR_RANKS: tuple[Scenario, ...] = (
     *(trains_with_replicas, accumulates_over_replicas, keeps_slices, keeps_slices_within_a_forward),
-    finalizes_sums_over_replicas,
+    *(finalizes_sums_over_replicas, drops_slices_that_are_gathered),
 )
 
 
@@ -702,6 +780,72 @@ def sums_that_are_awaited_early(style: Style, strategy: Strategy) -> tuple[int, 
         patch.setattr(GradientReducer, "start_reduce_scatter", noted_start)
         train(*made(style, strategy), 1)
     return len(is_awaited), sum(is_awaited)
+
+
+def gathers_that_are_awaited_early(style: Style) -> tuple[int, int]:
+    """How often parameters were awaited while later ones were gathered, and how often these were awaited too."""
+    gathered: dict[UnshardedParams, int] = {}
+    is_awaited: list[bool] = []
+    start, wait = UnshardedParams.start_all_gather, UnshardedParams.wait_all_gather
+    with checked() as checker, pytest.MonkeyPatch.context() as patch:
+        stream = engine_streams.get_device_streams(CPU)._get_gather_stream()
+
+        def noted_start(params: UnshardedParams, **settings: Any) -> bool:
+            is_started = start(params, **settings)
+            if is_started:
+                gathered[params] = stream.clock[stream.number]
+            return is_started
+
+        def noted_wait(params: UnshardedParams, **settings: Any) -> int:
+            own, address = gathered.pop(params, None), wait(params, **settings)
+            later = [number for number in gathered.values() if own is not None and number > own]
+            if later:
+                is_awaited.append(checker.current.clock.get(stream.number, 0) >= min(later))
+            return address
+
+        patch.setattr(UnshardedParams, "start_all_gather", noted_start)
+        patch.setattr(UnshardedParams, "wait_all_gather", noted_wait)
+        model, optimizer = made(style, low=True)  # shards are cast on the stream of the gathers
+        model.set_modules_to_forward_prefetch([*model.blocks])
+        model.blocks[-1].set_modules_to_backward_prefetch([*model.blocks[:-1]])
+        train(model, optimizer, 1)
+    return len(is_awaited), sum(is_awaited)
+
+
+def test_parameters_are_not_awaited_with_those_that_were_prefetched_later():
+    for count, early in run(2, lambda rank, world: gathers_that_are_awaited_early(Style.EACH)):
+        assert count >= 2
+        assert early == 0
+
+
+def units_behind(style: Style) -> int:
+    """The most units that were freed when another was gathered, and whose computation the host did not wait for."""
+    most, freed = 0, []
+    start, reshard = UnshardedParams.start_all_gather, UnshardedParams.reshard
+    with checked() as checker, pytest.MonkeyPatch.context() as patch:
+
+        def noted_start(params: UnshardedParams, **settings: Any) -> bool:
+            nonlocal most
+            is_started = start(params, **settings)
+            if is_started:
+                known = checker.host.get(checker.current.number, 0)
+                most = max(most, sum(number > known for number in freed))
+            return is_started
+
+        def noted_reshard(params: UnshardedParams, **settings: Any) -> None:
+            if params.is_unsharded:
+                freed.append(checker.current.clock[checker.current.number])
+            reshard(params, **settings)
+
+        patch.setattr(UnshardedParams, "start_all_gather", noted_start)
+        patch.setattr(UnshardedParams, "reshard", noted_reshard)
+        train(*made(style))
+    return most
+
+
+@STYLES
+def test_gathers_run_at_most_three_units_ahead_of_the_computation(style):
+    assert max(run(2, lambda rank, world: units_behind(style))) <= 3
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, NONE), (4, HYBRID)], ids=["no shards", "replicas"])

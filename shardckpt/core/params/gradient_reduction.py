@@ -99,6 +99,15 @@ class _Reduction:
     pending: Pending
     hook_flags: torch.Tensor | None = None  # which parameters have gradients, if a user's hook reduced
 
+    def record_current_stream(self) -> None:
+        """Record the use of all tensors by the current stream, which has waited for the reduction.
+
+        Their memory belongs to the stream of the backward, which need not be this one.
+        """
+        for tensor in (self.source, self.out, self.hook_flags):
+            if tensor is not None:
+                record_stream(tensor)
+
 
 @dataclass(frozen=True)
 class _QueuedResult:
@@ -142,8 +151,10 @@ class GradientReducer:
 
     def __del__(self) -> None:
         """Make later work wait for a pending reduction, which still uses its memory."""
-        if getattr(self, "_reduction", None) is not None and not sys.is_finalizing():
+        reduction: _Reduction | None = getattr(self, "_reduction", None)
+        if reduction is not None and not sys.is_finalizing():
             self._unsharded.streams.wait_for_reductions()
+            reduction.record_current_stream()
 
     @property
     def hook(self) -> CommHook | None:
@@ -286,9 +297,7 @@ class GradientReducer:
             return None if reduction is None else self._finish(reduction)
         if queued.event is not None:
             get_current_stream(reduction.how.device).wait_event(queued.event)
-        assert reduction.source is not None
-        record_stream(reduction.source)  # its memory belongs to the stream of the backward, which need not be this one
-        record_stream(reduction.out)
+        reduction.record_current_stream()
         if queued.reduced is None:
             return None
         gradient = queued.reduced.gradient
@@ -343,6 +352,7 @@ class GradientReducer:
         if reduction is not None:
             self._unsharded.streams.wait_for_reductions()
             reduction.pending.wait()
+            reduction.record_current_stream()
 
 
 def _build_result(gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Tensor) -> ReducedGrad:

@@ -319,13 +319,15 @@ class UnshardedParams:
             keep_partial_shard: Keep the shard that `wait_all_gather` kept.
         """
         pending, self._pending = self._pending, None
-        if not keep_partial_shard:
-            self._partial_shard = None
         try:
             if pending is not None:
                 with self.streams.use_gather_stream():  # owner of the memory
                     pending.wait()
+                    if self._partial_shard is not None:
+                        record_stream(self._partial_shard)  # of the compute stream, which did not wait
         finally:
+            if not keep_partial_shard:
+                self._partial_shard = None
             self._gather_output = None
             if not self.is_aliased:
                 if self.keeps_storage and self.is_unsharded:
