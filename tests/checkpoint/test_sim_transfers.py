@@ -12,6 +12,7 @@ import torch
 import shardckpt
 from shardckpt.checkpoint.load import tensor_loader, uploads
 from shardckpt.checkpoint.stateful import tensor_bytes
+from shardckpt.checkpoint.stateful.state_stream import build_stream
 from shardckpt.checkpoint.stateful.tensor_bytes import PinnedPieces
 from shardckpt.errors import PrecisionError
 
@@ -140,6 +141,42 @@ def load_on_a_stream(rank: int, world: int, folder: str) -> Any:
 
 def test_the_threads_of_a_load_copy_on_the_current_stream_of_its_caller(tmp_path):
     assert sim.ranks(1, load_on_a_stream, str(tmp_path)) == [True]
+
+
+def compare_on_a_stream(rank: int, world: int, folder: str) -> Any:
+    """Return on which threads and streams a save on a stream of the user copies what it compares with its base."""
+    use_small_buffers()
+    state = {"a": torch.ones(12 << 20, device="sim"), "b": torch.ones(12 << 20, device="sim")}
+    shardckpt.save(state, f"{folder}/a", store_digests=True)
+    found, add = set(), PinnedPieces.add
+
+    def noted(pieces: PinnedPieces, data: torch.Tensor) -> Any:
+        if threading.current_thread().name.startswith("shardckpt-hash"):
+            found.add(torch.accelerator.current_stream().stream_id)
+        return add(pieces, data)
+
+    PinnedPieces.add = noted
+    stream = torch.sim.Stream()
+    with torch.sim.stream(stream):
+        shardckpt.save(state, f"{folder}/b", base=f"{folder}/a")
+    return found == {stream.stream_id}
+
+
+def test_the_threads_that_compare_with_a_base_copy_on_the_current_stream_of_their_caller(tmp_path):
+    assert sim.ranks(1, compare_on_a_stream, str(tmp_path)) == [True]
+
+
+def build_behind_an_upload(rank: int, world: int) -> Any:
+    """Return what is under way before and after a stream of a state is built, whose bytes another thread may read."""
+    tensor = torch.zeros(9, device="sim")
+    tensor.copy_(torch.arange(9.0).pin_memory(), non_blocking=True)
+    before = sim.unfinished()
+    build_stream({"t": tensor})
+    return before, sim.unfinished()
+
+
+def test_a_stream_of_a_state_is_built_when_what_is_queued_is_done():
+    assert sim.ranks(1, build_behind_an_upload) == [(1, 0)]
 
 
 def refer_to_a_base(rank: int, world: int, folder: str) -> Any:

@@ -1,4 +1,4 @@
-"""Each wait of the host for a copy of the engine is needed: without it values on the simulated device are wrong."""
+"""Each wait of the host for a copy is needed: without it values on the simulated device are wrong."""
 
 from __future__ import annotations
 
@@ -8,37 +8,84 @@ from typing import Any
 import harness
 import pytest
 import sim
+import test_sim_saves as saves
+import test_sim_transfers as transfers
 from test_sim_training import refill_inputs, train_offloaded, use_some
-from test_stream_mutants import sites, without
+from test_stream_mutants import CONTEXTS, EVENTS, EVENTS_FOUND, ON_THREADS, sites, without
 from under_test import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH, reason="waits of the engine")
 
 HOST_WAITS = frozenset({"synchronize"})
-NOT_FOR_VALUES = {
-    "core.comm.streams:RateLimiter.wait:synchronize": "limits memory",
-    "checkpoint.save.side_streams:wait_for_side_streams:synchronize": "of saves: after one that failed",
+FOLDER = object()
+"""In place of the folder of a test."""
+Scenario = tuple[int, Callable[..., Any], tuple[Any, ...]]
+"""Ranks, a scenario, and the arguments of that but the device."""
+
+SAVES: Scenario = (1, saves.save_behind_a_gate, ("flat", FOLDER))
+LOADS: Scenario = (1, transfers.save_and_load, (FOLDER, False))
+LOADS_FOR_OTHERS: Scenario = (2, transfers.save_and_load, (FOLDER, True))
+STREAMS: Scenario = (1, transfers.build_behind_an_upload, ())
+REPLICAS: Scenario = (1, saves.hash_replicas, ())
+GIVES_UP: Scenario = (1, saves.give_a_copy_up, ())
+REFILLS: Scenario = (1, refill_inputs, ("flat", "sim"))
+
+ELSEWHERE = {"core.comm.streams:RateLimiter.wait:synchronize": "limits memory: `test_streams` counts units"}
+FOUND: dict[str, Scenario] = {
+    "checkpoint.load.uploads:UploadBuffers.take:synchronize": LOADS,
+    "checkpoint.load.uploads:_wait:synchronize": LOADS_FOR_OTHERS,
+    "checkpoint.save.replica_digests:_PinnedCopies.wait:synchronize": REPLICAS,
+    "checkpoint.save.side_streams:wait_for_side_streams:synchronize": GIVES_UP,
+    "checkpoint.save.staging:StagingArea.blocks:synchronize": SAVES,
+    "checkpoint.stateful.state_stream:build_stream:synchronize": STREAMS,
+    "checkpoint.stateful.tensor_bytes:PinnedPieces._read_oldest:synchronize": LOADS,
+    "core.params.gradient_reduction:PendingFlags.wait:synchronize": (2, use_some, ("in place", False, "sim")),
+    "core.runtime.fsdp_unit:UnitParams._wait_for_copies:synchronize": (2, train_offloaded, ("in place", "sim")),
+    "core.runtime.fsdp_unit:FSDPUnit.finalize_forward:synchronize": REFILLS,
 }
-FOUND: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
-    "core.params.gradient_reduction:PendingFlags.wait:synchronize": (2, use_some, ("in place", False)),
-    "core.runtime.fsdp_unit:UnitParams._wait_for_copies:synchronize": (2, train_offloaded, ("in place",)),
-    "core.runtime.fsdp_unit:FSDPUnit.finalize_forward:synchronize": (1, refill_inputs, ("flat",)),
+"""Each wait, and a scenario in which it is missed."""
+
+EVENTS_ELSEWHERE = {
+    **dict.fromkeys(EVENTS_FOUND, "`test_stream_mutants`"),
+    "core.comm.streams:RateLimiter.record_free_event:record_event": "limits memory: `test_streams` counts units",
+    "core.params.unsharded_params:UnshardedParams._keep_partial_shard:record_event": (
+        "without it a gather waits for all that is queued"
+    ),
 }
-"""Each wait: ranks, a scenario in which it is missed, and the arguments of that."""
+EVENTS_WAITED_FOR: dict[str, Scenario] = {
+    "checkpoint.load.uploads:UploadBuffers.take:record_events": LOADS,
+    "checkpoint.load.uploads:copy_to_device:record_event": LOADS_FOR_OTHERS,
+    "checkpoint.save.replica_digests:_PinnedCopies._copy:record_events": REPLICAS,
+    "checkpoint.save.side_streams:wait_for_side_streams:record_event": GIVES_UP,
+    "checkpoint.stateful.state_stream:build_stream:record_event": STREAMS,
+    "checkpoint.stateful.tensor_bytes:PinnedPieces._end_piece:record_event": LOADS,
+    "core.runtime.mixed_precision:move_tensors:record_event": REFILLS,
+}
+"""Each event that the host waits for, and a scenario in which it is missed."""
+
+THREADS: dict[str, Scenario] = {
+    "checkpoint.incremental.dedup:chunk_digests:use": (1, transfers.compare_on_a_stream, (FOLDER,)),
+    "checkpoint.load.uploads:UploadBuffers.take:use": (1, transfers.load_on_a_stream, (FOLDER,)),
+}
+"""Each stream that threads take over from their caller, and a scenario in which it is missed."""
 
 
 def test_every_wait_of_the_host_is_known():
-    assert {*FOUND, *NOT_FOR_VALUES} == set(sites(HOST_WAITS))
+    assert {*FOUND, *ELSEWHERE} == set(sites(HOST_WAITS))
+    assert {*EVENTS_WAITED_FOR, *EVENTS_ELSEWHERE} == set(sites(EVENTS))
+    assert set(THREADS) == ON_THREADS
 
 
-def outcome(world: int, body: Callable[..., Any], args: tuple[Any, ...], site: str = "") -> Any:
-    """Return the values of a scenario on the simulated device, or that it failed; without a wait if one is named."""
+def outcome(scenario: Scenario, folder: str, site: str = "", names: frozenset[str] = HOST_WAITS) -> Any:
+    """Return the values of a scenario on the simulated device, or that it failed; without a call if one is named."""
+    world, body, args = scenario
+    args = tuple(folder if each is FOLDER else each for each in args)
 
     def on_the_device(rank: int, world: int) -> Any:
         if not site:
-            return body(rank, world, *args, "sim")
-        with without(site, HOST_WAITS):
-            return body(rank, world, *args, "sim")
+            return body(rank, world, *args)
+        with without(site, names):
+            return body(rank, world, *args)
 
     try:
         return sim.ranks(world, on_the_device)
@@ -46,9 +93,15 @@ def outcome(world: int, body: Callable[..., Any], args: tuple[Any, ...], site: s
         return "failed"
 
 
-@pytest.mark.parametrize("site", FOUND)
-def test_each_wait_of_the_host_is_missed_when_it_is_gone(site):
-    world, body, args = FOUND[site]
-    expected = outcome(world, body, args)
+ROWS = [
+    *((site, HOST_WAITS, scenario) for site, scenario in FOUND.items()),
+    *((site, EVENTS, scenario) for site, scenario in EVENTS_WAITED_FOR.items()),
+    *((site, CONTEXTS, scenario) for site, scenario in THREADS.items()),
+]
+
+
+@pytest.mark.parametrize(("site", "names", "scenario"), ROWS, ids=[site for site, _, _ in ROWS])
+def test_each_wait_of_the_host_is_missed_when_it_is_gone(tmp_path, site, names, scenario):
+    expected = outcome(scenario, str(tmp_path / "with"))
     assert expected != "failed"
-    assert outcome(world, body, args, site) != expected
+    assert outcome(scenario, str(tmp_path / "without"), site, names) != expected
