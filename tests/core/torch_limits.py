@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardckpt.state.redistribute.dtensor_rows import gather_full
+from shardckpt.core.modules.dtensors import gather_full_tensor
 
 
 def find_limits() -> dict[str, str]:
@@ -77,7 +77,7 @@ def places_uneven_rows() -> bool:
 
 def full_tensor(value: DTensor) -> torch.Tensor:
     """Return the full tensor as torch joins it, or as we do where this torch would misplace its rows."""
-    return value.full_tensor() if PLACES_UNEVEN_ROWS else gather_full(value)
+    return value.full_tensor() if PLACES_UNEVEN_ROWS else gather_full_tensor(value)
 
 
 PLACES_UNEVEN_ROWS = places_uneven_rows()

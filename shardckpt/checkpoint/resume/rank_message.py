@@ -104,7 +104,7 @@ def read_float(name: str, value: Any) -> int:
     if value is None:
         return NO_FLOAT
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        value = value.full_tensor()  # a number has no rows that torch 2.9 could misplace
     if isinstance(value, torch.Tensor):
         value = value.detach()
     try:

@@ -1,14 +1,18 @@
-"""DTensors around local tensors on any device."""
+"""DTensors around local tensors on any device; full tensors of DTensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+
+from shardckpt.boxes import chunk_range
+from shardckpt.torch_features import shard_replicated
 
 
 def wrap_local(
@@ -49,3 +53,72 @@ def sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Plac
     A strided shard, which `fully_shard` uses if tensor parallelism shards the same dimension, splits last.
     """
     return sorted(enumerate(placements), key=lambda pair: hasattr(pair[1], "split_factor"))
+
+
+def chunks(rows: int, ranks: int) -> tuple[int, ...]:
+    """Return the number of rows of each rank; the last ranks may have fewer or none."""
+    return tuple(chunk_range(rows, ranks, rank)[1] for rank in range(ranks))
+
+
+def gather_full_tensor(value: DTensor) -> torch.Tensor:
+    """Gather the full tensor of a DTensor to all ranks of its mesh. Collective.
+
+    Strided rows are joined here: `full_tensor` of some versions of torch misplaces rows that the ranks do not divide.
+    """
+    mesh = value.device_mesh
+    if not is_strided(value) or mesh.get_coordinate() is None or any(p.is_partial() for p in value.placements):
+        return value.full_tensor()
+    joined = value.to_local()
+    for at, dim, rows in reversed(_find_splits(value)):
+        counts = chunks(rows, mesh.size(at))
+        own = pad_rows(joined, dim, counts[0])
+        parts = [torch.empty_like(own) for _ in counts]
+        dist.all_gather([view_as_flat_bytes(part) for part in parts], view_as_flat_bytes(own), group=mesh.get_group(at))
+        joined = torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, counts, strict=True)], dim)
+    return joined
+
+
+def shard_full_tensor(value: torch.Tensor, kept: DTensor) -> torch.Tensor:
+    """Return this rank's part of a full tensor that every rank of a DTensor's mesh has.
+
+    Args:
+        value: Full tensor, on the communication device of the mesh.
+        kept: DTensor with the mesh and placements.
+    """
+    mesh = kept.device_mesh
+    if not is_strided(kept) or mesh.get_coordinate() is None:
+        return shard_replicated(value, mesh, kept.placements).to_local()
+    for at, dim, rows in _find_splits(kept):
+        value = value.narrow(dim, *chunk_range(rows, mesh.size(at), mesh.get_local_rank(at)))
+    return value
+
+
+def _find_splits(kept: DTensor) -> list[tuple[int, int, int]]:
+    """Return each split: mesh dimension, tensor dimension, and this rank's rows before it; the first split first."""
+    mesh, sizes, found = kept.device_mesh, list(kept.shape), []
+    for at, placement in sort_by_split_order(kept.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            found.append((at, dim, sizes[dim]))
+            sizes[dim] = chunk_range(sizes[dim], mesh.size(at), mesh.get_local_rank(at))[1]
+    return found
+
+
+def pad_rows(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    """Return a contiguous tensor with a number of rows, of which the last ones may be zeros.
+
+    Args:
+        part: Tensor with at most as many rows.
+        dim: Dimension of the rows.
+        rows: Number of rows.
+    """
+    if part.shape[dim] == rows:
+        return part.contiguous()
+    padded = part.new_zeros([rows if d == dim else n for d, n in enumerate(part.shape)])
+    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return padded
+
+
+def view_as_flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as 1-D bytes, which every backend sends."""
+    return tensor.view(-1).view(torch.uint8)

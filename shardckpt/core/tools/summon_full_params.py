@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.errors import BusyError, StateError, SummonShapeError
 from shardckpt.core.modules import autograd_hooks
+from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.modules.fqn_and_params import ParamInfo, clean, is_held
 from shardckpt.core.params.full_params import FullValues, gather_full, gather_some, scatter_full, write_shard
 from shardckpt.core.registration.base import ParamRegistration
@@ -355,4 +356,4 @@ def _name(member: ParamInfo, names: Mapping[nn.Module, str]) -> str:
 
 
 def _complete(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardckpt.core.modules.dtensors import wrap_local
+from shardckpt.core.modules.dtensors import chunks, gather_full_tensor, shard_full_tensor, wrap_local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import DimLayout, ParamSpec
 from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, get_mesh_placements, local
 from shardckpt.state.redistribute import dtensor_rows
-from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
+from shardckpt.state.redistribute.dtensor_rows import has_rows_everywhere
 
 
 class DTensorAdapter(ParameterAdapter):
@@ -113,7 +113,7 @@ class DTensorAdapter(ParameterAdapter):
         kept = self._kept
         at = dtensor_rows.direction(kept) if first_only else None
         own = packed.to(self.device)
-        full = dtensor_rows.gather_full(self._around(own)) if at is None else dtensor_rows.gather_rows(kept, at, own)
+        full = gather_full_tensor(self._around(own)) if at is None else dtensor_rows.gather_rows(kept, at, own)
         return None if full is None or (first_only and not self.ranks.is_first) else [full]
 
     def from_full(self, values: Tensors, into: Tensors) -> None:
@@ -121,7 +121,7 @@ class DTensorAdapter(ParameterAdapter):
         (value,), (place,) = values, into
         if value is None or place is None:
             return
-        place.copy_(dtensor_rows.shard_full(value.to(self.device), self._kept))
+        place.copy_(shard_full_tensor(value.to(self.device), self._kept))
 
     def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
         """Scatter rows from rank 0; if the mesh does not allow it, broadcast and shard."""

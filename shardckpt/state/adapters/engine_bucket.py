@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.params.full_params import Staging, concat_shards, gather_copies
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
@@ -113,7 +114,7 @@ class EngineBucketAdapter(ShardingAdapter):
     def _to_full(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return the full parameter from its part in the bucket. Collective if parallel."""
         seen = self.bucket.wrap_unsharded(index, value)
-        return seen.full_tensor() if isinstance(seen, DTensor) else value
+        return gather_full_tensor(seen) if isinstance(seen, DTensor) else value
 
     def _take_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return the part of a full parameter that the bucket contains."""

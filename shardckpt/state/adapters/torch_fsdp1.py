@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import ShardckptError
 from shardckpt.plan.optim.optim_keys import get_key_type, nest, to_names
@@ -145,7 +146,7 @@ def _to_dtensor(name: str, value: Any) -> Any:
 def _to_full(name: str, value: Any) -> Any:
     """Return the full tensor of a sharded value. Collective."""
     tensor = _to_dtensor(name, value)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
@@ -30,7 +31,6 @@ from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
 from shardckpt.state.keys.validation import StateMismatchError, digest, validate_input
 from shardckpt.state.model import module_hooks
 from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
-from shardckpt.state.redistribute.dtensor_rows import gather_full
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.torch_features import shard_replicated
 
@@ -339,7 +339,7 @@ def _values(
 
 
 def _to_full(value: torch.Tensor) -> torch.Tensor:
-    return gather_full(value) if isinstance(value, DTensor) else value
+    return gather_full_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _load_buffer(buffer: Buffer, given: _IncomingModelState, missing: set[str], first_of: Ranks | None) -> None:

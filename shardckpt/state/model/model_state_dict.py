@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.fsdp1.state_dict_api import register_with_torch_dcp
+from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.params.full_params import Staging
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state.adapters import torch_fsdp1
@@ -20,7 +21,6 @@ from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.keys.kinds import KEY, VERSION, StateKind, parse_kind_to_take
 from shardckpt.state.model import module_hooks
-from shardckpt.state.redistribute.dtensor_rows import gather_full
 
 
 def world() -> Group:
@@ -71,7 +71,7 @@ def _buffers(index: ModelIndex, kind: StateKind, offload: bool) -> Iterator[tupl
 def _to_kind(value: torch.Tensor, kind: StateKind) -> torch.Tensor:
     if not isinstance(value, DTensor) or kind is StateKind.SHARDED:
         return value
-    return gather_full(value) if kind is StateKind.FULL else local(value)
+    return gather_full_tensor(value) if kind is StateKind.FULL else local(value)
 
 
 def model_state_dict(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.modules.dtensors import wrap_local
+from shardckpt.core.modules.dtensors import gather_full_tensor, wrap_local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
@@ -52,7 +52,6 @@ from shardckpt.state.keys.slots import (
 from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, validate_input
 from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
 from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
-from shardckpt.state.redistribute.dtensor_rows import gather_full
 
 Missing = Literal["skip", "zeros", "error"]
 """Handling of a parameter without saved state: no state ("skip"), zeros, or an error."""
@@ -538,7 +537,7 @@ class _StateLoader:
         elif self._given.kind is StateKind.SHARDED and are_sharded_as(adapter, values):
             adapter.from_sharded(values, places, self._staging)
         else:
-            adapter.from_full([gather_full(v) if isinstance(v, DTensor) else v for v in values], places)
+            adapter.from_full([gather_full_tensor(v) if isinstance(v, DTensor) else v for v in values], places)
 
     def _value(self, entry: Entry, slot: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the given value, or expanded zeros (without memory) if it is missing."""

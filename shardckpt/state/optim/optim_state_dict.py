@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group, TorchGroup, get_group_device
@@ -37,7 +38,6 @@ from shardckpt.state.keys.slots import (
 )
 from shardckpt.state.keys.validation import StateMismatchError, digest
 from shardckpt.state.model.model_state_dict import with_metadata
-from shardckpt.state.redistribute.dtensor_rows import gather_full
 
 
 class ForeignParameterError(ShardckptError, ValueError):
@@ -335,7 +335,7 @@ class _StateCollector:
     def _joined(self, params: AdapterParams, name: str, slot: str, surveyed: Slot, own: Any) -> Any:
         """Return a value of another shape than its parameter, concatenated if sharded."""
         if isinstance(own, DTensor):
-            return gather_full(own) if self._kind is StateKind.FULL else own.detach().clone()
+            return gather_full_tensor(own) if self._kind is StateKind.FULL else own.detach().clone()
         if self._kind is StateKind.LOCAL or not params.adapter.is_sharded:
             return copy_value(own)
         if surveyed.dtype and params.adapter.shard_group is not None:

@@ -1,4 +1,4 @@
-"""Rows of DTensors: gathered to rank 0 or scattered along one mesh dimension, or joined on all ranks."""
+"""Rows of DTensors: gathered to rank 0 or scattered along one mesh dimension."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt.boxes import chunk_range
-from shardckpt.core.modules.dtensors import is_strided, sort_by_split_order
+from shardckpt.core.modules.dtensors import chunks, pad_rows, view_as_flat_bytes
 from shardckpt.core.params.full_params import Staging
 from shardckpt.groups import current_device
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
-from shardckpt.torch_features import shard_replicated
-
-
-def chunks(rows: int, ranks: int) -> tuple[int, ...]:
-    """Return the number of rows of each rank; the last ranks may have fewer or none."""
-    return tuple(chunk_range(rows, ranks, rank)[1] for rank in range(ranks))
 
 
 def direction(kept: DTensor) -> int | None:
@@ -41,10 +35,10 @@ def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | No
     if place is None or any(where for axis, where in enumerate(place) if axis != at):
         return None
     dim, counts = _rows(kept, at)
-    own = _padded(part, dim, counts[0])
+    own = pad_rows(part, dim, counts[0])
     rows = [torch.empty_like(own) for _ in counts] if place[at] == 0 else None
-    seen = [_bytes(row) for row in rows] if rows is not None else None
-    dist.gather(_bytes(own), seen, group=mesh.get_group(at), group_dst=0)
+    seen = [view_as_flat_bytes(row) for row in rows] if rows is not None else None
+    dist.gather(view_as_flat_bytes(own), seen, group=mesh.get_group(at), group_dst=0)
     if rows is None:
         return None
     return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, counts, strict=True)], dim)
@@ -71,50 +65,6 @@ def scatter_rows(
     scatter_from_rank0(rows, [place], mesh.get_group(at), copies, dtype=dtype, device=device, staging=staging)
 
 
-def gather_full(value: DTensor) -> torch.Tensor:
-    """Gather the full tensor of a DTensor to all ranks of its mesh. Collective.
-
-    Strided rows are joined here: `full_tensor` of some versions of torch misplaces rows that the ranks do not divide.
-    """
-    mesh = value.device_mesh
-    if not is_strided(value) or mesh.get_coordinate() is None or any(p.is_partial() for p in value.placements):
-        return value.full_tensor()
-    joined = value.to_local()
-    for at, dim, rows in reversed(_find_splits(value)):
-        counts = chunks(rows, mesh.size(at))
-        own = _padded(joined, dim, counts[0])
-        parts = [torch.empty_like(own) for _ in counts]
-        dist.all_gather([_bytes(part) for part in parts], _bytes(own), group=mesh.get_group(at))
-        joined = torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, counts, strict=True)], dim)
-    return joined
-
-
-def shard_full(value: torch.Tensor, kept: DTensor) -> torch.Tensor:
-    """Return this rank's part of a full tensor that every rank of a DTensor's mesh has.
-
-    Args:
-        value: Full tensor, on the communication device of the mesh.
-        kept: DTensor with the mesh and placements.
-    """
-    mesh = kept.device_mesh
-    if not is_strided(kept) or mesh.get_coordinate() is None:
-        return shard_replicated(value, mesh, kept.placements).to_local()
-    for at, dim, rows in _find_splits(kept):
-        value = value.narrow(dim, *chunk_range(rows, mesh.size(at), mesh.get_local_rank(at)))
-    return value
-
-
-def _find_splits(kept: DTensor) -> list[tuple[int, int, int]]:
-    """Return each split: mesh dimension, tensor dimension, and this rank's rows before it; the first split first."""
-    mesh, sizes, found = kept.device_mesh, list(kept.shape), []
-    for at, placement in sort_by_split_order(kept.placements):
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            found.append((at, dim, sizes[dim]))
-            sizes[dim] = chunk_range(sizes[dim], mesh.size(at), mesh.get_local_rank(at))[1]
-    return found
-
-
 def has_rows_everywhere(rows: int, ranks: int) -> bool:
     """Return True if every rank gets at least one of a parameter's rows."""
     return chunk_range(rows, ranks, ranks - 1)[1] > 0
@@ -134,15 +84,3 @@ def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:
     placement = kept.placements[at]
     assert isinstance(placement, Shard), "this mesh dimension shards it"
     return placement.dim, chunks(kept.shape[placement.dim], kept.device_mesh.size(at))
-
-
-def _padded(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    if part.shape[dim] == rows:
-        return part.contiguous()
-    padded = part.new_zeros([rows if d == dim else n for d, n in enumerate(part.shape)])
-    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-    return padded
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

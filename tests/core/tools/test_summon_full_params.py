@@ -15,12 +15,14 @@ from models import PLAIN, Block, Case, Stack, Wide, blocks_and_root, built, case
 from reference import Training, compare, groups, product, reduce_gradients, sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
 
 if not TORCH:
     from shardckpt.core.comm.streams import FULL_BYTES
+    from shardckpt.core.modules.dtensors import shard_full_tensor, wrap_local
     from shardckpt.core.tools.summon_full_params import iter_full_params
 
 BOTH = pytest.mark.parametrize("orig", [False, True], ids=["flat", "original"])
@@ -847,3 +849,20 @@ def test_apply_that_raises_leaves_nothing_gathered(orig):
         return wrong + compare(PLAIN, model, plain, Training(sgd, steps=1), orig=orig, replicated=False)
 
     assert run(2, body) == [[]] * 2
+
+
+@pytest.mark.skipif(TORCH, reason="of the engine")
+def test_strided_rows_of_parameters_that_torch_shards_are_not_left_to_torch():
+    """Its `full_tensor` misplaces them in torch 2.9."""
+
+    def body(rank: int, world: int) -> list[list[float]]:
+        value, mesh = torch.arange(6.0), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        place = _StridedShard(0, split_factor=2), Shard(0)
+        empty = wrap_local(value.new_empty(0), mesh, place, value.shape, value.stride())
+        model = nn.Module()
+        model.rows = nn.Parameter(wrap_local(shard_full_tensor(value, empty), mesh, place, (6,), (1,)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DTensor, "full_tensor", None)
+            return [full.tolist() for _, full in iter_full_params(model)]
+
+    assert run(4, body) == [[[0, 1, 2, 3, 4, 5]]] * 4
