@@ -6,7 +6,15 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from shardckpt.format.durability.run_record import CapturingStart, read_run_record, write_run_record
+from shardckpt.checkpoint.run.step_finder import NO_STEP
+from shardckpt.format.durability.run_record import (
+    NOTHING_LOST,
+    CapturingStart,
+    LostSteps,
+    RunRecord,
+    read_run_record,
+    write_run_record,
+)
 from shardckpt.storage.store import Store
 
 
@@ -18,19 +26,27 @@ class LastStart:
 
     Args:
         open_root: Returns the store of the run's root. Raises ShardckptError.
+
+    Attributes:
+        lost: Steps that the root had lost while a start went on, as of the last look at the record.
+        is_in_doubt: Whether the record may be gone.
     """
 
     def __init__(self, open_root: Callable[[], Store]) -> None:
         self._open_root = open_root
         self._id = secrets.token_hex(4)
         self._recorded: int | None = None
+        self._written = RunRecord()
+        self._last = RunRecord().start
+        self.lost = NOTHING_LOST
+        self.is_in_doubt = False
 
     def make_attempt(self) -> str:
         """Return text that no other attempt to save has, and that names this start."""
         return f"{self._id}-{secrets.token_hex(8)}"
 
     def record(self, branch: int) -> None:
-        """Record that this start captures, before its first capture in a branch.
+        """Record that this start captures, before its first capture in a branch; again if the record is gone.
 
         Args:
             branch: Branch of the run that the capture belongs to.
@@ -38,21 +54,60 @@ class LastStart:
         Raises:
             ShardckptError: The root cannot be read or written.
         """
-        if self._recorded is not None and branch <= self._recorded:
+        is_recorded = self._recorded is not None and branch <= self._recorded
+        if is_recorded and not self.is_in_doubt:
             return
         store = self._open_root()
-        write_run_record(store, replace(read_run_record(store), start=CapturingStart(self._id, branch)))
-        self._recorded = branch
+        found = read_run_record(store)
+        if not (is_recorded and found.start.id):
+            self._write(store, replace(found, start=CapturingStart(self._id, branch)))
+            self._recorded = branch
+        self.is_in_doubt = False
+
+    def record_lost(self, committed: tuple[int, int]) -> bool:
+        """Record that the root lost its steps while this start went on; return True if that is new.
+
+        Args:
+            committed: Order of the newest step that it had.
+
+        Raises:
+            ShardckptError: The root cannot be read or written.
+        """
+        self.lost = NOTHING_LOST
+        store = self._open_root()
+        found = read_run_record(store)
+        self.lost, lost = found.lost, LostSteps(self._id, *committed)
+        if self._recorded is None or committed == NO_STEP or (found.lost == lost and found.start.id):
+            return False
+        start = found.start if found.start.id else CapturingStart(self._id, self._recorded)
+        self._write(store, replace(found, start=start, lost=lost))
+        self.lost = lost
+        return True
+
+    def has_lost(self, committed: tuple[int, int], attempt: str) -> bool:
+        """Return True if the root lost steps while the start of a capture went on.
+
+        Args:
+            committed: Order of the newest step of the root that the capture follows.
+            attempt: Result of `make_attempt` that it has.
+        """
+        return attempt.partition("-")[0] == self.lost.start and committed <= (self.lost.branch, self.lost.number)
+
+    def _write(self, store: Store, record: RunRecord) -> None:
+        self._written = replace(record, local=record.local or self._written.local)
+        write_run_record(store, self._written)
+
+    def read(self) -> None:
+        """Read the record of the starts before. Raises ShardckptError if the root cannot be read."""
+        record = read_run_record(self._open_root())
+        self._last, self.lost = record.start, record.lost
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:
-        """Return the least branch of the steps that this start may save.
+        """Return the least branch of the steps that this start may save, by the record that was read last.
 
         Args:
             attempts: Results of `make_attempt` in the captures that this start can read.
-
-        Raises:
-            ShardckptError: The root cannot be read.
         """
-        last = read_run_record(self._open_root()).start
+        last = self._last
         is_seen = last.id in ("", self._id) or any(each.partition("-")[0] == last.id for each in attempts)
         return 0 if is_seen else last.branch + 1

@@ -257,17 +257,17 @@ class StepFinder:
 
     def list_copies(self, number: int) -> list[StepCopy]:
         """Return the complete copies of a step, the nearest first. On rank 0."""
-        return self.list_copies_here(number, find_survived(self.root, read_mounts()))
+        return self.select_copies(self.read(), number)
 
-    def list_copies_here(self, number: int, survives: tuple[str, ...]) -> list[StepCopy]:
-        """Return the complete copies of a step in this folder. On rank 0.
+    def select_copies(self, run: RunDirectory, number: int) -> list[StepCopy]:
+        """Return the complete copies of a step among those of this folder. On rank 0.
 
         Args:
+            run: Steps of this folder.
             number: Number of the step.
-            survives: Failures that files here survive.
         """
-        store = self.open_store()
-        steps = [step for step in self.read().complete if step.number == number and self.is_good(step)]
+        store, survives = self.open_store(), find_survived(self.root, read_mounts())
+        steps = [step for step in run.complete if step.number == number and self.is_good(step)]
         return [describe_copy(store, step, self.tier, survives) for step in steps]
 
     def find_finder(self, path: str) -> StepFinder:  # noqa: ARG002  (tiers have their own)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -17,6 +17,8 @@ from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.open_peers import NodeTier, OpenedTiers, open_peers
 from shardckpt.checkpoint.run.last_start import LastStart
+from shardckpt.checkpoint.run.own_attempts import OwnAttempts
+from shardckpt.checkpoint.run.root_position import RootPosition, RootSteps
 from shardckpt.checkpoint.run.step_finder import (
     NO_STEP,
     FoundStep,
@@ -28,6 +30,9 @@ from shardckpt.checkpoint.run.step_finder import (
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.checkpoint.tiers.peer_memory import find_node
 from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
+from shardckpt.events import FallbackEvent, OnEvent, emit
+from shardckpt.events.warn_user import warn_user
+from shardckpt.format.durability.run_record import NOTHING_LOST, RECORD
 from shardckpt.format.durability.step_copies import (
     FAILURES,
     StepCopy,
@@ -35,7 +40,7 @@ from shardckpt.format.durability.step_copies import (
     describe_copy,
     encode_copies,
 )
-from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, step_name
+from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, read_step, step_name
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
@@ -56,76 +61,25 @@ def choose_newest(found: Sequence[FoundStep]) -> FoundStep:
     return chosen._replace(faults=root.faults, unreadable=root.unreadable, branch=branch, newest=newest)
 
 
-_MOST_STARTED = 4096
-"""Maximum number of steps whose last saves are remembered."""
-
-
-class RootPosition(NamedTuple):
-    """Steps of the root that a run knows: its captures follow them.
-
-    Attributes:
-        committed: Order of the newest complete step.
-        started: Order of the step whose save was started last; it may be complete meanwhile.
-    """
-
-    committed: tuple[int, int] = NO_STEP
-    started: tuple[int, int] = NO_STEP
-
-    def encode(self, attempt: str) -> str:
-        """Return the position as text, for the custom metadata of a capture and of the same step in the root.
-
-        Args:
-            attempt: Text that no other save has, from `LastStart`.
-        """
-        return json.dumps([*self, attempt])
-
-    @classmethod
-    def decode(cls, text: str) -> RootPosition | None:
-        """Return the position from the text of `encode`; None for other text."""
-        try:
-            (branch, number), (started_branch, started), *_ = json.loads(text)
-            return cls((int(branch), int(number)), (int(started_branch), int(started)))
-        except (ValueError, TypeError):
-            return None
-
-    @staticmethod
-    def read_attempt(text: str) -> str:
-        """Return the attempt from the text of `encode`; empty for other text."""
-        try:
-            _, _, attempt, *_ = json.loads(text)
-            return str(attempt)
-        except (ValueError, TypeError):
-            return ""
-
-    def leads_to(self, newest: tuple[int, int], *, is_empty: bool) -> bool:
-        """Return True if the root is that of this run, or has lost steps since.
-
-        Otherwise it was emptied, or another process saved steps without knowing of the captures: then they belong to
-        a course of the training that was given up.
-
-        Args:
-            newest: Order of the newest complete step of the root now.
-            is_empty: Whether the root has no step, complete or not.
-        """
-        if newest == NO_STEP:
-            return self.committed == NO_STEP or not is_empty
-        return newest in self or newest < self.committed
-
-
 class _Capture(NamedTuple):
     """A capture in a tier, as rank 0 reads it at a restore.
 
     Attributes:
         save: Id of its save.
         order: Branch and number of its step.
-        attempt: Attempt to save that it comes from; empty if unknown.
+        after: Text of its `RootPosition`; empty if unknown.
         is_of_run: Whether it belongs to the steps of the root.
     """
 
     save: str
     order: tuple[int, int]
-    attempt: str
+    after: str
     is_of_run: bool = True
+
+    @property
+    def attempt(self) -> str:
+        """Attempt to save that it comes from; empty if unknown."""
+        return RootPosition.read_attempt(self.after)
 
 
 class TierReads(PlaceReads):
@@ -162,14 +116,20 @@ class TieredFinder(StepFinder):
         root: Path or URL of the run's folder.
         group: Process group of the ranks; None for all ranks.
         places: The tiers, the nearest first.
+        on_event: Called with the event of a root that was emptied; None without a callback.
 
     Attributes:
         position: Steps of the root that this process knows; None before it has looked. On rank 0.
         last_start: The start of the run that captured last. On rank 0.
+        own: Attempts to save steps that this process made or restored. On rank 0.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], group: dist.ProcessGroup | None, places: Sequence[TierPlace]
+        self,
+        root: str | os.PathLike[str],
+        group: dist.ProcessGroup | None,
+        places: Sequence[TierPlace],
+        on_event: OnEvent | None = None,
     ) -> None:
         super().__init__(root, group)
         self._places = tuple(places)
@@ -178,22 +138,25 @@ class TieredFinder(StepFinder):
         self.has_other_places = True
         self.position: RootPosition | None = None
         self.last_start = LastStart(super().open_store)
+        self.own = OwnAttempts()
+        self._on_event = on_event
         self._least_branch = 0
-        self._own_saves: dict[int, set[str]] = {}
-        self._found_saves: tuple[int, set[str]] | None = None
+        self._is_root_in_doubt = False
         self._damaged_files: frozenset[str] = frozenset()
 
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
     ) -> FoundStep:
         """Return the newest step that can be loaded, in a tier or in the root. On rank 0."""
-        root = super().find_on_rank0(wanted, passed, avoided)
-        self.position = RootPosition(root.newest)
-        in_root = {(step.branch, step.number): step for step in super().read().complete}
+        root, state = super().find_on_rank0(wanted, passed, avoided), RootSteps.from_run(super().read())
+        if self.position is not None:
+            self._follow_root(state)
+        self.position = RootPosition(state.newest)
+        self.last_start.read()
         captures: list[_Capture] = []
 
         def find(place: TierPlace) -> FoundStep:
-            captures.extend(self._drop_captures_of_another_run(place, root, in_root))
+            captures.extend(self._drop_captures_of_another_run(place, state))
             return place.finder.find_on_rank0(wanted, passed, avoided)._replace(faults=[], unreadable="")
 
         held = [_read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
@@ -203,7 +166,9 @@ class TieredFinder(StepFinder):
             shown = " or ".join(place.name for place in self._places)
             reason = "its machines are missing, or their holders have ended or do not answer"
             _LOG.warning("no capture of the last start of %s was found in %s: %s", self.root, shown, reason)
-        self._found_saves = found.number, _list_saves(found, captures, in_root.get(found.order))
+        same = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
+        after = next((each.after for each in same), "")
+        self.own.note_found(found.number, found.order, after, _list_saves(found, same, state.steps.get(found.order)))
         return found._replace(branch=max(found.branch, self._least_branch))
 
     def find_position(self) -> RootPosition:
@@ -212,30 +177,68 @@ class TieredFinder(StepFinder):
             self.position = RootPosition(super().find_on_rank0(None, ()).newest)
         return self.position
 
-    def _drop_captures_of_another_run(
-        self, place: TierPlace, root: FoundStep, in_root: Mapping[tuple[int, int], StepFolder]
-    ) -> list[_Capture]:
+    def look_at_root(self) -> None:
+        """Look if the root still has the record of the run and its newest step: one list. On rank 0, in the background.
+
+        If it has not, the next save reads it, and records there that this start goes on.
+        """
+        position = self.position or RootPosition()
+        needed = {RECORD, *([step_name(position.committed[1])] if position.committed != NO_STEP else [])}
+        with suppress(ShardckptError):  # a root that cannot be listed is seen by the saves into it
+            if not needed <= {entry.name for entry in super().open_store().list()}:
+                self._is_root_in_doubt = True
+
+    def check_root(self) -> None:
+        """Read the root if `look_at_root` missed something there, and record again what was lost. On rank 0."""
+        if self._is_root_in_doubt:
+            self._is_root_in_doubt, self.last_start.is_in_doubt = False, True
+            with suppress(ShardckptError):  # without its record nothing is captured
+                self._follow_root(RootSteps.from_run(super().read()))
+
+    def _follow_root(self, root: RootSteps) -> None:
+        """Record that this start goes on, if the root has lost all its steps meanwhile. On rank 0."""
+        committed = self.find_position().committed
+        if not root.is_empty or (committed == NO_STEP and self.last_start.lost == NOTHING_LOST):
+            return
+        text = f"all steps in {self.root} are gone while the run goes on"
+        try:
+            if self.last_start.record_lost(committed):
+                text += ": what this start has captured is restored all the same, unless its record there goes too"
+                emit(FallbackEvent(self.root, warnings=(text,)), self._on_event)
+                warn_user(text)
+        except ShardckptError as error:
+            _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
+
+    def _drop_captures_of_another_run(self, place: TierPlace, root: RootSteps) -> list[_Capture]:
         """Delete the captures of a tier that do not belong to the steps of the root; return all that it had."""
         captures = []
         store, run = place.finder.open_store(), place.finder.read()
-        is_empty = root.newest == NO_STEP and not root.faults
         for step in run.complete:
-            order = step.branch, step.number
-            text = _read_about(store, step).get(AFTER, "")
-            position, capture = RootPosition.decode(text), _Capture(step.save, order, RootPosition.read_attempt(text))
-            captures.append(capture)
-            if position is None:
-                continue
-            if order in in_root:  # the root may have it from a process that did not know of the capture
-                is_of_run = self._is_same_attempt(in_root[order], text, order in position)
-            else:  # under a newer step of the root it is never the newest
-                is_of_run = order < root.newest or position.leads_to(root.newest, is_empty=is_empty)
+            order, text = (step.branch, step.number), _read_about(store, step).get(AFTER, "")
+            is_of_run = self._is_of_run(order, text, root)
+            captures.append(_Capture(step.save, order, text, is_of_run))
             if not is_of_run:
                 shown = f"step {step.number} in {place.finder.root}"
                 _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
                 delete_steps(store, run, [step.name])
-                captures[-1] = capture._replace(is_of_run=False)
         return captures
+
+    def _is_of_run(self, order: tuple[int, int], after: str, root: RootSteps) -> bool:
+        """Return True if a capture belongs to the steps of the root, so that a restore may load it. On rank 0.
+
+        Args:
+            order: Branch and number of its step.
+            after: Text of its `RootPosition`; other text if it has none.
+            root: Steps of the root now.
+        """
+        position = RootPosition.decode(after)
+        if position is None:
+            return True
+        if order in root.steps:  # the root may have it from a process that did not know of the capture
+            return self._is_same_attempt(root.steps[order], after, order in position)
+        if order < root.newest or position.leads_to(root.newest, is_empty=root.is_empty):
+            return True  # under a newer step of the root it is never the newest
+        return root.is_empty and self.last_start.has_lost(position.committed, RootPosition.read_attempt(after))
 
     def _is_same_attempt(self, step: StepFolder, text: str, was_started: bool) -> bool:
         """Return True if a step of the root and a capture come from one attempt to save. On rank 0.
@@ -266,23 +269,6 @@ class TieredFinder(StepFinder):
         held = [_read_tier(place, place.finder.newest_branch, 0) for place in self._places]
         return max(*held, super().newest_branch(), self._least_branch)
 
-    def record_start(self, number: int) -> None:
-        """Record that a step is saved now: other copies of this number have another state. On rank 0."""
-        self._own_saves.pop(number, None)
-        self._own_saves[number] = set()
-        if len(self._own_saves) > _MOST_STARTED:
-            del self._own_saves[next(iter(self._own_saves))]
-
-    def record_save(self, number: int, save: str) -> None:
-        """Record the id of a save of a step that was started: its capture, or its save in the root. On rank 0."""
-        self._own_saves.setdefault(number, set()).add(save)
-
-    def record_restore(self, number: int) -> None:
-        """Record that a step was restored: only copies of the attempt that was found last have its state."""
-        if self._found_saves is not None and self._found_saves[0] == number:
-            self.record_start(number)
-            self._own_saves[number] |= self._found_saves[1]
-
     @contextmanager
     def open_places(self) -> Iterator[PlaceReads]:
         """Read the steps that nodes and tiers have together, within the context. Collective."""
@@ -301,7 +287,7 @@ class TieredFinder(StepFinder):
         """Return the complete copies of a step, the nearest first. Collective.
 
         If this process has saved or restored the step, only the copies of that attempt count: a copy of an earlier
-        save, or of another job, has another state. A capture that a new process would not find is none.
+        save, or of another job, has another state. A capture that a new process would not find, or would drop, is none.
         """
         folder = step_name(number)
         reports = [_report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
@@ -320,20 +306,40 @@ class TieredFinder(StepFinder):
         held: list[StepCopy] = []
         for place, catalog in zip(self._places, catalogs, strict=True):
             held += _read_tier(place, partial(_list_node_copies, place, catalog, number), [])
-        copies = [*held, *self.list_copies(number)]
-        own = self._own_saves.get(number)
-        return [copy for copy in copies if own is None or copy.save in own]
+        run = super().read()
+        root, own = RootSteps.from_run(run), self.own.find(number)
+        if own is not None:
+            held = [copy for copy in held if copy.save in own.saves]
+        if held:
+            self._follow_root(root)
+        kept = [copy for copy in held if self._is_found_again(number, copy, root)]
+        copies = [*kept, *self.select_copies(run, number)]
+        return [copy for copy in copies if own is None or copy.save in own.saves]
+
+    def _is_found_again(self, number: int, copy: StepCopy, root: RootSteps) -> bool:
+        """Return True if a new start would not drop a copy of a step in a tier. On rank 0."""
+        own = self.own.find(number)
+        if own is None:
+            place = next(place for place in self._places if place.name == copy.tier)
+            return _read_tier(place, partial(self._is_stored_of_run, place, number, root), otherwise=False)
+        is_own = own.order in root.steps and root.steps[own.order].save in own.saves
+        return is_own or self._is_of_run(own.order, own.after, root)
+
+    def _is_stored_of_run(self, place: TierPlace, number: int, root: RootSteps) -> bool:
+        """Return whether a capture in the store of this node belongs to the steps of the root. On rank 0."""
+        store = place.open_own()
+        step = read_step(store, number)
+        return self._is_of_run((step.branch, number), _read_about(store, step).get(AFTER, ""), root)
 
 
-def _list_saves(found: FoundStep, captures: Sequence[_Capture], in_root: StepFolder | None) -> set[str]:
+def _list_saves(found: FoundStep, of_step: Sequence[_Capture], in_root: StepFolder | None) -> set[str]:
     """Return the ids of all saves of the attempt that a found step comes from.
 
     Args:
         found: The step.
-        captures: Captures in all tiers.
+        of_step: Captures of this order in all tiers that belong to the run.
         in_root: Step of the same order in the root, of whose attempt all captures of the run are; None without one.
     """
-    of_step = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
     attempts = {each.attempt for each in of_step if each.save == found.save or in_root is not None}
     saves = {each.save for each in of_step if each.attempt in attempts}
     return {found.save or "", *saves, *([] if in_root is None else [in_root.save])}

@@ -124,7 +124,7 @@ def build_run(
     """
     finder = StepFinder(root, group)
     tiers = [build_tier(each, finder.root, group, on_event) for each in settings]
-    tiered = TieredFinder(root, group, [tier.place for tier in tiers]) if tiers else None
+    tiered = TieredFinder(root, group, [tier.place for tier in tiers], on_event) if tiers else None
     finder = tiered or finder
     retention = StepRetention(rules, finder, on_event)
     saver = StepSaver(finder, retention, schedule, dedup=dedup, on_event=on_event)
@@ -180,14 +180,14 @@ class TieredSaver:
         self._promoter, self._on_saved = promoter, on_saved
         self._captured_in: list[SavedPlace] = []
         self._is_first = False
-        saver.on_saved, saver.on_begin = self._add_saved, finder.record_save
+        saver.on_saved, saver.on_begin = self._add_saved, finder.own.add_save
         for tier in self._tiers:
             tier.list_needed = partial(promoter.list_promoted, tier)
 
     def record_restore(self, number: int, branch: int, loaded: str) -> None:
         """Record that a step was restored; as `StepSaver.record_restore`."""
         self._saver.record_restore(number, branch, loaded)
-        self._finder.record_restore(number)
+        self._finder.own.restore(number)
 
     def save(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
@@ -220,7 +220,7 @@ class TieredSaver:
         places = _Places(*json.loads(answer))
         notes.update({BRANCH: str(places.branch)} if places.branch else {})
         notes[AFTER] = places.after
-        notes.on_begin = partial(self._finder.record_save, places.number)
+        notes.on_begin = partial(self._finder.own.add_save, places.number)
         copy_options = {name: given[name] for name in _FOR_COPY if name in given}
         share = NodeShare(*places.share)
         self._captured_in = []
@@ -236,6 +236,8 @@ class TieredSaver:
                     if target.is_spread:
                         target.apply_rules()
                     self._promoter.add(Promotion(number, source, target, coordinator.rank))
+                if not coordinator.rank:
+                    self._finder.look_at_root()
 
             self._promoter.note_capture(places.number, source)
             source.capture(places.number, state, notes, copy_options, share, promote)
@@ -339,13 +341,12 @@ class TieredSaver:
         branch = self._saver.find_branch(number)
         if not self._record_captures(number, branch, ready):
             ready, opened = [], []
-        self._finder.record_start(number)
         position = self._finder.find_position()
         if in_root:
             position = self._finder.position = position._replace(started=(branch, number))
-        places = _Places(
-            number, branch, position.encode(self._finder.last_start.make_attempt()), ready, opened, in_root
-        )
+        after = position.encode(self._finder.last_start.make_attempt())
+        self._finder.own.begin((branch, number), after)
+        places = _Places(number, branch, after, ready, opened, in_root)
         places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
         keepers = choose_record_keepers(list(first.values()))
         return [
@@ -359,6 +360,7 @@ class TieredSaver:
         """Record in the root that this start captures; without that no step is captured. On rank 0."""
         try:
             if ready:
+                self._finder.check_root()
                 self._finder.last_start.record(branch)
         except ShardckptError as error:
             for index in ready:

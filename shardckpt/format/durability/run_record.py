@@ -59,6 +59,23 @@ class CapturingStart(NamedTuple):
 NO_START = CapturingStart()
 
 
+class LostSteps(NamedTuple):
+    """Steps that the root had lost while a start of the run went on: what that start captured is still of the run.
+
+    Attributes:
+        start: Id of the start; empty if the root has lost nothing.
+        branch: Branch of the newest step that it had.
+        number: Its number.
+    """
+
+    start: str = ""
+    branch: int = -1
+    number: int = -1
+
+
+NOTHING_LOST = LostSteps()
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """Record of a run.
@@ -67,15 +84,19 @@ class RunRecord:
         local: Folder of the tier on a disk of the node; empty without one.
         attempts: Steps after whose restore the run failed, or may be about to.
         start: Start of the run that captured last.
+        lost: Steps that the root had lost last while a start went on.
     """
 
     local: str = ""
     attempts: tuple[Attempt, ...] = ()
     start: CapturingStart = NO_START
+    lost: LostSteps = NOTHING_LOST
 
     def encode(self) -> bytes:
         """Return the record as a line of JSON."""
-        fields = {"local": self.local, "attempts": self.attempts, "start": self.start}
+        fields: dict[str, Any] = {"local": self.local, "attempts": self.attempts, "start": self.start}
+        if self.lost.start:
+            fields["lost"] = self.lost
         return json.dumps(fields).encode("ascii") + b"\n"
 
     @classmethod
@@ -93,6 +114,7 @@ class RunRecord:
             local if isinstance(local, str) and "\0" not in local else "",
             tuple(Attempt(*each) for each in listed if _is_attempt(each)),
             _decode_start(start),
+            _decode_lost(found.get("lost")),
         )
 
 
@@ -104,6 +126,12 @@ def _decode_start(found: Any) -> CapturingStart:
     if isinstance(found, list) and [*map(type, found)] == [str, int] and found[1] >= 0:
         return CapturingStart(*found)
     return NO_START
+
+
+def _decode_lost(found: Any) -> LostSteps:
+    if isinstance(found, list) and [*map(type, found)] == [str, int, int] and min(found[1:]) >= 0 and found[0]:
+        return LostSteps(*found)
+    return NOTHING_LOST
 
 
 def read_run_record(store: Store) -> RunRecord:

@@ -15,8 +15,13 @@ def open_root(tmp_path):
     return lambda: open_store(str(tmp_path))
 
 
+def find_least_branch(start: LastStart, attempts: list[str]) -> int:
+    start.read()
+    return start.find_least_branch(attempts)
+
+
 def test_a_run_that_never_captured_begins_at_branch_0(open_root):
-    assert LastStart(open_root).find_least_branch([]) == 0
+    assert find_least_branch(LastStart(open_root), []) == 0
 
 
 @pytest.mark.parametrize(("seen", "least"), [(("first",), 0), (("other", "first"), 0), (("other",), 3), ((), 3)])
@@ -25,13 +30,13 @@ def test_a_start_that_reads_no_capture_of_the_last_one_saves_to_the_next_branch(
     attempts = {"first": first.make_attempt(), "other": other.make_attempt()}
     other.record(1)
     first.record(2)
-    assert LastStart(open_root).find_least_branch([attempts[name] for name in seen]) == least
+    assert find_least_branch(LastStart(open_root), [attempts[name] for name in seen]) == least
 
 
 def test_a_start_follows_its_own_captures(open_root):
     start = LastStart(open_root)
     start.record(5)
-    assert start.find_least_branch([]) == 0
+    assert find_least_branch(start, []) == 0
 
 
 def test_a_start_is_recorded_once_a_branch_beside_what_the_record_has(open_root, tmp_path):
@@ -43,8 +48,33 @@ def test_a_start_is_recorded_once_a_branch_beside_what_the_record_has(open_root,
     os.remove(tmp_path / RECORD)
     start.record(0)
     assert not (tmp_path / RECORD).exists(), "one write at the first capture"
+    start.is_in_doubt = True
+    start.record(0)
+    assert read_run_record(open_root()) == record
     start.record(1)
     assert read_run_record(open_root()).start == record.start._replace(branch=1)
+
+
+def test_a_start_in_doubt_does_not_replace_the_record_of_another_one(open_root):
+    start, other = LastStart(open_root), LastStart(open_root)
+    start.record(0)
+    other.record(0)
+    record = read_run_record(open_root())
+    start.is_in_doubt = True
+    start.record(0)
+    assert read_run_record(open_root()) == record
+
+
+def test_only_captures_of_the_start_that_went_on_survive_the_loss_of_the_steps_that_they_followed(open_root):
+    start, other = LastStart(open_root), LastStart(open_root)
+    assert not start.record_lost((0, 10)), "nothing was captured"
+    start.record(0)
+    assert start.record_lost((0, 10)) and not start.record_lost((0, 10))
+    after = LastStart(open_root)
+    assert not after.has_lost((0, 10), start.make_attempt())
+    after.read()
+    assert after.has_lost((0, 10), start.make_attempt()) and after.has_lost((0, 8), start.make_attempt())
+    assert not after.has_lost((0, 11), start.make_attempt()) and not after.has_lost((0, 10), other.make_attempt())
 
 
 def test_a_start_that_could_not_be_recorded_is_recorded_at_the_next_capture(open_root, tmp_path):

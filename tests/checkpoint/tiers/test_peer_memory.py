@@ -21,11 +21,11 @@ from tier_runs import make_state as state
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
-from shardckpt import Checkpointer, PeerMemory
+from shardckpt import Checkpointer, Local, PeerMemory
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.tiers import peer_memory, tiered_finder
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
-from shardckpt.format.durability.run_record import RECORD
+from shardckpt.format.durability.run_record import RECORD, read_run_record
 from shardckpt.storage.holder import ask_holders, holder_connection, hung_holder
 from shardckpt.storage.holder.holder_connection import HolderConnection
 from shardckpt.storage.local import LocalWriter
@@ -214,6 +214,111 @@ def test_captures_of_a_run_whose_root_was_emptied_are_dropped(tmp_path):
     assert [holder.steps for holder in shardckpt.tiers().holders] == [()]
     (tmp_path / "moved").rename(root)
     assert restore(root) == 2
+
+
+def empty(root: Path, *, has_record: bool = False) -> None:
+    for each in root.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+        elif not has_record:
+            each.unlink()
+
+
+@pytest.mark.parametrize("has_record", [False, True])
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_captures_of_a_run_that_goes_on_in_an_emptied_root_are_claimed_and_restored(tmp_path, has_record, is_claimed):
+    root, events = tmp_path / "run", []
+    ck = make(root, save_every=10, on_event=events.append)
+    save(ck, 10)
+    save(ck, 11)
+    empty(root, has_record=has_record)
+    with pytest.warns(UserWarning, match=r"all steps in .*run are gone while the run goes on: .* restored") as warned:
+        if is_claimed:
+            ck.wait(11, survives="process")
+        else:
+            save(ck, 12)  # in whose background the list of the root is read
+            save(ck, 13)
+    step = 11 if is_claimed else 13
+    assert ck.durability(step).survives == {"process"} and len(warned) == 1
+    assert [event.path for event in events if event.operation == "fallback"] == [str(root)]
+    assert restore(root) == step
+    again = make(root, save_every=10)
+    assert tier_runs.restore(again) == step
+    save(again, 20)
+    save(again, 21)
+    assert restore(root) == 21
+    empty(root)
+    assert restore(root) is None, "what a start has captured before the root was emptied and no start went on"
+
+
+def test_captures_that_followed_other_steps_than_those_that_the_root_lost_are_dropped(tmp_path):
+    root = tmp_path / "run"
+    ck = make(root, save_every=10)
+    save(ck, 10)
+    save(ck, 11)
+    empty(root)
+    with pytest.warns(UserWarning, match="are gone"):
+        ck.wait(11, survives="process")
+    save(ck, 20)
+    save(ck, 21)
+    empty(root, has_record=True)
+    assert restore(root) is None
+
+
+def test_a_claim_is_withdrawn_if_the_emptied_root_does_not_take_the_record(tmp_path, caplog):
+    root, events = tmp_path / "run", []
+    ck = make(root, save_every=10, on_event=events.append)
+    save(ck, 10)
+    save(ck, 11)
+    ck.wait(11, survives="process")
+    empty(root)
+    (root / RECORD).mkdir()
+    with pytest.raises(StorageError, match="step 11 does not survive"):
+        ck.wait(11, survives="process")
+    assert [(event.step, event.tier) for event in events if event.operation == "withdrawal"] == [(11, "memory")]
+    assert "it cannot be recorded that captures are still needed" in caplog.text
+    (root / RECORD).rmdir()
+    assert restore(root) is None
+
+
+def test_a_restored_capture_is_not_claimed_in_an_emptied_root_and_those_of_this_start_are(tmp_path):
+    root, events = tmp_path / "run", []
+    save(make(root, save_every=10), 10)
+    save(make(root, save_every=10), 11)
+    ck = make(root, save_every=10, on_event=events.append)
+    assert tier_runs.restore(ck) == 11 and ck.durability(11).survives == {"process"}
+    empty(root)
+    assert ck.durability(11).survives == set()
+    assert [event.step for event in events if event.operation == "withdrawal"] == [11]
+    save(ck, 12)
+    with pytest.warns(UserWarning, match="are gone"):
+        assert ck.durability(12).survives == {"process"}
+    assert restore(root) == 12
+
+
+def test_captures_are_not_claimed_once_a_process_without_tiers_has_saved_newer_steps(tmp_path):
+    root = tmp_path / "run"
+    ck = make(root, save_every=5)
+    save(ck, 5)
+    save(ck, 9)
+    assert ck.durability(9).survives == {"process"}
+    Checkpointer(root).save(6, state(6))
+    assert ck.durability(9).survives == set()
+    assert make(root).durability(9).survives == set(), "neither by a process that did not capture it"
+    assert restore(root) == 6
+
+
+def test_a_record_that_was_removed_is_written_again_with_all_that_this_start_wrote(tmp_path):
+    root, folder = tmp_path / "run", str(tmp_path / "local")
+    tiers = [PeerMemory(max_bytes="1GB"), Local(folder, every=2)]
+    ck = Checkpointer(root, save_every=10, tiers=tiers)
+    save(ck, 10)
+    before = read_run_record(open_store(str(root)))
+    assert before.local == folder and before.start.id
+    (root / RECORD).unlink()
+    save(ck, 11)
+    save(ck, 12)
+    assert read_run_record(open_store(str(root))) == before
 
 
 def test_captures_of_a_course_that_was_given_up_without_tiers_are_dropped(tmp_path):

@@ -1,11 +1,10 @@
 """The choice between memory and root: pure."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep
-from shardckpt.checkpoint.tiers.tiered_finder import RootPosition, choose_newest
+from shardckpt.checkpoint.tiers.tiered_finder import choose_newest
 
 ORDERS = st.tuples(st.integers(0, 3), st.integers(0, 9))
 
@@ -32,37 +31,3 @@ def test_the_newest_step_that_can_be_loaded_is_chosen_and_its_successors_are_new
     assert chosen.save == "memory" or held.save is None or root.order > held.order, "the nearer one of equal steps"
     newest = max(held.newest, root.newest)
     assert (chosen.branch, chosen.number) >= newest if chosen.order == newest else chosen.branch > newest[0]
-
-
-@pytest.mark.parametrize(
-    ("newest", "is_empty", "belongs"),
-    [
-        ((0, 50), False, True),
-        ((0, 100), False, True),
-        ((0, 40), False, True),
-        (NO_STEP, False, True),
-        (NO_STEP, True, False),
-        ((0, 60), False, False),
-        ((0, 110), False, False),
-        ((1, 10), False, False),
-    ],
-)
-def test_captures_belong_to_a_root_that_has_what_they_followed_or_lost_it(newest, is_empty, belongs):
-    position = RootPosition(committed=(0, 50), started=(0, 100))
-    assert position.leads_to(newest, is_empty=is_empty) is belongs
-
-
-@pytest.mark.parametrize("is_empty", [True, False])
-def test_captures_before_the_first_step_of_the_root_belong_to_a_root_without_complete_steps(is_empty):
-    assert RootPosition().leads_to(NO_STEP, is_empty=is_empty)
-    assert RootPosition(started=(0, 100)).leads_to(NO_STEP, is_empty=is_empty)
-    assert RootPosition(committed=(0, 50)).leads_to(NO_STEP, is_empty=is_empty) is not is_empty
-    assert not RootPosition().leads_to((0, 1), is_empty=False)
-
-
-@given(ORDERS, ORDERS)
-def test_a_position_is_read_back_and_other_text_is_none(committed, started):
-    position = RootPosition(committed, started)
-    assert RootPosition.decode(position.encode("an id")) == position
-    for text in ("", "junk", "[1]", "[[1, 2], 3]", '[[1, 2], [3, "x"]]'):
-        assert RootPosition.decode(text) is None

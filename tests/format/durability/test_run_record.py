@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.format.durability.run_record import (
+    NOTHING_LOST,
     RECORD,
     Attempt,
     CapturingStart,
+    LostSteps,
     RunRecord,
     find_run_id,
     read_run_record,
@@ -20,11 +22,12 @@ ATTEMPTS = st.lists(st.builds(Attempt, st.integers(), st.integers(), st.integers
 
 
 STARTS = st.builds(CapturingStart, st.text(), st.integers(0))
+LOST = st.just(NOTHING_LOST) | st.builds(LostSteps, st.text(min_size=1), st.integers(0), st.integers(0))
 
 
-@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), ATTEMPTS, STARTS)
-def test_a_record_is_read_back(folder, attempts, start):
-    record = RunRecord(folder, attempts, start)
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), ATTEMPTS, STARTS, LOST)
+def test_a_record_is_read_back(folder, attempts, start, lost):
+    record = RunRecord(folder, attempts, start, lost)
     assert RunRecord.decode(record.encode()) == record
 
 
@@ -37,6 +40,8 @@ JSON = st.recursive(
     st.binary()
     | JSON.map(lambda found: json.dumps({"local": found, "attempts": found, "start": found}).encode())
     | JSON.map(lambda found: json.dumps({"start": [found, found]}).encode())
+    | JSON.map(lambda found: json.dumps({"lost": found}).encode())
+    | JSON.map(lambda found: json.dumps({"lost": ["x", found, found]}).encode())
     | JSON.map(lambda found: json.dumps({"attempts": [found, [1, 2, 3]]}).encode())
     | st.just(b"[" * 100_000)
 )
@@ -45,6 +50,7 @@ def test_other_bytes_are_a_record_of_the_right_types(data):
     assert isinstance(record.local, str)
     assert all(type(number) is int for attempt in record.attempts for number in attempt)
     assert [*map(type, record.start)] == [str, int] and record.start.branch >= 0
+    assert [*map(type, record.lost)] == [str, int, int]
 
 
 def test_a_run_without_a_record_or_with_a_huge_one_has_a_new_one(tmp_path):

@@ -1,0 +1,83 @@
+"""`RootPosition`: steps of the root that a capture follows, by which a restore knows if both are of one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardckpt.checkpoint.run.step_finder import NO_STEP
+from shardckpt.format.native.run_directory import RunDirectory, StepFolder
+
+
+class RootSteps(NamedTuple):
+    """Steps that the root has now.
+
+    Attributes:
+        steps: Complete steps by branch and number.
+        newest: Order of the newest of them.
+        is_empty: Whether the root has no step, complete or damaged; saves may have begun.
+    """
+
+    steps: Mapping[tuple[int, int], StepFolder]
+    newest: tuple[int, int]
+    is_empty: bool
+
+    @classmethod
+    def from_run(cls, run: RunDirectory) -> RootSteps:
+        """Return the state of the root from its steps."""
+        steps = {(step.branch, step.number): step for step in run.complete}
+        is_empty = all(step.is_base or step.has_only_begun for step in run.steps)
+        return cls(steps, max(steps, default=NO_STEP), is_empty)
+
+
+class RootPosition(NamedTuple):
+    """Steps of the root that a run knows: its captures follow them.
+
+    Attributes:
+        committed: Order of the newest complete step.
+        started: Order of the step whose save was started last; it may be complete meanwhile.
+    """
+
+    committed: tuple[int, int] = NO_STEP
+    started: tuple[int, int] = NO_STEP
+
+    def encode(self, attempt: str) -> str:
+        """Return the position as text, for the custom metadata of a capture and of the same step in the root.
+
+        Args:
+            attempt: Text that no other save has, from `LastStart`.
+        """
+        return json.dumps([*self, attempt])
+
+    @classmethod
+    def decode(cls, text: str) -> RootPosition | None:
+        """Return the position from the text of `encode`; None for other text."""
+        try:
+            (branch, number), (started_branch, started), *_ = json.loads(text)
+            return cls((int(branch), int(number)), (int(started_branch), int(started)))
+        except (ValueError, TypeError):
+            return None
+
+    @staticmethod
+    def read_attempt(text: str) -> str:
+        """Return the attempt from the text of `encode`; empty for other text."""
+        try:
+            _, _, attempt, *_ = json.loads(text)
+            return str(attempt)
+        except (ValueError, TypeError):
+            return ""
+
+    def leads_to(self, newest: tuple[int, int], *, is_empty: bool) -> bool:
+        """Return True if the root is that of this run, or has lost steps since.
+
+        Otherwise it was emptied, or another process saved steps without knowing of the captures: then they belong to
+        a course of the training that was given up.
+
+        Args:
+            newest: Order of the newest complete step of the root now.
+            is_empty: Whether the root has no step, complete or not.
+        """
+        if newest == NO_STEP:
+            return self.committed == NO_STEP or not is_empty
+        return newest in self or newest < self.committed
