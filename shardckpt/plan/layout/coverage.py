@@ -197,17 +197,17 @@ def _is_single_span(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
-    """Return True if pieces are spans in a grid or in order, as of rank shards."""
+    """Return True if pieces are spans or containers in a grid or in order, as of rank shards."""
     boxes, width, files = tuple([piece.box for piece in entry.pieces]), bits(entry.stored), manifest.files
     volumes = _tile_often(entry.shape, boxes) if len(boxes) <= _USUAL_PIECES else _tile(entry.shape, boxes)
     if volumes is None:
         return False
     for (_, file, layout), volume in zip(entry.pieces, volumes, strict=True):
-        if (
-            not isinstance(layout, Span)
-            or layout.nbytes * 8 != volume * width
-            or not 0 <= layout.offset <= files.get(file, -1) - layout.nbytes
-        ):
+        if isinstance(layout, Span):
+            has_right_size = layout.nbytes * 8 == volume * width
+        else:
+            has_right_size = isinstance(layout, Lazy) and layout.nbytes >= 0
+        if not has_right_size or not 0 <= layout.offset <= files.get(file, -1) - layout.nbytes:
             return False
     return True
 

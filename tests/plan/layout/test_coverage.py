@@ -59,6 +59,15 @@ def test_boxes_that_many_layers_have_are_checked_once_and_their_files_each_time(
     assert checked == 1
 
 
+def test_containers_that_tile_an_array_are_compared_with_their_files_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    covered = []
+    monkeypatch.setattr(coverage, "cover", lambda *given, **_: covered.append(given))
+    for layer in range(100):
+        pieces = [Piece(Box((start,), (1000,)), "a.bin", Lazy(4 * start + layer, 4000)) for start in (0, 1000)]
+        assert kinds(manifest(*pieces, shape=(2000,), size=8100)) == []
+    assert covered == []
+
+
 @pytest.mark.parametrize(
     ("pieces", "kind", "error"),
     [
@@ -85,6 +94,10 @@ def test_boxes_that_many_layers_have_are_checked_once_and_their_files_each_time(
         ([Piece(full_box((4,)), "a.bin", Encoded("zstd", 90, 11, Span(0, 16)))], "truncated", TruncatedError),
         ([Piece(full_box((4,)), "a.bin", Encoded("zstd", 0, 9, Span(0, 12)))], "invalid", FormatError),
         ([Piece(full_box((4,)), "a.bin", Lazy(90, 11))], "truncated", TruncatedError),
+        ([Piece(full_box((4,)), "a.bin", Lazy(-1, 11))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Lazy(0, -1))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "gone.bin", Lazy(0, 0))], "missing_file", IncompleteError),
+        ([Piece(full_box((3,)), "a.bin", Lazy(0, 11))], "gap", IncompleteError),
     ],
 )
 def test_every_fault_has_its_kind_and_its_error(pieces: list[Piece], kind: str, error: type[Exception]) -> None:
