@@ -37,6 +37,9 @@ from shardckpt.storage.store import Read, Store
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _BATCH = 512
+_FRONT_BYTES = 1 << 10
+"""Bytes that are read from the start of an archive: all its small entries, and the header of its elements."""
+
 _ENCODED_HEAD_BYTES = 1 << 13
 _HEAD_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 _MAX_PICKLE_BYTES = 1 << 16
@@ -84,13 +87,18 @@ class OpenedSlice(NamedTuple):
         piece: Piece with a `Lazy` layout.
         layout: The layout of `piece`.
         slice: Details of the slice.
-        where: Name of file, tensor and box, for messages.
+        url: URL of the store, for messages.
     """
 
     piece: Piece
     layout: Lazy
     slice: StoredSlice
-    where: str
+    url: str
+
+    @property
+    def where(self) -> str:
+        """Name of file, tensor and box, for messages."""
+        return f"{self.url}/{self.piece.file}: {self.slice.name!r} {self.piece.box}"
 
 
 Blobs = dict[tuple[str, int], Blob]
@@ -125,9 +133,10 @@ def resolve_slices(
 def _open_slice(store: Store, files: Mapping[str, int], piece: Piece) -> OpenedSlice:
     layout = piece.layout
     assert isinstance(layout, Lazy) and isinstance(layout.detail, StoredSlice)
-    known = layout.detail
-    require_bytes(store, files, piece.file, layout.offset + layout.nbytes, f"{known.name!r} {piece.box}")
-    return OpenedSlice(piece, layout, known, f"{store.url}/{piece.file}: {known.name!r} {piece.box}")
+    known, end = layout.detail, layout.offset + layout.nbytes
+    if end > files.get(piece.file, -1):
+        require_bytes(store, files, piece.file, end, f"{known.name!r} {piece.box}")
+    return OpenedSlice(piece, layout, known, store.url)
 
 
 def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, what: str) -> None:
@@ -247,10 +256,10 @@ def _mismatch_error(opened: OpenedSlice, dtype: str, shape: tuple[int, ...]) -> 
 def _locate_in_archives(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget) -> Iterator[Span | Strided]:
     places = [ArchivePlace(o.piece.file, o.layout.offset, o.layout.nbytes) for o in opened]
     distinct = list(dict.fromkeys(places))  # open a slice once even if thousands of names share it
-    found = dict(zip(distinct, open_archives(store, distinct), strict=True))
+    found = dict(zip(distinct, open_archives(store, distinct, front_bytes=_FRONT_BYTES), strict=True))
     archives = [found[place] for place in places]
     records = [
-        WantedEntry(archive.place.file, _entry(archive, "data.pkl", o.where))
+        WantedEntry(archive.place.file, _entry(archive, "data.pkl", o), archive)
         for archive, o in zip(archives, opened, strict=True)
     ]
     known: dict[bytes, TensorStub] = {}
@@ -260,20 +269,20 @@ def _locate_in_archives(store: Store, opened: Sequence[OpenedSlice], budget: Rea
     wanted = []
     for archive, stub, o in zip(archives, stubs, opened, strict=True):
         assert isinstance(stub.storage, StorageRef)
-        wanted.append(WantedEntry(archive.place.file, _entry(archive, f"data/{stub.storage.key}", o.where)))
+        wanted.append(WantedEntry(archive.place.file, _entry(archive, f"data/{stub.storage.key}", o), archive))
     _check_byte_order(store, archives, opened)
-    for start, (_, entry), stub, o in zip(locate(store, wanted), wanted, stubs, opened, strict=True):
+    for start, (_, entry, _), stub, o in zip(locate(store, wanted), wanted, stubs, opened, strict=True):
         if entry.method != STORED:
             raise UnsupportedError("the slice's elements are compressed inside its archive", where=o.where)
         yield locate_view(stub, Span(start, entry.size), o)
 
 
-def _entry(archive: ZipArchive, name: str, where: str) -> ZipEntry:
+def _entry(archive: ZipArchive, name: str, opened: OpenedSlice) -> ZipEntry:
     """Return the entry with a name below the archive's only root folder."""
     first = next(iter(archive.entries), "")
     entry = archive.entries.get(f"{first.partition('/')[0]}/{name}")
     if entry is None:
-        raise FormatError(f"the torch archive of the slice has no {name}", where=where, found=first)
+        raise FormatError(f"the torch archive of the slice has no {name}", where=opened.where, found=first)
     return entry
 
 
@@ -287,7 +296,10 @@ def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequ
         root = next(iter(archive.entries)).partition("/")[0]
         entry = archive.entries.get(f"{root}/byteorder")
         if entry is not None and archive.place.file not in wanted:
-            wanted[archive.place.file], where[archive.place.file] = WantedEntry(archive.place.file, entry), o.where
+            wanted[archive.place.file], where[archive.place.file] = (
+                WantedEntry(archive.place.file, entry, archive),
+                o.where,
+            )
     for file, order in zip(wanted, read_entries(store, list(wanted.values()), most=16), strict=True):
         require_little(order, where[file])
 
@@ -420,5 +432,5 @@ def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator
         wanted = [
             WantedEntry(a.place.file, e) for a in archives for e in a.entries.values() if e.crc32 and e.method == STORED
         ]
-        for start, (file, entry) in zip(locate(store, wanted), wanted, strict=True):
+        for start, (file, entry, _) in zip(locate(store, wanted), wanted, strict=True):
             yield Checksum(file, start, entry.compressed, "crc32", entry.crc32)

@@ -8,7 +8,7 @@ gives the start of an entry's data.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
@@ -24,6 +24,9 @@ STORED, DEFLATED = 0, 8
 
 _LOCAL = Struct("<4sHHHHHIIIHH")
 _CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
+_LENGTHS, _LENGTHS_AT = Struct("<HHH"), 28
+"""Lengths of name, extra field and comment in a record of the directory."""
+
 _END = Struct("<4sHHHHIIH")
 _END64_LOCATOR = Struct("<4sIQI")
 _END64 = Struct("<4sQHHIIQQQQ")
@@ -44,6 +47,9 @@ _MOST_INFLATED_BYTES = 1 << 26
 
 _MOST_ENDS = 100_000
 """Maximum end records tried in one entry; an archive stored in another one has one for each entry."""
+
+_FEW_ENTRIES = 64
+"""Maximum entries of a directory whose layout is kept for the next one; an archive of a tensor has up to 7."""
 
 _INFLATED_COST = 16
 """Budget cost of each inflated byte, which is parsed without being a byte of the file."""
@@ -94,10 +100,12 @@ class ZipArchive:
     Attributes:
         place: File and range of the archive.
         entries: Name to entry, in the order of the directory.
+        front: First bytes of the archive, which were read with its directory.
     """
 
     place: ArchivePlace
     entries: dict[str, ZipEntry]
+    front: bytes = b""
 
 
 class WantedEntry(NamedTuple):
@@ -106,18 +114,28 @@ class WantedEntry(NamedTuple):
     Attributes:
         file: File name relative to the store.
         entry: Entry to read.
+        archive: Archive with this entry, whose first bytes are not read again; None to read all.
     """
 
     file: str
     entry: ZipEntry
+    archive: ZipArchive | None = None
+
+    def known_bytes(self, nbytes: int) -> bytes | None:
+        """Return bytes from the entry's header on, if the archive's front has them all; else None."""
+        if self.archive is None:
+            return None
+        start = self.entry.header - self.archive.place.offset
+        return self.archive.front[start : start + nbytes] if start + nbytes <= len(self.archive.front) else None
 
 
-def open_archives(store: Store, places: Sequence[ArchivePlace]) -> list[ZipArchive]:
+def open_archives(store: Store, places: Sequence[ArchivePlace], *, front_bytes: int = 0) -> list[ZipArchive]:
     """Read the directories of several archives in at most two batches of reads.
 
     Args:
         store: Store of the files.
         places: Files and ranges of the archives.
+        front_bytes: Bytes from the start of each archive to read in the first batch. Small entries are there.
 
     Raises:
         TruncatedError: A range exceeds its file.
@@ -126,7 +144,10 @@ def open_archives(store: Store, places: Sequence[ArchivePlace]) -> list[ZipArchi
         UnsupportedError: The archive is encrypted or has several volumes.
     """
     most = _TAIL[store.capabilities.is_local]
-    tails = _read(store, [(p.file, p.offset + p.nbytes - min(most, p.nbytes), min(most, p.nbytes)) for p in places])
+    ranges = [(p.file, p.offset + p.nbytes - min(most, p.nbytes), min(most, p.nbytes)) for p in places]
+    ranges += [(p.file, p.offset, min(front_bytes, p.nbytes)) for p in places]
+    found = _read(store, ranges)
+    tails, starts = found[: len(places)], found[len(places) :]
     ends = [_end(p, tail, _where(store, p)) for p, tail in zip(places, tails, strict=True)]
     missing = [
         (p.file, p.offset + end.start, p.nbytes - len(tail) - end.start)
@@ -135,10 +156,11 @@ def open_archives(store: Store, places: Sequence[ArchivePlace]) -> list[ZipArchi
     ]
     fronts = iter(_read(store, missing))
     archives = []
-    for p, tail, end in zip(places, tails, ends, strict=True):
+    layouts: dict[tuple[int, int], _DirectoryLayout] = {}
+    for p, tail, end, start in zip(places, tails, ends, starts, strict=True):
         known = p.nbytes - len(tail)
         raw = next(fronts) + tail if end.start < known else tail[end.start - known :]
-        archives.append(ZipArchive(p, _entries(p, raw[: end.nbytes], end, _where(store, p))))
+        archives.append(ZipArchive(p, _entries(p, raw[: end.nbytes], end, layouts, _where(store, p)), start))
     return archives
 
 
@@ -148,7 +170,7 @@ def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
     Raises:
         FormatError: A local header contradicts the directory.
     """
-    heads = _read(store, [(w.file, w.entry.header, _LOCAL.size + len(w.entry.name.encode())) for w in wanted])
+    heads = _read_wanted(store, wanted, [_LOCAL.size + len(w.entry.name.encode()) for w in wanted])
     return [_data_start(w, head, f"{store.url}/{w.file}") for w, head in zip(wanted, heads, strict=True)]
 
 
@@ -170,14 +192,14 @@ def read_entries(
         UnsupportedError: The compression method is not deflate.
     """
     extents = []
-    for file, entry in wanted:
+    for file, entry, _ in wanted:
         accepted = most if entry.method == STORED else min(most, _MOST_INFLATED_BYTES)
         require_small(entry.name, entry.size, accepted, f"{store.url}/{file}")
         if entry.method == DEFLATED and budgets is not None:
             budgets[file].spend(_INFLATED_COST * entry.size)
-        extents.append((file, entry.header, _extent(entry)))
+        extents.append(_extent(entry))
     found = []
-    for w, raw in zip(wanted, _read(store, extents), strict=True):
+    for w, raw in zip(wanted, _read_wanted(store, wanted, extents), strict=True):
         where = f"{store.url}/{w.file}"
         start = _data_start(w, raw, where) - w.entry.header
         found.append(_decode(w.entry, raw[start : start + w.entry.compressed], where))
@@ -208,6 +230,14 @@ def _read(store: Store, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
     buffers = [bytearray(nbytes) for _, _, nbytes in ranges]
     store.read([Read(f, o, memoryview(b)) for (f, o, _), b in zip(ranges, buffers, strict=True) if b])
     return [bytes(b) for b in buffers]
+
+
+def _read_wanted(store: Store, wanted: Sequence[WantedEntry], sizes: Sequence[int]) -> list[bytes]:
+    """Return so many bytes from the header of each entry on."""
+    known = [w.known_bytes(nbytes) for w, nbytes in zip(wanted, sizes, strict=True)]
+    missing = zip(wanted, sizes, known, strict=True)
+    rest = iter(_read(store, [(w.file, w.entry.header, nbytes) for w, nbytes, data in missing if data is None]))
+    return [next(rest) if data is None else data for data in known]
 
 
 def _extent(entry: ZipEntry) -> int:
@@ -277,7 +307,69 @@ def _check_end(end: _End, position: int, where: str) -> None:
     require_small("the directory of the zip archive", end.nbytes, _MAX_DIRECTORY_BYTES, where)
 
 
-def _entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str, ZipEntry]:
+@dataclass(frozen=True, slots=True)
+class _DirectoryLayout:
+    """The common bytes of directories of archives of tensors of one kind.
+
+    Attributes:
+        struct: The directory, with a run of seven values for each entry: bytes in common, checksum, encoded and decoded
+            size, bytes in common, offset of the header, bytes in common.
+        common: The bytes in common, of all entries.
+        entries: The entries of the first such archive.
+    """
+
+    struct: Struct
+    common: tuple[tuple[bytes, ...], ...]
+    entries: tuple[ZipEntry, ...]
+
+    @classmethod
+    def read(cls, raw: bytes, entries: Iterable[ZipEntry]) -> _DirectoryLayout:
+        """Return the layout of a valid directory with these entries."""
+        entries, codes, at = tuple(entries), "<", 0
+        for _ in entries:
+            size = sum(_LENGTHS.unpack_from(raw, at + _LENGTHS_AT))
+            codes += f"12s4xIII14sI{size}s"
+            at += _CENTRAL.size + size
+        struct = Struct(codes)
+        values = struct.unpack(raw)
+        return cls(struct, (values[0::7], values[4::7], values[6::7]), entries)
+
+    def parse(self, place: ArchivePlace, raw: bytes, end: _End) -> dict[str, ZipEntry] | None:
+        """Return the entries of another directory if it is valid and has this layout; else None."""
+        if len(raw) != self.struct.size:
+            return None
+        values = self.struct.unpack(raw)
+        sizes, headers = values[3::7], values[5::7]
+        if (values[0::7], values[4::7], values[6::7]) != self.common or values[2::7] != sizes:
+            return None
+        if 0xFFFFFFFF in sizes or 0xFFFFFFFF in headers:
+            return None
+        found, at = {}, place.offset
+        for known, crc, size, header, limit in zip(
+            self.entries, values[1::7], sizes, headers, (*headers[1:], end.start), strict=True
+        ):
+            name = known.name
+            if header + _LOCAL.size + len(name) + size > limit:
+                return None
+            found[name] = ZipEntry(name, known.method, crc, size, size, at + header, at + limit, known.streamed)
+        return found
+
+
+def _entries(
+    place: ArchivePlace, raw: bytes, end: _End, layouts: dict[tuple[int, int], _DirectoryLayout], where: str
+) -> dict[str, ZipEntry]:
+    """Parse a directory, by the layout of an earlier one if it has the same."""
+    kind = len(raw), end.entries
+    layout = layouts.get(kind)
+    entries = layout.parse(place, raw, end) if layout is not None else None
+    if entries is None:
+        entries = _parse_entries(place, raw, end, where)
+        if len(entries) <= _FEW_ENTRIES:
+            layouts[kind] = _DirectoryLayout.read(raw, entries.values())
+    return entries
+
+
+def _parse_entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str, ZipEntry]:
     """Parse a directory and compute the limit of each entry."""
     records, at = [], 0
     try:

@@ -335,7 +335,7 @@ def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _OpenedFiles) -
         )
     pickles: dict[str, bytes] = {}
     contents = read_entries(store, wanted, most=_LIMITS.nbytes, budgets=opened.budgets)
-    for (file, entry), raw in zip(wanted, contents, strict=True):
+    for (file, entry, _), raw in zip(wanted, contents, strict=True):
         where = f"{store.url}/{file}"
         if entry.name.endswith("/data.pkl"):
             pickles[file] = raw

@@ -195,6 +195,20 @@ class TestSerialisations:
 
         assert sum(read) < 4096
 
+    def test_slices_are_opened_by_one_batch_of_reads_for_each_512(self, tmp_path):
+        reader = open_(save({f"t{i}": torch.full((3000,), float(i)) for i in range(600)}, tmp_path))
+        batches = []
+
+        class Counting(LocalStore):
+            def read(self, reads):
+                batches.append(len(reads))
+                super().read(reads)
+
+        reader.store = Counting(str(tmp_path))
+        reader.resolve([p for e in reader.manifest.tensors.values() for p in e.pieces])
+
+        assert [count for count in batches if count] == [2 * 512, 2 * 88]
+
     def test_a_zstd_window_that_asks_for_too_much_memory_is_refused(self):
         window_of_2_gib = bytes.fromhex("28b52ffd00a8") + b"\x01\x00\x00"
 

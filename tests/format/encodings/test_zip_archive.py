@@ -4,6 +4,7 @@ import io
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,17 @@ from shardckpt.errors import (
     CheckpointError,
     ChecksumError,
     FormatError,
+    ShardckptError,
     TruncatedError,
     UnsafeError,
     UnsupportedError,
 )
+from shardckpt.format.encodings import zip_archive
 from shardckpt.format.encodings.zip_archive import (
     ArchivePlace,
     WantedEntry,
     ZipArchive,
+    ZipEntry,
     locate,
     open_archives,
     read_entries,
@@ -96,6 +100,78 @@ def test_many_archives_back_to_back_take_few_batches_of_reads(tmp_path: Path) ->
     raw = b"".join(slices)
     for i, start in enumerate(starts):
         assert raw[start : start + 4 * (i + 1)] == struct.pack("<f", i) * (i + 1)
+
+
+def test_the_front_of_an_archive_is_read_with_its_directory(tmp_path: Path) -> None:
+    slices = [torch_archive(torch.full((i + 600,), float(i))) for i in range(50)]
+    (tmp_path / "s").write_bytes(b"".join(slices))
+    store = CountingStore(str(tmp_path))
+    archives = open_archives(store, [*places("s", slices)], front_bytes=1 << 10)
+    wanted = [WantedEntry("s", a.entries["archive/data.pkl"], a) for a in archives]
+    pickles = read_entries(store, wanted, most=1 << 12)
+    starts = locate(store, [WantedEntry("s", a.entries["archive/data/0"], a) for a in archives])
+    assert store.batches == 1
+    with pytest.raises(AssertionError, match="read"):
+        read_entries(Closed(), [WantedEntry("s", a.entries["archive/data/0"], a) for a in archives], most=1 << 12)
+    raw = b"".join(slices)
+    for i, (start, pickled) in enumerate(zip(starts, pickles, strict=True)):
+        assert raw[start : start + 4 * (i + 600)] == struct.pack("<f", i) * (i + 600)
+        with zipfile.ZipFile(io.BytesIO(slices[i])) as expected:
+            assert pickled == expected.read("archive/data.pkl")
+
+
+class Closed(LocalStore):
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def read(self, reads) -> None:
+        assert not reads, "read"
+
+
+def places(file: str, archives: list[bytes]) -> Iterator[ArchivePlace]:
+    """Places of archives that are back to back in a file."""
+    at = 0
+    for raw in archives:
+        yield ArchivePlace(file, at, len(raw))
+        at += len(raw)
+
+
+def test_records_of_directories_of_one_layout_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, record = [], zip_archive._record
+    monkeypatch.setattr(zip_archive, "_record", lambda *given: parsed.append(given) or record(*given))
+    slices = [torch_archive(torch.full((100 + i,), float(i))) for i in range(50)]
+    (tmp_path / "s").write_bytes(b"".join(slices))
+    found = open_archives(LocalStore(str(tmp_path)), [*places("s", slices)])
+    assert len(parsed) == len(found[0].entries) > 3
+    assert [archive.entries["archive/data/0"].size for archive in found] == [4 * (100 + i) for i in range(50)]
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_each_of_many_archives_has_the_entries_or_the_error_that_it_has_alone(tmp_path: Path, method: int) -> None:
+    first = zipped({"a/data.pkl": b"1234", "a/b": b"", "a/data/0": bytes(40)}, method)
+    other = zipped({"a/data.pkl": b"5678", "a/b": b"x" * 9, "a/data/0": bytes(77)}, method)
+    third = zipped({"a/data.pkl": b"5678", "a/c": b"x" * 9, "a/data/0": bytes(77)}, method)
+    ways = set()
+    start = other.index(b"PK\x01\x02")
+    for at, change in [(0, 0), *((at, change) for at in range(start, len(other)) for change in (1, 0xFF))]:
+        changed = bytearray(other)
+        changed[at] ^= change
+        slices = [first, bytes(changed), third, first]
+        (tmp_path / "s").write_bytes(b"".join(slices))
+        store = LocalStore(str(tmp_path))
+        together = outcome(store, [*places("s", slices)])
+        alone = [outcome(store, [place]) for place in places("s", slices)]
+        errors = [each for each in alone if isinstance(each, str)]
+        assert together == (errors[0] if errors else [entry for each in alone for entry in each])
+        ways.add(bool(errors))
+    assert ways == {True, False}
+
+
+def outcome(store: LocalStore, found: list[ArchivePlace]) -> list[dict[str, ZipEntry]] | str:
+    try:
+        return [archive.entries for archive in open_archives(store, found)]
+    except ShardckptError as error:
+        return str(error)
 
 
 def test_data_are_not_read_to_find_them(tmp_path: Path) -> None:
