@@ -219,7 +219,7 @@ class TensorStream:
         """
         for step in plan:
             if isinstance(step, Copy) and self._pool.threads > (1 if self._has_blocks else self._filled_files):
-                yield from map(_CopiedBlock, split_copy(step, self._copy_bytes))
+                yield from map(_CopiedBlock, split_copy(step, self._copy_bytes, is_aligned=self._has_blocks))
             else:
                 yield step
 
@@ -277,11 +277,17 @@ def _return(value: _T) -> _T:
     return value
 
 
-def split_copy(copy: Copy, most: int) -> Iterator[Copy]:
-    """Yield parts of a copy, split at multiples of `most` in the source."""
+def split_copy(copy: Copy, most: int, *, is_aligned: bool) -> Iterator[Copy]:
+    """Yield parts of a copy.
+
+    Args:
+        copy: Bytes to copy.
+        most: Maximum bytes of a part.
+        is_aligned: Whether parts end at multiples of `most` in the source, each of which is verified at once.
+    """
     start, end = copy.offset, copy.offset + copy.nbytes
     while start < end:
-        stop = min(start - start % most + most, end)
+        stop = min(start - (start % most if is_aligned else 0) + most, end)
         yield Copy(copy.file, start, stop - start)
         start = stop
 

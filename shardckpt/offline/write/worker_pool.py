@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from shardckpt.errors import UsageError
@@ -87,6 +91,9 @@ class PoolTask(Generic[_T]):
 class WorkerPool:
     """Threads that run tasks, shared by the files that are written concurrently.
 
+    If several threads work for a single file, they also plan its tasks. The thread that writes is the slowest on
+    storage as fast as memory, and then only writes.
+
     Args:
         threads: Number of threads.
         files: Number of files that are written concurrently.
@@ -95,6 +102,7 @@ class WorkerPool:
     def __init__(self, threads: int, files: int) -> None:
         self.threads = threads
         self.ahead = max(threads // files, 1)
+        self._plans_tasks = threads > files == 1
         self._pool = ThreadPoolExecutor(threads)
 
     def close(self) -> None:
@@ -115,6 +123,32 @@ class WorkerPool:
         Raises:
             ShardckptError: The first failed task, in order, raised this error.
         """
+        if not self._plans_tasks:
+            with self._submit(tasks, ahead) as results:
+                yield results
+            return
+        rest = iter(tasks)
+        first = list(islice(rest, 2))
+        if len(first) < 2:  # not worth waking a thread: some formats write each tensor by itself
+            yield (task.run() for task in first)
+            return
+        with self._share(_TaskLine(chain(first, rest), ahead)) as results:
+            yield results
+
+    @contextmanager
+    def _share(self, line: _TaskLine[_T]) -> Iterator[Iterator[_T]]:
+        """Run the tasks of a line on all threads."""
+        working: list[Future[None]] = []
+        try:
+            working += (self._pool.submit(line.work) for _ in range(self.threads))
+            yield line.results()
+        finally:
+            line.stop()
+            wait(working)
+
+    @contextmanager
+    def _submit(self, tasks: Iterable[PoolTask[_T]], ahead: int) -> Iterator[Iterator[_T]]:
+        """Submit tasks from the thread that takes their results."""
         pending: deque[Future[_T]] = deque()
         try:
             yield self._results(tasks, ahead, pending)
@@ -141,6 +175,71 @@ class WorkerPool:
         while pending:
             yield pending[0].result()
             pending.popleft()
+
+
+class _TaskLine(Generic[_T]):
+    """Tasks that threads take in order, and whose results another thread takes in the same order.
+
+    Args:
+        tasks: Tasks, generated one at a time by the thread that takes them.
+        ahead: Maximum number of taken tasks before the result of an earlier one is taken.
+    """
+
+    def __init__(self, tasks: Iterator[PoolTask[_T]], ahead: int) -> None:
+        self._tasks = tasks
+        self._lock = threading.Lock()
+        self._taken: SimpleQueue[Future[_T] | None] = SimpleQueue()
+        self._permits: SimpleQueue[None] = SimpleQueue()
+        for _ in range(ahead + 1):
+            self._permits.put(None)
+        self._is_over = False
+        self._chained: Future[_T] | None = None
+
+    def work(self) -> None:
+        """Take and run tasks until there are none, or until `stop` is called."""
+        while True:
+            self._permits.get()
+            with self._lock:
+                taken = None if self._is_over else self._take()
+            if taken is None:
+                self._permits.put(None)  # for the next thread, which ends too
+                return
+            run, future = taken
+            try:
+                future.set_result(run())
+            except BaseException as error:  # noqa: BLE001  (raised where the result is taken)
+                future.set_exception(error)
+
+    def _take(self) -> tuple[Callable[[], _T], Future[_T]] | None:
+        future: Future[_T] = Future()
+        try:
+            task = next(self._tasks, None)
+        except BaseException as error:  # noqa: BLE001  (as in `work`)
+            future.set_exception(error)
+            self._taken.put(future)
+            task = None
+        if task is None:
+            self._is_over = True
+            self._taken.put(None)
+            return None
+        run, chained = task.run, self._chained
+        if task.is_chained:
+            run = run if chained is None else partial(_run_after, chained, run)
+            self._chained = future
+        self._taken.put(future)
+        return run, future
+
+    def results(self) -> Iterator[_T]:
+        """Yield the results in the order of the tasks; the first error in this order is raised."""
+        while (future := self._taken.get()) is not None:
+            yield future.result()
+            self._permits.put(None)
+
+    def stop(self) -> None:
+        """Make the threads end after the tasks that they run."""
+        with self._lock:
+            self._is_over = True
+        self._permits.put(None)
 
 
 def _run_after(before: Future[_T], run: Callable[[], _T]) -> _T:

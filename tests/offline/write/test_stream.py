@@ -31,7 +31,17 @@ MIB = 1 << 20
     ],
 )
 def test_copies_are_split_at_multiples_of_the_block(offset: int, nbytes: int, expected: list[tuple[int, int]]) -> None:
-    assert list(split_copy(Copy("a", offset, nbytes), 8)) == [Copy("a", *each) for each in expected]
+    assert list(split_copy(Copy("a", offset, nbytes), 8, is_aligned=True)) == [Copy("a", *each) for each in expected]
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "expected"),
+    [(0, 20, [(0, 8), (8, 8), (16, 4)]), (5, 16, [(5, 8), (13, 8)]), (9, 3, [(9, 3)]), (9, 0, [])],
+)
+def test_copies_without_blocks_are_split_into_as_few_parts_as_fit(
+    offset: int, nbytes: int, expected: list[tuple[int, int]]
+) -> None:
+    assert list(split_copy(Copy("a", offset, nbytes), 8, is_aligned=False)) == [Copy("a", *each) for each in expected]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "q8_0"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
@@ -14,9 +15,9 @@ from shardckpt.offline.write.worker_pool import PoolTask, WorkerPool, count_thre
 MIB = 1 << 20
 
 
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(3, 1)
+@pytest.fixture(params=[1, 2], ids=["one file", "two files"])
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    pool = WorkerPool(3, request.param)
     yield pool
     pool.close()
 
@@ -42,7 +43,53 @@ def test_so_many_tasks_are_begun_behind_the_one_that_was_taken(pool: WorkerPool,
 
     with pool.run(plan(), ahead) as results:
         for number in results:
+            wait_until(lambda n=number: len(planned) >= min(n + 1 + ahead, 12))  # threads may plan beside this one
+            time.sleep(0.002)
             assert len(planned) == min(number + 1 + ahead, 12)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not is_true() and time.monotonic() < until:
+        time.sleep(0.0005)
+
+
+def test_threads_plan_the_tasks_of_one_file_and_those_of_several_are_planned_where_they_are_written() -> None:
+    def plan(planners: set[int]) -> Iterator[PoolTask[int]]:
+        for _ in range(40):
+            planners.add(threading.get_ident())
+            yield PoolTask(threading.get_ident)
+
+    own, found = threading.get_ident(), {}
+    for files in (1, 2):
+        planners: set[int] = set()
+        with closing(WorkerPool(3, files)) as pool, pool.run(plan(planners), 3) as results:
+            next(results)
+            planners.clear()  # the first ones show whether there is more than one
+            assert own not in set(results)
+        found[files] = planners
+    assert own not in found[1] and len(found[1]) <= 3
+    assert found[2] == {own}
+
+
+def test_the_only_task_of_a_file_wakes_no_thread() -> None:
+    with closing(WorkerPool(3, 1)) as pool:
+        for tasks in ([], [PoolTask(threading.get_ident)]):
+            with pool.run(tasks, 3) as results:
+                assert list(results) == [threading.get_ident()] * len(tasks)
+        assert not pool._pool._threads
+
+
+def test_an_error_of_the_plan_is_raised_behind_the_results_before_it(pool: WorkerPool) -> None:
+    def plan() -> Iterator[PoolTask[int]]:
+        for number in range(5):
+            yield PoolTask(lambda n=number: n)
+        raise ValueError("no plan")
+
+    seen = []
+    with pytest.raises(ValueError, match="no plan"), pool.run(plan(), 8) as results:
+        seen += results
+    assert seen == ([*range(5)] if pool._plans_tasks else [])
 
 
 def test_the_first_error_in_order_is_raised_once_nothing_runs_any_more(pool: WorkerPool) -> None:
@@ -85,9 +132,9 @@ def test_leaving_early_waits_for_what_is_under_way_and_drops_the_rest(pool: Work
     assert len(ended) == after < 35
 
 
-def test_a_trivial_task_runs_in_the_thread_that_takes_its_result(pool: WorkerPool) -> None:
+def test_a_trivial_task_of_several_files_runs_in_the_thread_that_takes_its_result() -> None:
     tasks = [PoolTask(threading.get_ident, is_trivial=number % 2 == 0) for number in range(6)]
-    with pool.run(tasks, 2) as done:
+    with closing(WorkerPool(3, 2)) as pool, pool.run(tasks, 2) as done:
         assert [ident == threading.get_ident() for ident in done] == [True, False] * 3
 
 
