@@ -121,6 +121,9 @@ class Upload(AbstractBufferedFile):
             self.fs.request("abort", self.path)
             del self.fs.uploads[id(self)]
 
+    def __del__(self):
+        """Write nothing: fsspec would close a file of a killed process in the middle of a later test."""
+
 
 class Dead(BaseException):
     """The process is gone: whatever it tries from now on does not happen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import cross_version
@@ -17,9 +18,8 @@ def test_each_form_is_read_bit_for_bit_and_another_value_is_found(
     cross_version.write(tmp_path)
 
     assert cross_version.read(tmp_path) == 0
-    assert [line for line in capfd.readouterr().out.splitlines() if ": " in line] == [
-        f"{form}: ok" for form in cross_version.FORMS
-    ]
+    read = re.findall(r"(?m)^[a-z_-]+: .*", capfd.readouterr().out)  # torch 2.9's gloo prints, too
+    assert read == [f"{form}: ok" for form in cross_version.FORMS]
 
     file = tmp_path / "full-state" / "pytorch_model.bin"
     state = torch.load(file)

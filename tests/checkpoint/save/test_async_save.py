@@ -36,6 +36,9 @@ from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY
 
 MIB = 1 << 20
+STARTS_THREADS = pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="a process that ends starts no thread before Python 3.12.2"
+)
 
 
 @contextmanager
@@ -467,12 +470,14 @@ shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
         assert ("the copy of the state was interrupted" in done.stderr) == (first == "thread")
         assert os.listdir(tmp_path) == []
 
+    @STARTS_THREADS
     def test_a_process_that_ends_waits_for_its_save(self, run_script: RunScript, tmp_path: Path) -> None:
         done = run_script(ENDS.format(end="raise KeyError('in the loop')", fault=""), str(tmp_path / "c"))
         assert (done.stdout, done.returncode) == ("the script is over\n", 1)
         assert torch.equal(shardckpt.load(tmp_path / "c")["t"], torch.arange(400_000))
         assert "shutdown" not in done.stderr
 
+    @STARTS_THREADS
     def test_a_failure_nobody_can_ask_about_is_printed_and_nothing_is_left(
         self, run_script: RunScript, tmp_path: Path
     ) -> None:

@@ -19,6 +19,7 @@ if not TORCH:
     from shardckpt.core.runtime.root_state import GradientReductionHandle
 
 ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["at once", "by a handle"])
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 OFFLOADS = pytest.mark.parametrize("offloads", [False, True], ids=["on the device", "offloaded"])
 
 
@@ -129,7 +130,7 @@ class FailingOnce(core.ReduceScatter if not TORCH else object):
         is_failing, self.is_armed = self.is_armed, False
         if is_failing and self.at_start:
             raise RuntimeError("the network is gone")
-        work = dist.reduce_scatter_single(output, full, op=op, group=group, async_op=async_op)
+        work = REDUCE_SCATTER(output, full, op=op, group=group, async_op=async_op)
         return FailingWork(work) if is_failing else work
 
 
