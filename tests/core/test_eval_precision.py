@@ -41,3 +41,21 @@ def trained_in_turns(rank: int, world: int, original: bool, toggled: bool) -> bo
 def test_gradients_of_a_forward_in_full_precision_are_exact(monkeypatch, original, toggled):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     assert run(2, trained_in_turns, original, toggled) == [True, True]
+
+
+def differentiated_behind_inference(rank: int, world: int, original: bool) -> bool:
+    """Evaluate in full precision in inference mode, then compute gradients of the same."""
+    model = shard(nn.Linear(4, 4), mixed_precision=core.MixedPrecision(torch.bfloat16), use_orig_params=original)
+    model.eval()
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        expected = model(x).clone()
+    found = model(x)
+    found.sum().backward()
+    return torch.equal(found, expected) and all(each.grad is not None for each in model.parameters() if each.numel())
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "orig"])
+def test_parameters_that_are_first_gathered_in_inference_mode_may_be_trained(monkeypatch, original):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    assert run(2, differentiated_behind_inference, original) == [True, True]

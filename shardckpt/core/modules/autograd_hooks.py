@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakMethod
@@ -43,6 +43,17 @@ def profile_range(label: str, unit: str = "") -> AbstractContextManager[object]:
     if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NO_RANGE
     return record_function(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")
+
+
+def leave_inference_mode() -> AbstractContextManager[object]:
+    """Return a context that makes tensors that may be trained later, also in inference mode."""
+    return _make_trainable() if torch.is_inference_mode_enabled() else _NO_RANGE
+
+
+@contextmanager
+def _make_trainable() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def in_backward() -> bool:

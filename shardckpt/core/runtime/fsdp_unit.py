@@ -35,7 +35,7 @@ from torch import nn
 from shardckpt.core.comm.streams import DeviceStreams, RateLimiter, get_device_streams
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import ExtensionError
-from shardckpt.core.modules.autograd_hooks import BufferOwners, profile_range
+from shardckpt.core.modules.autograd_hooks import BufferOwners, leave_inference_mode, profile_range
 from shardckpt.core.modules.compile_guard import apply_compiler_disable
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.params.grad_accum import has_gradient_hooks, is_read_at_once
@@ -420,8 +420,9 @@ class FSDPUnit:
         """Start the all-gathers, in the stored or the compute dtype. Collective."""
         assert self.root is not None, "a unit computes only below a root"
         if self.params.has_user_changes():
-            self.bind_extensions()
-            self.params.pull_user_changes()
+            with leave_inference_mode():
+                self.bind_extensions()
+                self.params.pull_user_changes()
         sharded: list[Bucket] = []
         for registration in self.params.active:
             if not registration.bucket.unsharded.has_storage:
@@ -431,8 +432,9 @@ class FSDPUnit:
         self.root.begin_all_gather(self)
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
-        for bucket in sharded:
-            bucket.unsharded.start_all_gather(full_precision=full_precision)
+        with leave_inference_mode():
+            for bucket in sharded:
+                bucket.unsharded.start_all_gather(full_precision=full_precision)
 
     def unshard(self, *, full_precision: bool = False) -> None:
         """All-gather the parameters and register them on the modules. Collective."""
@@ -443,7 +445,8 @@ class FSDPUnit:
             torch.clear_autocast_cache()  # the cache is keyed by the leaf, whose content changes
         self.prefetch_unshard(full_precision=full_precision)
         keeps = self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
-        params.wait_all_gather(keep_partial_shard=keeps)
+        with leave_inference_mode():
+            params.wait_all_gather(keep_partial_shard=keeps)
         assert self.root is not None
         for address in params.addresses:
             self.root.owners.by_address[address] = self

@@ -421,3 +421,23 @@ def test_half_a_pair_that_comes_late_is_refused_by_the_next_forward() -> None:
             model(batch(0, rank))
 
     harness.run(2, body)
+
+
+@pytest.mark.parametrize("kind", [Halved, Scaled])
+def test_a_model_that_is_first_evaluated_in_inference_mode_can_be_trained(kind: type[Halved]) -> None:
+    """As Lightning does before the first step."""
+
+    def body(rank: int, world: int) -> bool:
+        models = [core.fully_shard(extended(kind), mesh=line()) for _ in range(2)]
+        with torch.inference_mode():
+            models[0](batch(0, rank))
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                model(batch(step, rank)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        return all(torch.equal(full(one), full(two)) for one, two in pairs)
+
+    assert harness.run(2, body) == [True, True]
