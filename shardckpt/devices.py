@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -67,7 +68,7 @@ class TorchStreams:
 
     def has_streams(self, device: torch.device) -> bool:
         """Return True if a device runs operations asynchronously to the host."""
-        return device.type not in ("cpu", "meta")
+        return _has_stream_functions(device.type)
 
     def make(self, device: torch.device, priority: int) -> Stream:
         """Return a new stream."""
@@ -90,6 +91,18 @@ class TorchStreams:
         The work is all operations queued on the stream so far.
         """
         tensor.record_stream(stream)  # type: ignore[arg-type]
+
+
+@cache
+def _has_stream_functions(kind: str) -> bool:
+    """Return False for the CPU, meta tensors, and devices such as "mps" for which torch has no streams."""
+    if kind in ("cpu", "meta"):
+        return False
+    try:
+        module = torch.get_device_module(torch.device(kind))
+    except RuntimeError:  # an unknown device: no module is registered
+        return False
+    return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
 
 
 _streams = TorchStreams()

@@ -308,8 +308,8 @@ class StagingArea:
 
     def _put_flat(self, data: torch.Tensor) -> None:
         for start, stop, block, at in self._spans(data.numel()):
-            # A copy from a GPU is asynchronous; `blocks` waits for it.
-            block.tensor[at : at + stop - start].copy_(data[start:stop], non_blocking=True)
+            # A copy from a GPU is asynchronous; `blocks` waits for it. Without pinned memory there may be no event.
+            block.tensor[at : at + stop - start].copy_(data[start:stop], non_blocking=block.is_pinned)
 
     def _put_bytes(self, data: memoryview) -> None:
         for start, stop, block, at in self._spans(len(data)):

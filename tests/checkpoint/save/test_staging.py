@@ -225,3 +225,19 @@ class TestStage:
             with torch.inference_mode(mode):
                 stage.fill(files, state)
         assert pool.made == 1
+
+    @pytest.mark.parametrize("is_pinned", [False, True])
+    def test_only_pinned_buffers_are_filled_beside_the_host(self, monkeypatch, is_pinned: bool) -> None:
+        """A device without streams, such as "mps", has no event for what it copies to other memory."""
+        asked: set[bool] = set()
+        copy = torch.Tensor.copy_
+
+        def noted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            asked.add(non_blocking)
+            return copy(target, source, non_blocking)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", noted)
+        files, _payloads, state = planned({"t": torch.rand(200_000)})
+        pool = BufferPool(lambda size: make_buffer(size)._replace(is_pinned=is_pinned))
+        StagingArea(pool, None).fill(files, state)
+        assert asked == {is_pinned}
