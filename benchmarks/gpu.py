@@ -14,9 +14,9 @@ rounds. Peak is the most memory that the allocator gave each engine alone, of th
 without sleep, *communication* the sum of all sleeps. A step should take the greater of the two. The benchmark fails if
 it takes more than halfway to their sum.
 
-**Copies.** Bytes per second of a save, a load, and a save in the background, to a folder in memory, beside a plain copy
-of as many bytes between the GPU and one pinned buffer. *Stall* is the time until `async_save` returns, of the second
-save.
+**Copies.** Bytes per second of a save, a load, and a save in the background, to a folder in memory, or
+a temporary folder where `/dev/shm` is small, beside a plain copy of as many bytes between the GPU and one pinned
+buffer. *Stall* is the time until `async_save` returns, of the second save.
 """
 
 from __future__ import annotations
@@ -232,12 +232,18 @@ def check_overlap(report: Lines, compute: float, communication: float, step: flo
 # ------------------------------------------------------------------------------------------------------------ copies
 
 
+def find_memory_folder(nbytes: int) -> str | None:
+    """Return a folder in memory with enough space; None if there is none, as in a container with its 64 MB."""
+    folder = Path("/dev/shm")
+    return str(folder) if folder.is_dir() and shutil.disk_usage(folder).free >= nbytes else None
+
+
 def report_copies(report: Lines, device: Device, nbytes: int, rounds: int) -> None:
     """Print the table of copies."""
     parts = 16
     state = {f"w{n}": torch.ones(nbytes // parts // 4, device=device.name) for n in range(parts)}
     buffer = torch.empty(nbytes // parts // 4, pin_memory=device.is_gpu)
-    folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    folder = tempfile.mkdtemp(dir=find_memory_folder(4 * nbytes))
     stalls: list[float] = []
 
     def copy_out() -> None:
