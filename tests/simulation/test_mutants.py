@@ -183,7 +183,7 @@ def captures_are_claimed_before_they_are_complete(patch: pytest.MonkeyPatch) -> 
         path = place.finder.path(step_name(number))
         return [StepCopy(place.name, path, (PROCESS,), None)] if place.is_found_again() else []
 
-    patch.setattr(tiered_finder, "_list_node_copies", claim_all)
+    patch.setattr(tiered_finder, "list_node_copies", claim_all)
     steps_of_other_jobs_are_claimed(patch)
 
 

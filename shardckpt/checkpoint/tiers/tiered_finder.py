@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
-from shardckpt.checkpoint.peers.open_peers import NodeTier, OpenedTiers, open_peers
+from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
+from shardckpt.checkpoint.peers.open_peers import NodeTier, open_peers
 from shardckpt.checkpoint.run.last_start import LastStart
 from shardckpt.checkpoint.run.own_attempts import OwnAttempts
 from shardckpt.checkpoint.run.root_position import RootPosition, RootSteps
@@ -25,88 +24,32 @@ from shardckpt.checkpoint.run.step_finder import (
     PlaceReads,
     StepFinder,
     StepKey,
-    find_next_branch,
 )
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.checkpoint.tiers.peer_memory import find_node
-from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
+from shardckpt.checkpoint.tiers.tier_steps import (
+    Capture,
+    TierReads,
+    choose_newest,
+    list_node_copies,
+    list_saves,
+    open_own,
+    read_capture_about,
+    read_tier,
+    report_step,
+)
+from shardckpt.errors import ShardckptError
 from shardckpt.events import FallbackEvent, OnEvent, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.run_record import NOTHING_LOST, RECORD
 from shardckpt.format.durability.step_copies import (
-    FAILURES,
     StepCopy,
     decode_durability,
-    describe_copy,
     encode_copies,
 )
 from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, read_step, step_name
-from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
-
-
-def choose_newest(found: Sequence[FoundStep]) -> FoundStep:
-    """Return the newest of some steps; of equal ones the nearest.
-
-    Args:
-        found: Newest step of each place that can be loaded, the nearest first, that of the root last.
-    """
-    root, newest = found[-1], max(each.newest for each in found)
-    loadable = [each for each in found if each.save is not None]
-    if not loadable:
-        return root._replace(newest=newest)
-    chosen = max(loadable, key=lambda each: each.order)  # the first of equal ones
-    branch = find_next_branch(chosen.order, newest)
-    return chosen._replace(faults=root.faults, unreadable=root.unreadable, branch=branch, newest=newest)
-
-
-class _Capture(NamedTuple):
-    """A capture in a tier, as rank 0 reads it at a restore.
-
-    Attributes:
-        save: Id of its save.
-        order: Branch and number of its step.
-        after: Text of its `RootPosition`; empty if unknown.
-        is_of_run: Whether it belongs to the steps of the root.
-    """
-
-    save: str
-    order: tuple[int, int]
-    after: str
-    is_of_run: bool = True
-
-    @property
-    def attempt(self) -> str:
-        """Attempt to save that it comes from; empty if unknown."""
-        return RootPosition.read_attempt(self.after)
-
-
-class TierReads(PlaceReads):
-    """Reads of this rank from the tiers of all nodes.
-
-    Args:
-        opened: The tiers.
-    """
-
-    def __init__(self, opened: OpenedTiers) -> None:
-        self._opened = opened
-        self._before: Mapping[str, int] = {}
-
-    @property
-    def tier_bytes(self) -> Mapping[str, int]:
-        """Bytes that this rank has read since `reset`, by tier."""
-        read = {tier: nbytes - self._before.get(tier, 0) for tier, nbytes in self._opened.tier_bytes.items()}
-        return {tier: nbytes for tier, nbytes in read.items() if nbytes}
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Reasons why this rank read a copy in place of a nearer one."""
-        return self._opened.faults
-
-    def reset(self) -> None:
-        """Count from here on."""
-        self._before = self._opened.tier_bytes
 
 
 class TieredFinder(StepFinder):
@@ -153,13 +96,13 @@ class TieredFinder(StepFinder):
             self._follow_root(state)
         self.position = RootPosition(state.newest)
         self.last_start.read()
-        captures: list[_Capture] = []
+        captures: list[Capture] = []
 
         def find(place: TierPlace) -> FoundStep:
             captures.extend(self._drop_captures_of_another_run(place, state))
             return place.finder.find_on_rank0(wanted, passed, avoided)._replace(faults=[], unreadable="")
 
-        held = [_read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
+        held = [read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
         found = choose_newest([*held, root])
         self._least_branch = self.last_start.find_least_branch(each.attempt for each in captures)
         if self._least_branch:
@@ -168,7 +111,7 @@ class TieredFinder(StepFinder):
             _LOG.warning("no capture of the last start of %s was found in %s: %s", self.root, shown, reason)
         same = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
         after = next((each.after for each in same), "")
-        self.own.note_found(found.number, found.order, after, _list_saves(found, same, state.steps.get(found.order)))
+        self.own.note_found(found.number, found.order, after, list_saves(found, same, state.steps.get(found.order)))
         return found._replace(branch=max(found.branch, self._least_branch))
 
     def find_position(self) -> RootPosition:
@@ -209,14 +152,14 @@ class TieredFinder(StepFinder):
         except ShardckptError as error:
             _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
 
-    def _drop_captures_of_another_run(self, place: TierPlace, root: RootSteps) -> list[_Capture]:
+    def _drop_captures_of_another_run(self, place: TierPlace, root: RootSteps) -> list[Capture]:
         """Delete the captures of a tier that do not belong to the steps of the root; return all that it had."""
         captures = []
         store, run = place.finder.open_store(), place.finder.read()
         for step in run.complete:
-            order, text = (step.branch, step.number), _read_about(store, step).get(AFTER, "")
+            order, text = (step.branch, step.number), read_capture_about(store, step).get(AFTER, "")
             is_of_run = self._is_of_run(order, text, root)
-            captures.append(_Capture(step.save, order, text, is_of_run))
+            captures.append(Capture(step.save, order, text, is_of_run))
             if not is_of_run:
                 shown = f"step {step.number} in {place.finder.root}"
                 _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
@@ -261,18 +204,18 @@ class TieredFinder(StepFinder):
 
     def list_keys(self) -> list[StepKey]:
         """Return the keys of the complete steps in the tiers and in the root. On rank 0."""
-        held = [_read_tier(place, place.finder.list_keys, list[StepKey]()) for place in self._places]
+        held = [read_tier(place, place.finder.list_keys, list[StepKey]()) for place in self._places]
         return [*chain.from_iterable(held), *super().list_keys()]
 
     def newest_branch(self) -> int:
         """Return the branch of the newest complete step, in a tier or in the root. On rank 0."""
-        held = [_read_tier(place, place.finder.newest_branch, 0) for place in self._places]
+        held = [read_tier(place, place.finder.newest_branch, 0) for place in self._places]
         return max(*held, super().newest_branch(), self._least_branch)
 
     @contextmanager
     def open_places(self) -> Iterator[PlaceReads]:
         """Read the steps that nodes and tiers have together, within the context. Collective."""
-        tiers = [NodeTier(place.name, place.finder.root, partial(_open_own, place)) for place in self._places]
+        tiers = [NodeTier(place.name, place.finder.root, partial(open_own, place)) for place in self._places]
         with ExitStack() as stack:
             opened = stack.enter_context(open_peers(tiers, find_node(), self.group))
             if opened is None:
@@ -290,7 +233,7 @@ class TieredFinder(StepFinder):
         save, or of another job, has another state. A capture that a new process would not find, or would drop, is none.
         """
         folder = step_name(number)
-        reports = [_report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
+        reports = [report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
 
         def decide(messages: list[bytes]) -> list[bytes]:
             parts = [[NodeReport.decode(text.encode()) for text in json.loads(message)] for message in messages]
@@ -305,7 +248,7 @@ class TieredFinder(StepFinder):
         """Return the complete copies of a step, from what the nodes have of it in each tier. On rank 0."""
         held: list[StepCopy] = []
         for place, catalog in zip(self._places, catalogs, strict=True):
-            held += _read_tier(place, partial(_list_node_copies, place, catalog, number), [])
+            held += read_tier(place, partial(list_node_copies, place, catalog, number), [])
         run = super().read()
         root, own = RootSteps.from_run(run), self.own.find(number)
         if own is not None:
@@ -321,7 +264,7 @@ class TieredFinder(StepFinder):
         own = self.own.find(number)
         if own is None:
             place = next(place for place in self._places if place.name == copy.tier)
-            return _read_tier(place, partial(self._is_stored_of_run, place, number, root), otherwise=False)
+            return read_tier(place, partial(self._is_stored_of_run, place, number, root), otherwise=False)
         is_own = own.order in root.steps and root.steps[own.order].save in own.saves
         return is_own or self._is_of_run(own.order, own.after, root)
 
@@ -329,80 +272,4 @@ class TieredFinder(StepFinder):
         """Return whether a capture in the store of this node belongs to the steps of the root. On rank 0."""
         store = place.open_own()
         step = read_step(store, number)
-        return self._is_of_run((step.branch, number), _read_about(store, step).get(AFTER, ""), root)
-
-
-def _list_saves(found: FoundStep, of_step: Sequence[_Capture], in_root: StepFolder | None) -> set[str]:
-    """Return the ids of all saves of the attempt that a found step comes from.
-
-    Args:
-        found: The step.
-        of_step: Captures of this order in all tiers that belong to the run.
-        in_root: Step of the same order in the root, of whose attempt all captures of the run are; None without one.
-    """
-    attempts = {each.attempt for each in of_step if each.save == found.save or in_root is not None}
-    saves = {each.save for each in of_step if each.attempt in attempts}
-    return {found.save or "", *saves, *([] if in_root is None else [in_root.save])}
-
-
-_T = TypeVar("_T")
-
-
-def _read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Return what a function reads from a tier; another value if the tier cannot be read, which is logged once.
-
-    Raises:
-        RankError: A rank is lost, whose files another start may read: an older step would be the wrong answer.
-    """
-    try:
-        return read()
-    except RankError:
-        raise
-    except ShardckptError as error:
-        if place.finder.logged != str(error):
-            place.finder.logged = str(error)
-            _LOG.warning("steps in %s cannot be read: %s", place.finder.root, error)
-        return otherwise
-
-
-def _open_own(place: TierPlace) -> Store | None:
-    """Return the store of this node's steps in a tier; None if it cannot be opened."""
-    return _read_tier(place, place.open_own, None)
-
-
-def _report_step(place: TierPlace, folder: str, damaged: Collection[str]) -> NodeReport:
-    """Return what this rank's node has of a step, if a new process would find it.
-
-    Args:
-        place: The tier.
-        folder: Name of the step's folder.
-        damaged: Files of this node that were found damaged, such as `memory/step-00000010/x`.
-    """
-    node = place.find_node()
-
-    def report() -> NodeReport:
-        found = report_files(place.open_own(), node, [folder])
-        if not found.steps or not place.is_found_again():
-            return NodeReport(node)
-        step = found.steps[folder]
-        files = {name: size for name, size in step.files.items() if f"{place.name}/{folder}/{name}" not in damaged}
-        return NodeReport(node, {folder: step._replace(files=files)})
-
-    return _read_tier(place, report, NodeReport(node))
-
-
-def _list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> list[StepCopy]:
-    """Return the copy of a step that the nodes have together: it survives one machine fewer than each file is on."""
-    folder = step_name(number)
-    machines, step = catalog.count_machines(folder), StepFolder(number, folder, save=catalog.saves.get(folder, ""))
-    if not machines or not place.finder.is_good(step):
-        return []
-    return [describe_copy(place.open_own(), step, place.name, FAILURES[:machines])]
-
-
-def _read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
-    """Return the custom metadata of a capture; empty if it is damaged, which a load finds."""
-    try:
-        return read_about(store, step)
-    except (CheckpointError, MissingFileError):
-        return {}
+        return self._is_of_run((step.branch, number), read_capture_about(store, step).get(AFTER, ""), root)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep
-from shardckpt.checkpoint.tiers.tiered_finder import choose_newest
+from shardckpt.checkpoint.tiers.tier_steps import choose_newest
 
 ORDERS = st.tuples(st.integers(0, 3), st.integers(0, 9))
 

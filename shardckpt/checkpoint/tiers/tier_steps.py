@@ -1,0 +1,158 @@
+"""Captures and copies of the steps of a run in its tiers, and reads from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
+from shardckpt.checkpoint.peers.open_peers import OpenedTiers
+from shardckpt.checkpoint.run.root_position import RootPosition
+from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, find_next_branch
+from shardckpt.checkpoint.tiers.capture_tier import TierPlace
+from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
+from shardckpt.format.durability.step_copies import FAILURES, StepCopy, describe_copy
+from shardckpt.format.native.run_directory import StepFolder, read_about, step_name
+from shardckpt.storage.store import Store
+
+_LOG = logging.getLogger("shardckpt")
+
+
+def choose_newest(found: Sequence[FoundStep]) -> FoundStep:
+    """Return the newest of some steps; of equal ones the nearest.
+
+    Args:
+        found: Newest step of each place that can be loaded, the nearest first, that of the root last.
+    """
+    root, newest = found[-1], max(each.newest for each in found)
+    loadable = [each for each in found if each.save is not None]
+    if not loadable:
+        return root._replace(newest=newest)
+    chosen = max(loadable, key=lambda each: each.order)  # the first of equal ones
+    branch = find_next_branch(chosen.order, newest)
+    return chosen._replace(faults=root.faults, unreadable=root.unreadable, branch=branch, newest=newest)
+
+
+class Capture(NamedTuple):
+    """A capture in a tier, as rank 0 reads it at a restore.
+
+    Attributes:
+        save: Id of its save.
+        order: Branch and number of its step.
+        after: Text of its `RootPosition`; empty if unknown.
+        is_of_run: Whether it belongs to the steps of the root.
+    """
+
+    save: str
+    order: tuple[int, int]
+    after: str
+    is_of_run: bool = True
+
+    @property
+    def attempt(self) -> str:
+        """Attempt to save that it comes from; empty if unknown."""
+        return RootPosition.read_attempt(self.after)
+
+
+class TierReads(PlaceReads):
+    """Reads of this rank from the tiers of all nodes.
+
+    Args:
+        opened: The tiers.
+    """
+
+    def __init__(self, opened: OpenedTiers) -> None:
+        self._opened = opened
+        self._before: Mapping[str, int] = {}
+
+    @property
+    def tier_bytes(self) -> Mapping[str, int]:
+        """Bytes that this rank has read since `reset`, by tier."""
+        read = {tier: nbytes - self._before.get(tier, 0) for tier, nbytes in self._opened.tier_bytes.items()}
+        return {tier: nbytes for tier, nbytes in read.items() if nbytes}
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Reasons why this rank read a copy in place of a nearer one."""
+        return self._opened.faults
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self._before = self._opened.tier_bytes
+
+
+def list_saves(found: FoundStep, of_step: Sequence[Capture], in_root: StepFolder | None) -> set[str]:
+    """Return the ids of all saves of the attempt that a found step comes from.
+
+    Args:
+        found: The step.
+        of_step: Captures of this order in all tiers that belong to the run.
+        in_root: Step of the same order in the root, of whose attempt all captures of the run are; None without one.
+    """
+    attempts = {each.attempt for each in of_step if each.save == found.save or in_root is not None}
+    saves = {each.save for each in of_step if each.attempt in attempts}
+    return {found.save or "", *saves, *([] if in_root is None else [in_root.save])}
+
+
+_T = TypeVar("_T")
+
+
+def read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
+    """Return what a function reads from a tier; another value if the tier cannot be read, which is logged once.
+
+    Raises:
+        RankError: A rank is lost, whose files another start may read: an older step would be the wrong answer.
+    """
+    try:
+        return read()
+    except RankError:
+        raise
+    except ShardckptError as error:
+        if place.finder.logged != str(error):
+            place.finder.logged = str(error)
+            _LOG.warning("steps in %s cannot be read: %s", place.finder.root, error)
+        return otherwise
+
+
+def open_own(place: TierPlace) -> Store | None:
+    """Return the store of this node's steps in a tier; None if it cannot be opened."""
+    return read_tier(place, place.open_own, None)
+
+
+def report_step(place: TierPlace, folder: str, damaged: Collection[str]) -> NodeReport:
+    """Return what this rank's node has of a step, if a new process would find it.
+
+    Args:
+        place: The tier.
+        folder: Name of the step's folder.
+        damaged: Files of this node that were found damaged, such as `memory/step-00000010/x`.
+    """
+    node = place.find_node()
+
+    def report() -> NodeReport:
+        found = report_files(place.open_own(), node, [folder])
+        if not found.steps or not place.is_found_again():
+            return NodeReport(node)
+        step = found.steps[folder]
+        files = {name: size for name, size in step.files.items() if f"{place.name}/{folder}/{name}" not in damaged}
+        return NodeReport(node, {folder: step._replace(files=files)})
+
+    return read_tier(place, report, NodeReport(node))
+
+
+def list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> list[StepCopy]:
+    """Return the copy of a step that the nodes have together: it survives one machine fewer than each file is on."""
+    folder = step_name(number)
+    machines, step = catalog.count_machines(folder), StepFolder(number, folder, save=catalog.saves.get(folder, ""))
+    if not machines or not place.finder.is_good(step):
+        return []
+    return [describe_copy(place.open_own(), step, place.name, FAILURES[:machines])]
+
+
+def read_capture_about(store: Store, step: StepFolder) -> Mapping[str, str]:
+    """Return the custom metadata of a capture; empty if it is damaged, which a load finds."""
+    try:
+        return read_about(store, step)
+    except (CheckpointError, MissingFileError):
+        return {}
