@@ -20,6 +20,8 @@ PARTIAL = "partial"
 OLD = "old"
 """Old content, moved aside; the only copy if its owner died before the new content was in place."""
 
+_PARTIAL_NAME = re.compile(rf"\..+\.{PARTIAL}-[0-9a-f]{{12}}")
+
 _ATTEMPTS = 2
 """Attempts of a removal, since some errors are temporary."""
 
@@ -35,7 +37,7 @@ def sibling_path(target: str, kind: str) -> str:
 
 def is_partial(name: str) -> bool:
     """Return True if a file name is a temporary name of an unfinished file."""
-    return re.fullmatch(rf"\..+\.{PARTIAL}-[0-9a-f]{{12}}", name.rpartition("/")[2]) is not None
+    return _PARTIAL_NAME.fullmatch(name.rpartition("/")[2]) is not None
 
 
 _held: set[int] = set()

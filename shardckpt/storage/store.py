@@ -273,6 +273,8 @@ def check_name(name: str, where: str) -> None:
 
 
 def _is_encodable(name: str) -> bool:
+    if name.isascii():
+        return True
     try:
         name.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -414,7 +416,7 @@ class SubfolderStore(WrappedStore):
         """
         start = len(self._folder) + 1
         entries = self._store.list(self._name(folder) if folder else self._folder)
-        return [entry._replace(name=entry.name[start:]) for entry in entries]
+        return [Listed(name[start:], size, is_folder) for name, size, is_folder in entries]
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes.

@@ -18,9 +18,8 @@ from shardckpt.testing.simulation.scheduler import Scheduler
 from shardckpt.testing.simulation.seams import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW = 300
-HISTORIES = 2_000  # each mutant in `test_mutants` is found within so many
-MANY = 20_000
+FEW = 2_000  # each mutant in `test_mutants` is found within so many
+MANY = 100_000
 PART = 100  # so many take the time of other tests: workers share them
 
 
@@ -31,11 +30,6 @@ def failures(seeds: range) -> dict[int, str]:
 
 @pytest.mark.parametrize("first", range(0, FEW, PART))
 def test_all_invariants_hold_in_every_history(first: int) -> None:
-    assert failures(range(first, first + PART)) == {}, "python -m tests.simulation --seed N prints the events of one"
-
-
-@pytest.mark.parametrize("first", range(FEW, HISTORIES, PART))
-def test_all_invariants_hold_in_more_histories(first: int) -> None:
     assert failures(range(first, first + PART)) == {}, "python -m tests.simulation --seed N prints the events of one"
 
 
@@ -64,9 +58,14 @@ def test_a_capture_that_is_overwritten_while_it_is_promoted_is_no_failed_promoti
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(4 * 3600)
 def test_all_invariants_hold_in_many_histories() -> None:
-    assert failures(range(HISTORIES, MANY)) == {}, "python -m tests.simulation --seed N prints the events of one"
+    """They run in processes of their own; the output has a line for each that fails."""
+    command = [sys.executable, "-m", "tests.simulation", "--jobs", str(os.cpu_count()), "--from", str(FEW)]
+    command += ["--count", str(MANY - FEW)]
+    campaign = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert f"{MANY - FEW} histories" in campaign.stdout, campaign.stderr
+    assert campaign.returncode == 0, campaign.stdout
 
 
 def test_a_seed_gives_the_same_history_in_every_process() -> None:

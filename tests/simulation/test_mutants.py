@@ -1,4 +1,4 @@
-"""Faults that are put into the protocol are found within the histories that `make test-full` runs."""
+"""Faults that are put into the protocol are found within the histories that `make test` runs."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.publish import JoinedPublication
 from shardckpt.storage.remote_publication import BufferedWriter, RemoteFolder
 from shardckpt.testing.simulation import run_history
+from tests.simulation.test_histories import FEW
 
 HISTORIES = 150
 
@@ -289,6 +290,10 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     steps_of_other_jobs_are_claimed: 116,
 }
 """Mutants, and a seed that finds each: the first 150 follow if the code changes and it does not any more."""
+
+
+def test_each_mutant_is_found_by_a_seed_that_make_test_runs() -> None:
+    assert max(MUTANTS.values()) < FEW
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)

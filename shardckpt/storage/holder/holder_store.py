@@ -89,10 +89,10 @@ class HolderStore:
             has_more, after = True, ""
             while has_more:
                 answer = self._connection.request("list", shown=self._shown(folder), folder=path, after=after)
-                entries = [Listed(str(name), int(nbytes), bool(kind)) for name, nbytes, kind in answer["entries"]]
-                found += [entry._replace(name=entry.name[len(self._prefix) :]) for entry in entries]
+                entries, start = answer["entries"], len(self._prefix)
+                found += [Listed(str(name)[start:], int(nbytes), bool(kind)) for name, nbytes, kind in entries]
                 has_more = bool(answer["has_more"]) and bool(entries)
-                after = entries[-1].name if entries else ""
+                after = str(entries[-1][0]) if entries else ""
         return found
 
     def find_kind(self) -> str:

@@ -15,7 +15,7 @@ from shardckpt.format.native.base_refs import resolve_base
 from shardckpt.format.native.commit import COMMIT, Commit, decode_commit
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.testing.simulation.scheduler import HistoryError, Scheduler
-from shardckpt.testing.simulation.stores.node_disks import NodeDisks
+from shardckpt.testing.simulation.stores.disk import ChangeCount
 from shardckpt.testing.simulation.stores.run_storage import RunStorage
 from shardckpt.testing.simulation.tier_claims import Claims, Media, TierClaim
 from shardckpt.testing.simulation.trained_state import find_start, read_content
@@ -100,7 +100,7 @@ class Auditor:
         storage: Storage of the run.
         keep: Number of newest steps that no actor removes.
         claims: Claims of durability.
-        disks: Disks of the nodes.
+        changes: Number of changes of the storage, and of what the claims rest on.
         attempts: Attempts to save so far, with the numbers of their steps.
         steps: Committed steps by the name of their folder.
         ever: Attempts that were ever committed.
@@ -115,7 +115,7 @@ class Auditor:
     storage: RunStorage
     keep: int
     claims: Claims
-    disks: NodeDisks
+    changes: ChangeCount
     attempts: dict[int, int] = field(default_factory=dict)
     steps: dict[str, CommittedStep] = field(default_factory=dict)
     ever: set[int] = field(default_factory=set)
@@ -127,6 +127,7 @@ class Auditor:
     _acknowledged: dict[int, None] = field(default_factory=dict)
     _overwrites: set[int] = field(default_factory=set)
     _verdicts: dict[tuple[str, int], tuple[str, object]] = field(default_factory=dict)
+    _checked: int = -1
     _version: int = -1
     _flipped: list[object] = field(default_factory=list)
     _unreadable: set[int] = field(default_factory=set)
@@ -268,6 +269,9 @@ class Auditor:
 
     def check(self) -> None:
         """Compare storage and disks of nodes with the model, if they have changed. Raises HistoryError."""
+        if self.changes.number == self._checked:
+            return
+        self._checked = self.changes.number
         self.claims.follow(self.attempts)
         if self.storage.version == self._version:
             return

@@ -58,7 +58,9 @@ class SimulatedRanks:
 
     def meet(self, number: int) -> Meeting:
         """Return the state of a link by its number."""
-        return self._meetings.setdefault(number, Meeting())
+        if number not in self._meetings:
+            self._meetings[number] = Meeting()
+        return self._meetings[number]
 
 
 class SimulatedLink(RankLink):
@@ -72,14 +74,10 @@ class SimulatedLink(RankLink):
 
     def __init__(self, ranks: SimulatedRanks, rank: int, number: int) -> None:
         super().__init__(rank, len(ranks.processes), timedelta(seconds=ranks.timeout_s))
-        self._ranks, self._number = ranks, number
+        self._ranks, self._meeting = ranks, ranks.meet(number)
         self._scheduler = ranks.scheduler
         self._broken: set[int] = set()
         self._next = number
-
-    @property
-    def _meeting(self) -> Meeting:
-        return self._ranks.meet(self._number)
 
     def send_message(self, data: bytes, dst: int) -> None:
         """Send bytes; the network may lose, delay or repeat them."""

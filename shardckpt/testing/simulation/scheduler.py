@@ -340,8 +340,15 @@ class Scheduler:
         task = self.current
         if self._is_observed or task is None:
             return ""
-        self._finish_event()
-        self._switch(task)
+        try:
+            self.after_event()
+        except HistoryError as error:
+            self._raise_here(error)
+        chosen = self._choose(task)
+        if chosen is not task:
+            self._switch(task, chosen)
+        if task.process.is_dead:
+            raise KilledError
         fault = self.before_event(verb, subject)
         self.record(verb, subject, fault)
         if task.process.is_dead:
@@ -382,12 +389,17 @@ class Scheduler:
         task = self.current
         if self._is_observed or task is None:
             return condition()
-        self._finish_event()
+        try:
+            self.after_event()
+        except HistoryError as error:
+            self._raise_here(error)
         task.condition, task.waits_for, task.things = condition, what, things
         task.deadline = None if seconds is None else self.now + max(seconds, 0.0)
         self._waits.begin(task)
         try:
-            self._switch(task)
+            chosen = self._choose(task)
+            if chosen is not task:
+                self._switch(task, chosen)
         finally:
             self._waits.end(task)
             task.condition, task.waits_for, task.deadline = None, "", None
@@ -422,28 +434,18 @@ class Scheduler:
         """Whether the harness looks, not an actor."""
         return self._is_observed or self.current is None
 
-    def _finish_event(self) -> None:
-        try:
-            self.after_event()
-        except HistoryError as error:
-            self._raise_here(error)
-
     def _raise_here(self, error: BaseException) -> None:
         self.fail(error)
         raise KilledError from error
 
-    def _switch(self, task: Task) -> None:
-        """Give the turn to a task that can run, possibly to this one."""
-        chosen = self._choose(task)
+    def _switch(self, task: Task, chosen: Task | None) -> None:
+        """Give the turn of a task to a chosen one; return when this one has it again."""
         if chosen is None:
             return
-        if chosen is not task:
-            self.current = chosen
-            runner, running = chosen.runner, task.runner
-            assert runner is not None
-            runner.take_over(running)
-        if task.process.is_dead:
-            raise KilledError
+        self.current = chosen
+        runner, running = chosen.runner, task.runner
+        assert runner is not None
+        runner.take_over(running)
 
     def _choose_next(self) -> Runner | None:
         """Return what runs the next task, when the running one has ended; None at the end."""

@@ -32,6 +32,7 @@ from shardckpt.checkpoint.save.save import SAVERS, SaverCache
 from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpinned, make_buffer
 from shardckpt.checkpoint.tiers.peer_memory import find_node, find_node_id
 from shardckpt.format.native.commit import decode_commit
+from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.format.native.verified_store import BlockMemory
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.local_shards import get_tensor_shards
@@ -62,7 +63,7 @@ _READS_BACK = "shardckpt.format.encodings.safetensors_check"
 _MOST_BUFFER_BYTES = 1 << 16
 
 _MOST_DECODED = 64
-"""Maximum number of `COMMIT` files whose content is remembered: each is read about a hundred times."""
+"""Maximum number of `COMMIT` files and of manifests whose content is remembered: they are read again and again."""
 
 
 def _make_small_buffer(nbytes: int) -> StagingBuffer:
@@ -182,6 +183,7 @@ class Machine:
             (ThreadPoolExecutor, InlineExecutor),
             *self._holders.twins(_Twin),
             (decode_commit, lru_cache(_MOST_DECODED)(decode_commit)),
+            (decode_manifest, _remember_manifests()),
             (get_tensor_shards, find_tensor_shards),
             (BlockMemory, lambda: _OwnedByThread(self, BlockMemory)),
             (find_node, self.find_node),
@@ -224,6 +226,12 @@ class Machine:
             "local": _refuse_values_of_threads,
             "_register_atexit": lambda _act: None,
         }
+
+
+def _remember_manifests() -> Callable[..., ManifestContents]:
+    """Return `decode_manifest` with a memory."""
+    remembered = lru_cache(_MOST_DECODED)(decode_manifest)
+    return lambda data, *, where="": remembered(bytes(data), where=str(where))
 
 
 def _refuse_values_of_threads() -> object:
@@ -333,6 +341,7 @@ class SimulatedLock:
         self._scheduler = scheduler
         self._owner: Task | None = None
         self._depth = 0
+        self._is_watched = False
 
     def acquire(self, blocking: bool = True) -> bool:
         """Take the lock."""
@@ -340,12 +349,14 @@ class SimulatedLock:
         if self._owner is not None and self._owner is not task:
             if not blocking:
                 return False
+            self._is_watched = True
             self._scheduler.wait(lambda: self._owner is None, "a lock of the process", None, (self,))
         if not blocking and self._depth:
             return False
         self._owner = task
         self._depth += 1
-        self._scheduler.notify(self)
+        if self._is_watched:
+            self._scheduler.notify(self)
         return True
 
     def release(self) -> None:
@@ -353,7 +364,8 @@ class SimulatedLock:
         self._depth -= 1
         if not self._depth:
             self._owner = None
-            self._scheduler.notify(self)
+            if self._is_watched:
+                self._scheduler.notify(self)
 
     def __enter__(self) -> None:
         self.acquire()
@@ -394,7 +406,10 @@ class SimulatedCondition(SimulatedLock):
         scheduler: Scheduler of the history.
     """
 
-    _notices = 0
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self._notices = 0
+        self._is_watched = True
 
     def wait_for(self, predicate: Callable[[], object]) -> None:
         """Wait until a condition holds, with the lock released meanwhile."""

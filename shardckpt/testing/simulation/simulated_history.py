@@ -38,7 +38,6 @@ _DAYS_S = 3 * 86_400.0
 """Time between later saves: files of killed saves are old then."""
 
 _FIRST_NODE = "node0"
-_NEVER = 1 << 30
 
 _IDLE_S = 1.0
 """Time between rounds in which ranks ask for nothing: shorter ones are many events, in which nothing happens."""
@@ -90,7 +89,7 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
     """
     history = SimulatedHistory(seed, scenario or Scenario.from_seed(seed))
     run = _HistoryRun(history)
-    with warnings.catch_warnings(), _with_young_collections():
+    with warnings.catch_warnings(), _with_one_collection():
         warnings.simplefilter("ignore")
         try:
             run.run()
@@ -103,14 +102,16 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
 
 
 @contextmanager
-def _with_young_collections() -> Iterator[None]:
-    """Collect only young objects: a look at all, those of torch included, takes longer than a history."""
-    before = gc.get_threshold()
-    gc.set_threshold(before[0], _NEVER, _NEVER)
+def _with_one_collection() -> Iterator[None]:
+    """Collect at the end only, and young objects alone: a look at all, those of torch included, takes longer."""
+    was_collecting = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.collect(0)
+        if was_collecting:
+            gc.enable()
 
 
 class _HistoryRun:
@@ -120,7 +121,8 @@ class _HistoryRun:
         self.scenario = history.scenario
         self._has_lists = bool(history.seed % 2)
         self.scheduler = Scheduler(history.seed, history.scenario.stay)
-        self.disk, self.bucket = Disk(), SimulatedBucket(self.scheduler)
+        self.disk = Disk()
+        self.bucket = SimulatedBucket(self.scheduler, self.disk.changes)
         machines = enumerate(self.scenario.nodes)
         self.nodes = {f"node{at}": Node(f"node{at}", f"machine{each}", f"rack{at // 2}") for at, each in machines}
         self.disks = NodeDisks(self.disk, self.nodes)
@@ -136,9 +138,9 @@ class _HistoryRun:
             mount(self.bucket)
             scheme = "sim" if self.scenario.store == "bucket" else "plain"
             self.storage = BucketStorage(self.bucket, f"{scheme}://bucket/run")
-        self.holders = SimulatedHolders(self.scheduler, self.system, self._new_process)
+        self.holders = SimulatedHolders(self.scheduler, self.system, self._new_process, self.disk.changes)
         claims = Claims(self.nodes, {MEMORY: self.holders, LOCAL: self.disks})
-        self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims, self.disks)
+        self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims, self.disk.changes)
         self._set_promises()
         self._clock_shifts = dict.fromkeys(self.nodes, 0.0)
         self._harness = self._new_process("harness", _FIRST_NODE)

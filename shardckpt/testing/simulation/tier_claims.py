@@ -23,7 +23,7 @@ Media = Mapping[str, Mapping[str, Medium]]
 """Media of all tiers, by tier and node."""
 
 _MOST_READ = 64
-"""Maximum number of manifests whose attempts are remembered."""
+"""Maximum number of `COMMIT` files, and of manifests whose attempts are, remembered."""
 
 
 class TierMedia(Protocol):
@@ -228,6 +228,9 @@ class Claims:
     def _note_successors(self, tier: str, attempts: Mapping[int, int]) -> None:
         """Record by which newer attempts those that have left their places were replaced: it may be on other nodes."""
         claimed = [claim for claim in self._claims if claim.tier == tier and len(self._nodes) > 1]
+        if not claimed:
+            return
+        copies: Counter[tuple[str, int]] | None = None
         held = {medium: self._media[tier].list_files(medium) for medium in self._media[tier].find_living().values()}
         for claim in claimed:
             folder = step_name(attempts[claim.content])
@@ -236,16 +239,21 @@ class Claims:
                 for each in claim.places
                 if each.medium in held and claim.content not in [at for at, _ in _read_marks(folder, held[each.medium])]
             }
-            successor = self._find_successor(claim, attempts) if gone else None
+            if not gone:
+                continue
+            copies = self._count_all_copies(tier) if copies is None else copies
+            successor = self._find_successor(claim, attempts, copies)
             if successor is not None:
                 places = (p._replace(successor=successor) if p.medium in gone else p for p in claim.places)
                 self._claims[self._claims.index(claim)] = claim._replace(places=tuple(places))
 
-    def _find_successor(self, claim: TierClaim, attempts: Mapping[int, int]) -> TierClaim | None:
+    def _find_successor(
+        self, claim: TierClaim, attempts: Mapping[int, int], copies: Mapping[tuple[str, int], int]
+    ) -> TierClaim | None:
         """Return the newest attempt that survives as much as a claimed one before it; None without one."""
-        copies, order = self._count_all_copies(claim.tier), [*attempts]
+        order = [*attempts]
         after = order[order.index(claim.content) + 1 :]
-        newest = next((each for each in reversed(after) if copies[claim.tier, each] > claim.most_lost), None)
+        newest = next((each for each in reversed(after) if copies.get((claim.tier, each), 0) > claim.most_lost), None)
         if newest is None:
             return None
         media, folder = self._media[claim.tier], step_name(attempts[newest])
@@ -265,7 +273,10 @@ class Claims:
             for name in media.list_files(each)
             if "/" in name
         }
-        return sum((self._count_copies(each, self._nodes, [tier]) for each in folders), Counter[tuple[str, int]]())
+        copies = Counter[tuple[str, int]]()
+        for folder in folders:
+            copies += self._count_copies(folder, self._nodes, [tier])
+        return copies
 
     def _follow_disks(self, attempts: Mapping[int, int]) -> None:
         """Claim less of attempts on disks if newer ones are complete on fewer machines."""
@@ -337,10 +348,16 @@ def _find_folder(copy: StepCopy) -> str:
 def _read_marks(folder: str, files: Mapping[str, bytearray]) -> Iterator[tuple[int, Commit]]:
     """Yield the attempt of a step and its `COMMIT`, if both marks of the step are among some files and readable."""
     try:
-        commit = decode_commit(bytes(files[f"{folder}/{COMMIT}"]))
+        commit = _decode_commit(bytes(files[f"{folder}/{COMMIT}"]))
         yield _read_attempt(bytes(files[f"{folder}/{commit.manifest}"])), commit
     except (KeyError, ShardckptError):
         return
+
+
+@lru_cache(_MOST_READ)
+def _decode_commit(data: bytes) -> Commit:
+    """Return the content of a `COMMIT`. Raises ShardckptError."""
+    return decode_commit(data)
 
 
 @lru_cache(_MOST_READ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_ten
 from shardckpt.testing.simulation.scheduler import HistoryError
 
 _ROWS = 7
+_MOST_BUILT = 64
+"""Maximum number of attempts whose state is remembered."""
+
 _STEPS, _OVERWRITE = 1000, 500
 """Number of attempts of a start, and the first of those that overwrite."""
 
@@ -96,13 +100,19 @@ def read_content(state: Mapping[str, Any]) -> int:
         HistoryError: The values are not those of one attempt.
     """
     content = int(state["content"])
-    expected = build_state(content)
+    expected = _build_expected(content)
     if state.keys() != expected.keys():
         raise HistoryError(f"a reader got the names {sorted(state)}")
     for name, value in expected.items():
         if not _is_part(value, state[name]):
             raise HistoryError(f"a reader got a mix: {name} is {state[name]}, but the attempt is {content}")
     return content
+
+
+@lru_cache(_MOST_BUILT)
+def _build_expected(content: int) -> dict[str, Any]:
+    """Return the state of an attempt, not to be changed: readers compare with it again and again."""
+    return build_state(content)
 
 
 def _is_part(full: Any, found: Any) -> bool:

@@ -121,12 +121,16 @@ class ThreadRunner:
 
 
 class GreenletTurns:
-    """Turns of greenlets of the thread that makes them, and runs them to their end."""
+    """Turns of greenlets of the thread that makes them, and runs them to their end.
+
+    Attributes:
+        counted_s: Processor seconds of the thread that greenlets have counted as theirs.
+    """
 
     def __init__(self) -> None:
         self._hub = greenlet.getcurrent()
         self._first: GreenletRunner | None = None
-        self._counted_s = 0.0
+        self.counted_s = 0.0
 
     def start(self, name: str, run: Callable[[], None]) -> GreenletRunner:
         """Return a new runner, which calls a function when it takes over first."""
@@ -136,7 +140,7 @@ class GreenletTurns:
     def run_all(self, choose: Callable[[], Any]) -> None:
         """Run all to their end: one that has ended continues here."""
         has_grad = torch.is_grad_enabled()
-        self.count_seconds()
+        self.counted_s = time.thread_time()
         chosen = choose()
         while chosen is not None:
             self._first = None
@@ -150,11 +154,6 @@ class GreenletTurns:
         self._first = runner
         self._hub.switch()
 
-    def count_seconds(self) -> float:
-        """Return the processor seconds since the last call."""
-        before, self._counted_s = self._counted_s, time.thread_time()
-        return self._counted_s - before
-
 
 class GreenletRunner:
     """A greenlet: it has its own context variables, and here its own answer to whether operations record gradients.
@@ -162,19 +161,25 @@ class GreenletRunner:
     Args:
         turns: Turns that it belongs to.
         own: The greenlet.
+
+    Attributes:
+        resume: Function that continues it.
+        work_s: Processor seconds until it paused last.
     """
 
     def __init__(self, turns: GreenletTurns, own: Any) -> None:
         self._turns, self._own = turns, own
         self.resume: Callable[[], object] = own.switch
-        self._work_s = 0.0
+        self.work_s = 0.0
 
     def take_over(self, running: GreenletRunner) -> None:
         """Continue this one in place of the running one; return when that one is continued."""
-        running.measure_work()
+        turns, now = self._turns, time.thread_time()
+        running.work_s += now - turns.counted_s
+        turns.counted_s = now
         has_grad = torch.is_grad_enabled()
         if not self._own:
-            self._turns.begin(self)
+            turns.begin(self)
         else:
             self.resume()
         if torch.is_grad_enabled() is not has_grad:
@@ -182,8 +187,10 @@ class GreenletRunner:
 
     def measure_work(self) -> float:
         """Return the processor seconds so far, for the running one."""
-        self._work_s += self._turns.count_seconds()
-        return self._work_s
+        now = time.thread_time()
+        self.work_s += now - self._turns.counted_s
+        self._turns.counted_s = now
+        return self.work_s
 
     def find_frame(self) -> FrameType | None:
         """Return the frame at which it is."""

@@ -10,6 +10,7 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from shardckpt.testing.simulation.scheduler import Scheduler
+from shardckpt.testing.simulation.stores.disk import ChangeCount
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,16 @@ class SimulatedBucket:
 
     Args:
         scheduler: Scheduler of the history.
+        changes: Counts the changes of all storage of a history.
 
     Attributes:
         objects: Objects by name.
         version: Number of changes.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, changes: ChangeCount | None = None) -> None:
         self._scheduler = scheduler
+        self._changes = ChangeCount() if changes is None else changes
         self.objects: dict[str, StoredObject] = {}
         self.version = 0
 
@@ -71,7 +74,7 @@ class SimulatedBucket:
         fault = self.begin(verb, path)
         is_there = path in self.objects
         if not (is_new and is_there):
-            self.version += 1
+            self.note_change()
             self.objects[path] = StoredObject(data, self.version, self._scheduler.clock)
         if fault == "repeated below" and is_new:  # the client repeats the request, and hears of its own object
             raise FileExistsError(path)
@@ -83,8 +86,13 @@ class SimulatedBucket:
         """Remove an object."""
         fault = self.begin("delete", path)
         if self.objects.pop(path, None) is not None:
-            self.version += 1
+            self.note_change()
         self.end(fault)
+
+    def note_change(self) -> None:
+        """Record that the content has changed."""
+        self.version += 1
+        self._changes.number += 1
 
 
 class SimulatedBucketFileSystem(AbstractFileSystem):  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from random import Random
 
 PAGE_BYTES = 4096
@@ -12,6 +13,26 @@ PAGE_BYTES = 4096
 
 _SAME = ("", ".")
 """Parts of a path that name the same folder."""
+
+_MOST_SPLIT = 1024
+"""Maximum number of paths whose names are remembered."""
+
+
+class ChangeCount:
+    """Number of changes of all storage of a history: whoever watches several parts looks at one number.
+
+    Attributes:
+        number: The number.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+@lru_cache(_MOST_SPLIT)
+def _split(path: str) -> tuple[str, ...]:
+    """Return the names in a path."""
+    return tuple(part for part in path.split("/") if part not in _SAME)
 
 
 class File:
@@ -63,17 +84,22 @@ class Disk:
     A change of names is safe once a folder that it touches was synced. Until then a power failure may undo it, whatever
     was changed before or after it. Of a file that was changed since its fsync, each page may be old, torn or new.
 
+    Args:
+        changes: Counts the changes of all storage of a history.
+
     Attributes:
+        changes: The same.
         root: Root folder.
         version: Number of changes.
         is_full: Whether the disk has no space.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changes: ChangeCount | None = None) -> None:
         self._inodes = 1
         self._pending: list[Change] = []
         self._unsynced: dict[int, File] = {}
         self.root = Folder(1, 0.0)
+        self.changes = ChangeCount() if changes is None else changes
         self.version = 0
         self.is_full = False
 
@@ -82,9 +108,7 @@ class Disk:
     def find(self, path: str) -> Node:
         """Return what a path names. Raises FileNotFoundError or NotADirectoryError."""
         node: Node = self.root
-        for part in path.split("/"):
-            if part in _SAME:
-                continue
+        for part in _split(path):
             if type(node) is not Folder:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
             below = node.names.get(part)
@@ -146,7 +170,7 @@ class Disk:
         file.data[offset : offset + len(data)] = data
         file.version += 1
         file.changed = now
-        self.version += 1
+        self.note_change()
         self._unsynced[file.inode] = file
 
     def link(self, source: str, target: str, now: float) -> None:
@@ -197,7 +221,12 @@ class Disk:
                 folder.names[name] = node
             folder.changed = now
         self._pending.append(change)
+        self.note_change()
+
+    def note_change(self) -> None:
+        """Record that the content has changed."""
         self.version += 1
+        self.changes.number += 1
 
     # Safety
 
@@ -207,10 +236,15 @@ class Disk:
             node.synced = bytes(node.data)
             self._unsynced.pop(node.inode, None)
             return
+        pending = []
         for change in self._pending:
-            if any(folder is node for folder, _ in change):
-                _apply(change)
-        self._pending = [change for change in self._pending if all(folder is not node for folder, _ in change)]
+            for folder, _ in change:
+                if folder is node:
+                    _apply(change)
+                    break
+            else:
+                pending.append(change)
+        self._pending = pending
 
     def lose_power(self, random: Random) -> None:
         """Reduce the content to what survives: all that is synced, and any part of the rest.
@@ -236,7 +270,7 @@ class Disk:
         self._unsynced = {}
         for _, file in self.walk():
             file.lock = None
-        self.version += 1
+        self.note_change()
 
 
 def _apply(change: Change) -> None:

@@ -19,27 +19,32 @@ class NodeDisks:
 
     Attributes:
         folder: Folder of the tier on these disks.
+        shared: Disk of all processes.
+        has_several: Whether nodes have disks for themselves.
     """
 
     folder = f"{MOUNT}/run"
 
     def __init__(self, shared: Disk, nodes: Collection[str] = ()) -> None:
-        self._shared = shared
+        self.shared = shared
         self._disks = dict.fromkeys(nodes, shared)
         self._apart: list[Disk] = []
-        for node in nodes if len(nodes) > 1 else ():
+        self.has_several = len(nodes) > 1
+        for node in nodes if self.has_several else ():
             self.replace(node)
 
     def replace(self, node: str) -> None:
         """Give a node an empty disk."""
-        disk = self._disks[node] = Disk()
+        disk = self._disks[node] = Disk(self.shared.changes)
         disk.make_folder(MOUNT, 0.0)
         disk.sync(disk.root)
         self._apart.append(disk)  # one that is lost counts as well, so that the number of changes only grows
 
     def find(self, path: str, node: str) -> Disk:
         """Return the disk that has a path of a node."""
-        return self._disks.get(node, self._shared) if f"{path}/".startswith(f"{MOUNT}/") else self._shared
+        if not path.startswith(MOUNT) or path[len(MOUNT) :][:1] not in {"", "/"}:
+            return self.shared
+        return self._disks.get(node, self.shared)
 
     def find_living(self) -> Mapping[str, Disk]:
         """Return the disks with the tier by the name of their node."""
@@ -47,7 +52,7 @@ class NodeDisks:
 
     def list_apart(self, nodes: Iterable[str]) -> list[Disk]:
         """Return the disks that some nodes have for themselves alone."""
-        return [self._disks[node] for node in nodes if self._disks[node] is not self._shared]
+        return [self._disks[node] for node in nodes if self._disks[node] is not self.shared]
 
     def list_files(self, disk: Disk) -> dict[str, bytearray]:
         """Return the bytes of the files of the tier on a disk, by name, for the harness to look into and to damage."""

@@ -40,17 +40,17 @@ class FolderEntry(NamedTuple):
 
     name: str
     path: str
-    status: Status
+    node: Node
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         """Return True for a folder."""
         del follow_symlinks
-        return stat.S_ISDIR(self.status.st_mode)
+        return isinstance(self.node, Folder)
 
     def stat(self, *, follow_symlinks: bool = True) -> Status:
         """Return the status of the entry."""
         del follow_symlinks
-        return self.status
+        return _describe(self.node)
 
 
 class Descriptor:
@@ -161,6 +161,8 @@ class NameCalls:
 
     def find_disk(self, where: str) -> Disk:
         """Return the disk that has a path from the root, for the running process."""
+        if not self._disks.has_several:
+            return self._disks.shared
         task = self._scheduler.current
         return self._disks.find(where, task.process.node if task is not None else "")
 
@@ -189,7 +191,8 @@ class NameCalls:
         """Yield an iterator over the entries of a folder."""
         where = self._enter("list", path)
         names = self.find_disk(where).find_folder(where).names
-        yield iter([FolderEntry(name, posixpath.join(path, name), _describe(node)) for name, node in names.items()])
+        prefix = posixpath.join(path, "")
+        yield iter([FolderEntry(name, prefix + name, node) for name, node in names.items()])
 
     def walk(self, top: str, topdown: bool = True, onerror: Any = None) -> Iterator[tuple[str, list[str], list[str]]]:
         """Yield the folders below a folder, with names of folders and files."""
@@ -454,5 +457,7 @@ def _raise_fault(fault: str, path: str) -> None:
 def _describe(node: Node) -> Status:
     changed = int(node.changed * 1e9)
     if isinstance(node, Folder):
-        return Status(stat.S_IFDIR | 0o755, node.inode, 1, 0, node.changed, changed, changed)
-    return Status(stat.S_IFREG | 0o644, node.inode, 1, len(node.data), node.changed, changed, changed)
+        mode, nbytes = stat.S_IFDIR | 0o755, 0
+    else:
+        mode, nbytes = stat.S_IFREG | 0o644, len(node.data)
+    return tuple.__new__(Status, (mode, node.inode, 1, nbytes, node.changed, changed, changed))

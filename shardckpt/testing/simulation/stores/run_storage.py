@@ -72,7 +72,7 @@ class DiskStorage(RunStorage):
             file.synced = flipped
         file.data = bytearray(flipped)
         file.version += 1
-        self._disk.version += 1
+        self._disk.note_change()
 
 
 class BucketStorage(RunStorage):
@@ -107,7 +107,7 @@ class BucketStorage(RunStorage):
         self._bucket.objects[self._prefix + name] = StoredObject(
             _flip(stored.data, random), stored.etag, stored.written
         )
-        self._bucket.version += 1
+        self._bucket.note_change()
 
 
 def _flip(data: bytes, random: Random) -> bytes:

@@ -7,6 +7,7 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,10 @@ from shardckpt.storage.holder.holder_sockets import (
 )
 from shardckpt.storage.holder.hung_holder import end_peer, read_peer_pid
 from shardckpt.testing.simulation.scheduler import Process, Scheduler
+from shardckpt.testing.simulation.stores.disk import ChangeCount
 from shardckpt.testing.simulation.stores.operating_system import OpenMemory, OperatingSystem
+
+_is_ready = attrgetter("is_ready")
 
 
 class SimulatedSocket:
@@ -136,7 +140,7 @@ class SimulatedSelector:
     def select(self, timeout: float) -> list[tuple[SimpleNamespace, int]]:
         """Return the sockets that are ready, after waiting for one."""
         watched = (*self._watched,)
-        self._scheduler.wait(lambda: any(each.is_ready for each in watched), "requests", timeout, watched)
+        self._scheduler.wait(lambda: any(map(_is_ready, watched)), "requests", timeout, watched)
         return [(SimpleNamespace(data=data), 1) for each, data in self._watched.items() if each.is_ready]
 
 
@@ -147,23 +151,26 @@ class SimulatedHolders:
         scheduler: Scheduler of the history.
         system: Operating system, whose files without a name are the memory.
         make_process: Returns a new process from its name and that of its node.
+        changes: Counts the changes of all storage of a history.
 
     Attributes:
+        version: Number of removals of files.
         listening: Socket of the newest holder of each node and run.
     """
 
     def __init__(
-        self, scheduler: Scheduler, system: OperatingSystem, make_process: Callable[[str, str], Process]
+        self,
+        scheduler: Scheduler,
+        system: OperatingSystem,
+        make_process: Callable[[str, str], Process],
+        changes: ChangeCount | None = None,
     ) -> None:
         self._scheduler, self._system, self._make_process = scheduler, system, make_process
         self.listening: dict[tuple[str, str], ListeningSocket] = {}
         self._ledgers: dict[Process, _CountingLedger] = {}
+        self._changes = ChangeCount() if changes is None else changes
+        self.version = 0
         self._memory: dict[tuple[Process, object], OpenMemory] = {}
-
-    @property
-    def version(self) -> int:
-        """Number of removals of files."""
-        return sum(ledger.removals for ledger in self._ledgers.values())
 
     def find_living(self) -> dict[str, Process]:
         """Return the living holders of the run by the name of their node."""
@@ -174,9 +181,7 @@ class SimulatedHolders:
         ledger = self._ledgers.get(holder)
         if ledger is None:
             return {}
-        folders = [entry.name for entry in ledger.list("") if entry.is_folder]
-        names = [entry.name for folder in folders for entry in ledger.list(folder)]
-        return {name: self._memory[holder, ledger.find(name).number].node.data for name in names}
+        return {name: self._memory[holder, number].node.data for name, number in ledger.list_numbers()}
 
     def kill(self, nodes: Collection[str], *, silently: bool = False) -> None:
         """Kill the holders of some nodes, whose captures are gone."""
@@ -243,11 +248,16 @@ class SimulatedHolders:
             def serve() -> None:
                 bound: Any = listening
                 ledger = self._ledgers[process] = _CountingLedger(int(max_bytes), last)
+                ledger.note_removal = self._note_removal
                 Holder(run, bound, ledger, float(idle_s)).serve()
                 process.die()
 
             self._scheduler.spawn(process, process.name, serve)
         return subprocess.CompletedProcess([*command], 0, b"", b"")
+
+    def _note_removal(self) -> None:
+        self.version += 1
+        self._changes.number += 1
 
     def _connect(self, _folder: int, run: str, timeout_s: float) -> SimulatedSocket:
         self._scheduler.step("connect", run)
@@ -287,18 +297,24 @@ class SimulatedHolders:
 
 
 class _CountingLedger(HolderLedger):
-    """Files of a holder that counts removals.
+    """Files of a holder whose removals are counted.
 
     Attributes:
-        removals: Number of removals of files.
+        note_removal: Called after a removal.
     """
 
-    removals: int = 0
+    note_removal: Callable[[], None]
 
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is not an error."""
         super().delete(name)
-        self.removals += 1
+        self.note_removal()
+
+    def list_numbers(self) -> Iterator[tuple[str, int]]:
+        """Yield the name and the number of each file in a folder, sorted by folder and name."""
+        for name in sorted(self._files, key=lambda name: name.rpartition("/")):
+            if "/" in name:
+                yield name, self._files[name].number
 
 
 def _read_peer_pid(connection: SimulatedSocket) -> int:
