@@ -73,3 +73,29 @@ def test_copies_on_disks_of_two_nodes_survive_the_loss_of_one() -> None:
     assert history.failure is None
     assert len(history.fired) == 4
     assert subjects(history, "restored", "job2") == ["step 1"] * 2
+
+
+def test_a_power_loss_of_all_nodes_leaves_the_old_promotion_or_the_one_that_overwrites_it() -> None:
+    """Step 1 is saved again: at the fault one disk has the marks of the new save, and the other those of the old."""
+    scenario = replace(ON_TWO, saves=1, overwrite_every=1)
+    events = run_history(1, scenario).events
+    marks = [e.number for e in events if e.verb == "rename" and e.subject.endswith("/local/run/step-00000001/COMMIT")]
+    assert len(marks) == 4, "each of two nodes, twice"
+    for at in range(marks[2] + 1, marks[3] + 30, 5):
+        loss = PlannedFault(at, FaultKind("power loss", EVERYTHING))
+        history = run_history(1, replace(scenario, faults=(loss,)))
+        assert history.failure is None
+        assert history.fired == [loss]
+        assert subjects(history, "restored", "job1") == ["step 1"] * 2
+
+
+def test_the_files_of_an_overwritten_promotion_go_once_every_node_has_the_new_one() -> None:
+    history = run_history(1, replace(ON_TWO, saves=2, overwrite_every=1, worlds=(2,), places=((0, 1),)))
+    assert history.failure is None
+    removed = [
+        e for e in history.events if e.verb == "unlink" and e.subject.endswith((".safetensors", "manifest.json"))
+    ]
+    of_first = [e.number for e in removed if "/local/run/step-00000001/" in e.subject and e.who.startswith("job0")]
+    saved = [e.number for e in history.events if e.verb == "saved"]
+    assert len(of_first) == 8, "of two saves on two nodes, each payload and manifest"
+    assert saved[3] < of_first[0] < saved[5], "by the save after both promotions"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.known_files import AllFiles
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
-from shardckpt.checkpoint.peers.node_steps import read_marks, remove_other_files, write_marks
+from shardckpt.checkpoint.peers.node_steps import list_other_files, read_marks, write_marks
 from shardckpt.checkpoint.peers.partner_plan import CopyOrder, plan_copy_orders
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
@@ -96,10 +96,25 @@ def share_copy_orders(coordinator: Coordinator, report: NodeReport, folder: str,
     return CopyOrder.decode(coordinator.coordinate("planning copies on other nodes", report.encode(), decide))
 
 
-def copy_part(own: Store, target: Store, folder: str) -> int:
-    """Copy the files of a step that a node has to a farther tier of the node; return their bytes.
+class CopiedPart(NamedTuple):
+    """Files of a step that were copied to a farther tier.
 
-    Every block is compared with its hash. `COMMIT` is the last file; then files of an older save are removed.
+    Attributes:
+        nbytes: Their bytes.
+        save: Id of the save.
+        older: Names of the files of older saves in the folder.
+    """
+
+    nbytes: int
+    save: str = ""
+    older: tuple[str, ...] = ()
+
+
+def copy_part(own: Store, target: Store, folder: str) -> CopiedPart:
+    """Copy the files of a step that a node has to a farther tier of the node.
+
+    Every block is compared with its hash. `COMMIT` is the last file. The files of older saves stay: the new one is
+    complete when all nodes have its marks.
 
     Args:
         own: Store of the node's files in the nearer tier, whose root is the run.
@@ -116,8 +131,7 @@ def copy_part(own: Store, target: Store, folder: str) -> int:
     held = [name for name, nbytes in commit.files.items() if sizes.get(name) == nbytes]
     _copy_files(source, inside, held)
     write_marks(inside, read_marks(source))
-    remove_other_files(inside)
-    return sum(commit.files[name] for name in held)
+    return CopiedPart(sum(commit.files[name] for name in held), commit.save, tuple(list_other_files(inside)))
 
 
 def _copy_files(source: Store, target: Store, names: Sequence[str], threads: ThreadPoolExecutor | None = None) -> None:

@@ -139,11 +139,40 @@ def remove_other_files(store: Store) -> None:
     Raises:
         ShardckptError: The store failed, or has no valid `COMMIT`.
     """
+    for name in list_other_files(store):
+        store.delete(name)
+
+
+def remove_older_files(own: Store, folder: str, older: Collection[str]) -> None:
+    """Remove files of a step, unless its `COMMIT` is of yet another save that has them.
+
+    Args:
+        own: Store of the node, whose root is the run.
+        folder: Name of the step's folder; if that was removed, nothing is left to do.
+        older: Names of the files.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    inside = SubfolderStore(own, folder)
+    with suppress(CheckpointError, MissingFileError):
+        for name in list_other_files(inside):
+            if name in older:
+                inside.delete(name)
+
+
+def list_other_files(store: Store) -> list[str]:
+    """Return the names of the files of a step that its `COMMIT` does not name.
+
+    Args:
+        store: Store whose root is the step.
+
+    Raises:
+        ShardckptError: The store failed, or has no valid `COMMIT`.
+    """
     entries = store.list()
     commit = read_commit(store, {entry.name: entry.size for entry in entries})
-    for entry in entries:
-        if entry.name not in {*commit.files, commit.manifest, COMMIT}:
-            store.delete(entry.name)
+    return [entry.name for entry in entries if entry.name not in {*commit.files, commit.manifest, COMMIT}]
 
 
 def read_commits(own: Store) -> dict[str, Commit]:

@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class PromotedStep(NamedTuple):
+    """A step that was copied.
+
+    Attributes:
+        number: Number of the step.
+        save: Id of its save.
+    """
+
+    number: int
+    save: str
 
 
 class PromotedSteps:
     """Steps that this node has copied to a tier.
 
     A step that other nodes may lack does not count for the rules of the tier: the step before it is complete, and it is
-    not. Only the newest of such steps stays.
+    not. Only the newest of such steps stays. For the same reason the files of an older save of the step stay.
 
     Attributes:
-        uncounted: Numbers of the steps that not all nodes are known to have, the oldest first.
+        uncounted: Steps that not all nodes are known to have, the oldest first.
     """
 
     def __init__(self) -> None:
-        self.uncounted: list[int] = []
+        self.uncounted: list[PromotedStep] = []
+        self._older: dict[PromotedStep, Collection[str]] = {}
+        self._removable: list[tuple[int, Collection[str]]] = []
         self._has_common = False
 
-    def add(self, number: int) -> None:
-        """Record that this node has copied a step."""
-        self.uncounted.append(number)
+    def add(self, step: PromotedStep, older: Collection[str]) -> None:
+        """Record that this node has copied a step.
 
-    def count(self, number: int) -> None:
-        """Record that all nodes have a step: from now on it counts for the rules."""
-        if number in self.uncounted:
-            del self.uncounted[: self.uncounted.index(number) + 1]
+        Args:
+            step: The step.
+            older: Names of the files of older saves in its folder.
+        """
+        if older:
+            self._older[step] = older
+        self.uncounted.append(step)
+
+    def count(self, common: Iterable[PromotedStep]) -> None:
+        """Record that all nodes have steps: from now on they count for the rules, as those before them do."""
+        found = [step for step in common if step in self.uncounted]
+        for step in found:
+            self._removable += [(step.number, self._older[step])] if step in self._older else []
+        if found:
+            last = max(map(self.uncounted.index, found))
+            for step in self.uncounted[: last + 1]:
+                self._older.pop(step, None)
+            del self.uncounted[: last + 1]
             self._has_common = True
 
     def count_all(self) -> None:
         """Record that all nodes have all steps."""
         self.uncounted.clear()
+        self._older.clear()
         self._has_common = True
+
+    def take_removable(self) -> list[tuple[int, Collection[str]]]:
+        """Return the numbers of steps, each with the names of files that no node needs any more, and forget them."""
+        taken, self._removable = self._removable, []
+        return taken
 
     def list_protected(self, held: Collection[int]) -> set[int]:
         """Return the numbers of steps that stay whatever the rules; before the first count all that others had before.
@@ -40,18 +74,21 @@ class PromotedSteps:
         Args:
             held: Numbers of the steps that this node has.
         """
-        newest = {*self.uncounted[-1:]}
-        return newest if self._has_common else newest | {*held}.difference(self.uncounted)
+        newest = {step.number for step in self.uncounted[-1:]}
+        uncounted = {step.number for step in self.uncounted}
+        return newest if self._has_common else newest | {*held}.difference(uncounted)
 
 
-def find_common_steps(copied: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
-    """Return the newest step that all nodes have copied, by the name of the tier; tiers without one are left out.
+def find_common_steps(
+    copied: Sequence[Mapping[str, Sequence[tuple[int, str]]]],
+) -> dict[str, list[tuple[int, str]]]:
+    """Return the steps that all nodes have copied, by the name of the tier; tiers without one are left out.
 
     Args:
-        copied: Steps of each node by tier, the oldest first.
+        copied: Steps of each node by tier, the oldest first, as the fields of `PromotedStep` after JSON.
     """
     found = {}
-    for tier, numbers in copied[0].items():
-        common = [number for number in numbers if all(number in each.get(tier, ()) for each in copied)]
-        found.update({tier: common[-1]} if common else {})
+    for tier, steps in copied[0].items():
+        common = [step for step in steps if all(step in each.get(tier, ()) for each in copied)]
+        found.update({tier: common} if common else {})
     return found

@@ -10,9 +10,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels, has_lost_rank
+from shardckpt.checkpoint.peers.copy_step import CopiedPart
 from shardckpt.checkpoint.peers.node_files import Node
-from shardckpt.checkpoint.peers.node_steps import find_orders, give_marks, read_commits, remove_old_steps
-from shardckpt.checkpoint.peers.promoted_steps import PromotedSteps
+from shardckpt.checkpoint.peers.node_steps import (
+    find_orders,
+    give_marks,
+    read_commits,
+    remove_old_steps,
+    remove_older_files,
+)
+from shardckpt.checkpoint.peers.promoted_steps import PromotedStep, PromotedSteps
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import SaveHandle
@@ -284,10 +291,10 @@ class CaptureTier(ABC):
         """Whether the ranks were on several nodes at the last capture: each node has a part of it."""
         return self._is_spread
 
-    def note_promoted(self, number: int) -> None:
+    def note_promoted(self, number: int, copied: CopiedPart) -> None:
         """Record that a step was copied to this node; delete the steps that no rule keeps."""
         if self._is_spread:
-            self.promoted.add(number)
+            self.promoted.add(PromotedStep(number, copied.save), copied.older)
         self.apply_rules(number)
 
     def apply_rules(self, saved: int | None = None) -> None:
@@ -302,11 +309,13 @@ class CaptureTier(ABC):
             self._retention.apply(saved)
 
     def _remove_parts(self, saved: int | None, *, is_idle: bool) -> None:
-        """Remove the steps of this node that no rule keeps; an error is a warning."""
+        """Remove the steps of this node that no rule keeps, and the files of replaced saves; an error is a warning."""
         finder, numbers = self.place.finder, [*self.list_needed(), *([] if saved is None else [saved])]
-        uncounted = {*map(step_name, self.promoted.uncounted)}
+        uncounted = {step_name(step.number) for step in self.promoted.uncounted}
         try:
             own = self.place.open_own()
+            for number, older in self.promoted.take_removable():
+                remove_older_files(own, step_name(number), older)
             before = read_commits(own)
             numbers += self.promoted.list_protected([number for _, number in find_orders(before).values()])
             protected = {*map(step_name, numbers), *self.list_copied()}

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-from shardckpt.checkpoint.peers.copy_step import copy_part
+from shardckpt.checkpoint.peers.copy_step import CopiedPart, copy_part
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
 from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, record_operation
@@ -117,7 +117,8 @@ class Promoter:
             ) as recorder:
                 recorder.values.update(source=source.path(number), rank=rank)
                 try:
-                    recorder.values["nbytes"] = _copy(promotion)
+                    copied = _copy(promotion)
+                    recorder.values["nbytes"] = copied.nbytes
                 except (CheckpointError, MissingFileError):
                     if not self._is_overwritten():
                         raise
@@ -128,7 +129,7 @@ class Promoter:
             target.note_failure(error)
         else:
             target.note_success()
-            target.note_promoted(number)
+            target.note_promoted(number, copied)
 
     def _is_overwritten(self) -> bool:
         """Return True if the step that is being promoted was captured again since. On the promoter's thread."""
@@ -136,9 +137,9 @@ class Promoter:
             return self._running is not None and self._running.is_overwritten
 
 
-def _copy(promotion: Promotion) -> int:
-    """Copy a step, or the part of this node, and return its bytes. Raises ShardckptError."""
+def _copy(promotion: Promotion) -> CopiedPart:
+    """Copy a step, or the part of this node. Raises ShardckptError."""
     number, source, target = promotion[:3]
     if source.is_spread:
         return copy_part(source.place.open_own(), target.place.open_own(), step_name(number))
-    return copy_stored_step(source.path(number), target.path(number))
+    return CopiedPart(copy_stored_step(source.path(number), target.path(number)))

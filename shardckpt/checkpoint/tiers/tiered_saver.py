@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, SupportsFloat
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.peers.promoted_steps import find_common_steps
+from shardckpt.checkpoint.peers.promoted_steps import PromotedStep, find_common_steps
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.resume.witness_session import NoWitness, open_session
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
@@ -66,7 +66,7 @@ class _Places(NamedTuple):
         in_root: Whether it is saved in the root.
         share: `NodeShare` of the rank.
         has_own_record: Whether the rank keeps a copy of the witness record on its node.
-        common: Newest step that all nodes have copied, by the name of the tier, if one is new.
+        common: Steps that all nodes have copied, by the name of the tier, if one is new.
     """
 
     number: int
@@ -77,7 +77,7 @@ class _Places(NamedTuple):
     in_root: bool
     share: tuple[int, bool] = (1, False)
     has_own_record: bool = False
-    common: Mapping[str, int] = MappingProxyType({})
+    common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
 
 
 class RunParts(NamedTuple):
@@ -226,7 +226,7 @@ class TieredSaver:
         self._captured_in = []
         for tier in self._tiers:
             if tier.place.name in places.common:
-                tier.promoted.count(places.common[tier.place.name])
+                tier.promoted.count([PromotedStep(*step) for step in places.common[tier.place.name]])
         opened = self._open_tiers(places, share)
         if opened:
             source, *targets = opened

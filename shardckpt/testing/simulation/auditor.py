@@ -157,7 +157,6 @@ class Auditor:
         self.attempts[content] = number
         if is_overwrite:
             self._overwrites.add(content)
-            self.claims.overwrite_local([each for each, step in self.attempts.items() if step == number])
 
     def acknowledge(self, content: int) -> None:
         """Record that a rank knows that an attempt is committed.

@@ -290,16 +290,6 @@ class Claims:
             if newer and min(newer) <= claim.most_lost:
                 self._claims[self._claims.index(claim)] = claim._replace(most_lost=max(min(newer) - 1, 0))
 
-    def overwrite_local(self, contents: Collection[int]) -> None:
-        """Drop the claims of attempts on several disks that are overwritten: each node does so for itself.
-
-        Args:
-            contents: The attempts.
-        """
-        self._claims = [
-            each for each in self._claims if each.tier != LOCAL or len(each.places) == 1 or each.content not in contents
-        ]
-
     # What is lost
 
     def lose(self, medium: Medium) -> None:
