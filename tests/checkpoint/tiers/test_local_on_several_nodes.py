@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory, PromotionEvent, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.peers import open_peers
 from shardckpt.checkpoint.peers.peer_store import PeerStore
-from shardckpt.storage.holder import holder_connection
+from shardckpt.storage.holder import ask_holders, holder_connection, hung_holder
 from shardckpt.storage.holder.holder_store import HolderStore
 
 PART = VALUES.nbytes // 2
@@ -230,31 +231,53 @@ def test_a_node_whose_folder_cannot_be_written_is_one_warning_and_steps_are_capt
     assert run(2, body) == [[set(), {"process"}, [True]], [set(), {"process"}, []]]
 
 
-def test_while_the_holder_of_one_node_hangs_all_capture_into_folders_with_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(holder_connection, "TIMEOUT_S", 1.0)
-    root = tmp_path / "run"
-
-    def body(rank: int, world: int) -> tuple:
-        enter("ab"[rank])
-        ck = make(root, folder_of(root, "ab"[rank]), memory={})
-        ck.save(1, state(world, 1))
+def capture_beside_hung_holder(rank: int, world: int, root: Path) -> tuple:
+    """Save steps while the holder of the second node hangs; return the tiers of the last one, and the warnings."""
+    enter("ab"[rank])
+    ck = make(root, folder_of(root, "ab"[rank]), memory={})
+    ck.save(1, state(world, 1))
+    ck.wait()
+    pids = [holder.pid for holder in holders("b")] * rank
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    torch.distributed.barrier()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in (2, 3, 4):
+            ck.save(step, state(world, step))
         ck.wait()
-        pids = [holder.pid for holder in holders("b")] * rank
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        torch.distributed.barrier()
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            for step in (2, 3, 4):
-                ck.save(step, state(world, step))
-            ck.wait()
-        claims = [copy.tier for copy in ck.durability(4).copies]
-        torch.distributed.barrier()
-        for pid in pids:
+    claims = [copy.tier for copy in ck.durability(4).copies]
+    torch.distributed.barrier()
+    for pid in pids:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-        return claims, ["rank 1" in text for text in get_texts(warned)]
+    return claims, get_texts(warned)
 
-    assert run(2, body) == [(["local"], [True]), (["local"], [])]
+
+@pytest.fixture
+def short_limits(monkeypatch):
+    for module in (holder_connection, ask_holders):
+        monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_holder_of_one_node_that_hangs_is_replaced_with_one_warning_there(tmp_path):
+    found = run(2, capture_beside_hung_holder, tmp_path / "run")
+    assert [claims for claims, _ in found] == [["memory", "local"]] * 2
+    (text,) = found[1][1]
+    assert "did not answer" in text and not found[0][1]
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_while_the_holder_of_one_node_hangs_and_cannot_be_ended_all_capture_into_folders_with_one_warning(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(hung_holder, "read_peer_pid", lambda _: 0)  # it runs in another container
+    found = run(2, capture_beside_hung_holder, tmp_path / "run")
+    assert [(claims, ["rank 1" in text for text in texts]) for claims, texts in found] == [
+        (["local"], [True]),
+        (["local"], []),
+    ]
 
 
 @pytest.mark.parametrize("names", ["ab", "a"])
