@@ -106,12 +106,29 @@ def test_a_history_is_printed_with_one_line_an_event() -> None:
     assert lines[-1] == "all invariants hold"
 
 
+def count_histories() -> int:
+    """Return the number of parts of histories in memory."""
+    return sum(type(each) in (Machine, Scheduler) for each in gc.get_objects())
+
+
+def test_a_history_that_has_ended_is_out_of_memory_without_a_look_at_all_objects() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        assert count_histories() == 0
+        for seed in range(6):
+            run_history(seed)
+            assert count_histories() == 0, seed
+    finally:
+        gc.enable()
+
+
 def test_histories_that_have_ended_keep_no_memory() -> None:
     """A worker that runs thousands of them has to fork later."""
 
     def count_kept() -> int:
         gc.collect()
-        return sum(type(each) in (Machine, Scheduler) for each in gc.get_objects())
+        return count_histories()
 
     run_history(0)
     kept = count_kept()

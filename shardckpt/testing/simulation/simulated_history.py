@@ -24,7 +24,7 @@ from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scenario import Scenario
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent, Process, Scheduler, Task
 from shardckpt.testing.simulation.seams import Machine, simulated
-from shardckpt.testing.simulation.stores.bucket import SimulatedBucket, mount
+from shardckpt.testing.simulation.stores.bucket import SimulatedBucket, mount, unmount
 from shardckpt.testing.simulation.stores.disk import Disk
 from shardckpt.testing.simulation.stores.node_disks import MOUNT, NodeDisks
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
@@ -88,22 +88,32 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
         The history, whose `failure` is set if an invariant does not hold.
     """
     history = SimulatedHistory(seed, scenario or Scenario.from_seed(seed))
-    run = _HistoryRun(history)
     with warnings.catch_warnings(), _with_one_collection():
         warnings.simplefilter("ignore")
-        try:
-            run.run()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001  (a result)
-            history.failure = error
-    history.events, history.fired = run.scheduler.events, run.faults.fired
+        _run(history)
     return history
+
+
+def _run(history: SimulatedHistory) -> None:
+    """Run a history; when this returns, nothing refers to its parts."""
+    run = _HistoryRun(history)
+    try:
+        run.run()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  (a result)
+        history.failure = error
+    finally:
+        unmount()
+    history.events, history.fired = run.scheduler.events, run.faults.fired
 
 
 @contextmanager
 def _with_one_collection() -> Iterator[None]:
-    """Collect at the end only, and young objects alone: a look at all, those of torch included, takes longer."""
+    """Collect at the end only, and young objects alone: a look at all, those of torch included, takes longer.
+
+    Objects that are referred to at the end would be old ones later, which nobody collects.
+    """
     was_collecting = gc.isenabled()
     gc.disable()
     try:

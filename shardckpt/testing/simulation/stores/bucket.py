@@ -212,3 +212,9 @@ def mount(bucket: SimulatedBucket) -> None:
     SimulatedBucketFileSystem.bucket = bucket
     for kind in (SimulatedBucketFileSystem, PlainBucketFileSystem):
         fsspec.register_implementation(kind.protocol[0], kind, clobber=True)
+
+
+def unmount() -> None:
+    """Forget the bucket of a history that has ended."""
+    if "bucket" in vars(SimulatedBucketFileSystem):
+        del SimulatedBucketFileSystem.bucket
