@@ -26,6 +26,7 @@ __all__ = [
     "has_pinned_copies",
     "has_pinned_memory",
     "has_streams",
+    "is_capturing",
     "is_device_error",
     "is_gpu_used",
     "is_out_of_memory",
@@ -84,6 +85,11 @@ class TorchStreams:
         """Return a context manager that queues operations on a stream."""
         context: AbstractContextManager[object] = torch.get_device_module(device).stream(stream)
         return context
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Return True if operations are recorded into a graph instead of queued."""
+        asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Delay the reuse of a freed tensor's memory until a stream's work is done.
@@ -157,6 +163,14 @@ def get_current_stream(device: torch.device) -> Stream:
 def use_stream(stream: Stream, device: torch.device) -> AbstractContextManager[object]:
     """Return a context manager that queues operations of a device on a stream."""
     return _streams.use(stream, device) if has_streams(device) else nullcontext()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return True if operations on a device are recorded into a graph (`torch.cuda.graph`) instead of queued.
+
+    Then the host cannot wait for them, and streams cannot wait for events from before.
+    """
+    return has_streams(device) and _streams.is_capturing(device)
 
 
 def record_event(device: torch.device, stream: Stream | None = None) -> Event | None:

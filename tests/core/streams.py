@@ -81,6 +81,17 @@ class UnorderedError(AssertionError):
     """Accesses to memory that no stream orders."""
 
 
+@dataclass
+class Capture:
+    """Whether operations are recorded into a graph; as CUDA, events then refuse what they cannot do."""
+
+    is_on: bool = False
+
+    def refuse(self, what: str) -> None:
+        if self.is_on:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
 @dataclass(eq=False)
 class FakeStream:
     """A queue of operations that only counts them."""
@@ -89,20 +100,25 @@ class FakeStream:
     name: str
     clock: Clock = field(default_factory=dict)
     host: Clock = field(default_factory=dict)
+    capture: Capture = field(default_factory=Capture)
 
     def wait_stream(self, stream: FakeStream) -> None:
         _merge(self.clock, stream.clock)
 
     def wait_event(self, event: FakeEvent) -> None:
+        if event.is_captured is not self.capture.is_on:
+            raise RuntimeError("a stream waits for an event across the bounds of a capture")
         _merge(self.clock, event.clock)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent()
-        event.clock, event.host = dict(self.clock), self.host
+        event.clock, event.host, event.capture = dict(self.clock), self.host, self.capture
+        event.is_captured = self.capture.is_on
         return event
 
     def synchronize(self) -> None:
         """Let the host wait, which orders no streams: see the module's text."""
+        self.capture.refuse("synchronize")
         _merge(self.host, self.clock)
 
     def tick(self) -> int:
@@ -120,12 +136,16 @@ class FakeEvent:
     def __init__(self) -> None:
         self.clock: Clock = {}
         self.host: Clock = {}
+        self.capture = Capture()
+        self.is_captured = False
 
     def query(self) -> bool:
+        self.capture.refuse("query")
         return False
 
     def synchronize(self) -> None:
         """Let the host wait, which orders no streams: see the module's text."""
+        self.capture.refuse("synchronize")
         _merge(self.host, self.clock)
 
 
@@ -196,6 +216,9 @@ class FakeStreams(devices.TorchStreams):
     def get_current(self, device: torch.device) -> FakeStream:
         return self.checker.current
 
+    def is_capturing(self, device: torch.device) -> bool:
+        return self.checker.capture.is_on
+
     def use(self, stream: FakeStream, device: torch.device) -> contextlib.AbstractContextManager[None]:
         return self.checker.on_stream(stream)
 
@@ -211,6 +234,7 @@ class Checker:
     def __init__(self) -> None:
         self.streams: list[FakeStream] = []
         self.host: Clock = {}
+        self.capture = Capture()
         self.running: dict[Work, Any] = {}
         self.found: dict[tuple[Any, ...], str] = {}
         self.operations = 0
@@ -223,7 +247,7 @@ class Checker:
         self._thread = threading.get_ident()
 
     def make_stream(self, name: str) -> FakeStream:
-        made = FakeStream(len(self.streams), name, host=self.host)
+        made = FakeStream(len(self.streams), name, host=self.host, capture=self.capture)
         self.streams.append(made)
         return made
 
@@ -238,6 +262,15 @@ class Checker:
             yield
         finally:
             self._stack.pop()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Record what is done inside into a graph, after all that was queued before is done."""
+        self.capture.is_on = True
+        try:
+            yield
+        finally:
+            self.capture.is_on = False
 
     def group_stream(self, name: str) -> FakeStream:
         if name not in self._groups:

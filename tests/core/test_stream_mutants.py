@@ -295,12 +295,11 @@ EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.gathers_by_extensions_from_itself,
         EACH,
     ),
-    "core.params.tensor_extension:ExtendedParams.reshard:record_event": (scenarios.gathers_into_kept_storage, EACH),
     "core.params.unsharded_params:UnshardedParams.start_all_gather:record_event": (
         scenarios.trains_without_shards_in_low_precision,
         FLAT,
     ),
-    "core.params.unsharded_params:UnshardedParams.reshard:record_event": (
+    "core.params.unsharded_params:UnshardedParams._record_kept_event:record_event": (
         scenarios.casts_into_kept_storage,
         EACH,
     ),

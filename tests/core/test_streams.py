@@ -209,6 +209,9 @@ def test_the_limiter_waits_for_the_device_of_the_unit_whichever_is_current(monke
             asked.append(device)
             return Checker().current
 
+        def is_capturing(self, device: torch.device) -> bool:
+            return False
+
     monkeypatch.setattr(devices, "_streams", Noted())
     RateLimiter().record_free_event(DeviceStreams(torch.device("cuda", 1)))
     assert asked == [torch.device("cuda", 1)]
@@ -846,6 +849,26 @@ def units_behind(style: Style) -> int:
 @STYLES
 def test_gathers_run_at_most_three_units_ahead_of_the_computation(style):
     assert max(run(2, lambda rank, world: units_behind(style))) <= 3
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "kept storage"])
+@STYLES
+def test_a_graph_can_capture_forward_and_backward(style, keeps):
+    """The host waits for nothing meanwhile, streams wait for no event from outside, and none is left behind."""
+
+    def body(rank: int, world: int) -> int:
+        with checked() as checker:
+            model, optimizer = made(style, low=True)
+            if keeps and not style.wraps:
+                model.set_keep_unsharded_storage(True)
+            train(model, optimizer)
+            with checker.capturing():
+                for _ in range(2):
+                    square(model(floats(0, 0))).backward()
+            train(model, optimizer)
+            return checker.operations
+
+    assert min(run(2, body)) > 0
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, NONE), (4, HYBRID)], ids=["no shards", "replicas"])

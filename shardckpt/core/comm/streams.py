@@ -12,6 +12,7 @@ from shardckpt.devices import (
     Stream,
     get_current_stream,
     has_streams,
+    is_capturing,
     make_stream,
     record_event,
     use_stream,
@@ -123,14 +124,20 @@ class DeviceStreams:
         """Make later all-gathers wait for the queued computation, such as the optimizer's.
 
         Args:
-            event: Event to wait for instead of the queued computation; None without one.
+            event: Event to wait for instead of the queued computation; None without one. It is ignored while a graph is
+                captured: it may be from before.
         """
         if not self.is_async:
             return
-        if event is not None:
+        if event is not None and not self.is_capturing:
             self._get_gather_stream().wait_event(event)
         else:
             self._get_gather_stream().wait_stream(get_current_stream(self.device))
+
+    @property
+    def is_capturing(self) -> bool:
+        """Return True if operations are recorded into a graph."""
+        return self.is_async and is_capturing(self.device)
 
     def record_event(self) -> Event | None:
         """Return an event after the work that is queued on the current stream; None without streams."""
@@ -178,11 +185,16 @@ class RateLimiter:
 
     def record_free_event(self, streams: DeviceStreams) -> None:
         """Record that a unit's memory is free after the work that is queued now."""
-        self._freed.append(streams.record_event())
+        if not streams.is_capturing:
+            self._freed.append(streams.record_event())
 
-    def wait(self) -> None:
-        """Wait until another all-gather may start."""
-        if len(self._freed) < 2:
+    def wait(self, streams: DeviceStreams) -> None:
+        """Wait until another all-gather may start; do nothing while a graph is captured.
+
+        Args:
+            streams: Streams of the device of the unit.
+        """
+        if len(self._freed) < 2 or streams.is_capturing:
             return
         self.waits += 1
         event = self._freed.popleft()

@@ -206,7 +206,8 @@ class GradientReducer:
         """Return True if `wait_reduce_scatter` neither waits nor starts a collective."""
         reduction = self._reduction
         if self._queued is not None:
-            return self._queued.event is None or self._queued.event.query()
+            event = self._queued.event
+            return event is None or (not self._unsharded.streams.is_capturing and event.query())
         alone = self._group.replicas == 1 and self._comms.all_reduce_hook is None
         return reduction is None or (alone and reduction.pending.done)
 

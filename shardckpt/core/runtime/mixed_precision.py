@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardckpt.core.modules.pytree import mapped
-from shardckpt.devices import Event, record_event
+from shardckpt.devices import Event, is_capturing, record_event
 
 FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """Environment variable; if it is 1, units in eval mode compute in the stored dtypes."""
@@ -36,7 +36,8 @@ def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
     """Move all tensors in a value to a device with streams.
 
     Returns:
-        The value; the event to wait for before the pinned memory of tensors is written again, None if there is none.
+        The value; the event to wait for before the pinned memory of tensors is written again. It is None if there is
+        none, and while a graph is captured, whose replays read that memory again.
     """
     is_pinned = False
 
@@ -47,7 +48,7 @@ def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
         return tensor.to(device, non_blocking=True)
 
     moved = mapped(value, move)
-    return moved, record_event(device) if is_pinned else None
+    return moved, record_event(device) if is_pinned and not is_capturing(device) else None
 
 
 class Buffers:
