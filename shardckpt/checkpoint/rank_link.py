@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,13 @@ class RankLink(ABC):
             RuntimeError: The connection broke, or the rank did not send in time.
         """
 
+    def expect_message(self, src: int) -> None:  # noqa: B027  (on most links a send does not wait)
+        """Expect the next message of a rank, which can send it before `recv_message` is called. Raises RuntimeError.
+
+        Args:
+            src: Index of the rank, whose message is not expected yet.
+        """
+
     @abstractmethod
     def start_send(self, tensor: torch.Tensor, dst: int) -> Transfer:
         """Start to send the bytes of a tensor to a rank. Raises RuntimeError."""
@@ -88,6 +95,23 @@ class RankLink(ABC):
         """
 
 
+class _ArrivingPacket(NamedTuple):
+    """Bytes of a message that are being received.
+
+    Attributes:
+        row: The bytes.
+        work: The transfer.
+    """
+
+    row: torch.Tensor
+    work: dist.Work
+
+    def recv(self, deadline: float) -> bytes:
+        """Return the bytes when they have come, before a time of `time.monotonic`. Raises RuntimeError."""
+        self.work.wait(timedelta(seconds=max(0.05, deadline - time.monotonic())))
+        return self.row.numpy().tobytes()
+
+
 class TorchLink(RankLink):
     """Link of a torch process group for CPU tensors.
 
@@ -100,6 +124,7 @@ class TorchLink(RankLink):
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, ranks: dist.ProcessGroup | None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         self._group, self._ranks = group, ranks
+        self._expected: dict[int, _ArrivingPacket] = {}
 
     def send_message(self, data: bytes, dst: int) -> None:
         """Send a packet with the number of bytes and the first of them, then the rest if there is one."""
@@ -111,18 +136,22 @@ class TorchLink(RankLink):
 
     def recv_message(self, src: int, deadline: float) -> bytes:
         """Receive the packet, then the rest."""
-        packet = self._recv_exactly(_PACKET_BYTES, src, deadline)
+        expected = self._expected.pop(src, None) or self._start_packet(_PACKET_BYTES, src)
+        packet = expected.recv(deadline)
         nbytes, first = int.from_bytes(packet[:_SIZE_BYTES], "little"), packet[_SIZE_BYTES:]
         if nbytes <= _FIRST_BYTES:
             return first[:nbytes]
-        return first + self._recv_exactly(nbytes - _FIRST_BYTES, src, deadline)
+        return first + self._start_packet(nbytes - _FIRST_BYTES, src).recv(deadline)
 
-    def _recv_exactly(self, nbytes: int, src: int, deadline: float) -> bytes:
+    def expect_message(self, src: int) -> None:
+        """Start to receive the next packet."""
+        self._expected[src] = self._start_packet(_PACKET_BYTES, src)
+
+    def _start_packet(self, nbytes: int, src: int) -> _ArrivingPacket:
         row = torch.empty(nbytes, dtype=torch.uint8)
         work = dist.irecv(row, group=self._group, group_src=src)
         assert work is not None
-        work.wait(timedelta(seconds=max(0.05, deadline - time.monotonic())))
-        return row.numpy().tobytes()
+        return _ArrivingPacket(row, work)
 
     def start_send(self, tensor: torch.Tensor, dst: int) -> dist.Work:
         """Send with a tag that messages do not have."""

@@ -17,6 +17,7 @@ from shardckpt.errors import (
     UnknownFormatError,
 )
 from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEvent, emit, record_operation
+from shardckpt.format.budget import gc_paused
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
 """Errors of steps that are damaged or that another process is removing."""
@@ -76,7 +77,7 @@ def restore_step(
         ShardckptError: As for `Checkpointer.restore`.
     """
     rank = get_channels(finder.group).main.rank
-    with record_operation(RestoreEvent, finder.root, on_event, rank=rank) as recorder:
+    with gc_paused(), record_operation(RestoreEvent, finder.root, on_event, rank=rank) as recorder:
 
         def take_measurement(event: OperationEvent) -> None:
             recorder.phases.update(event.phases)

@@ -129,6 +129,11 @@ class AsyncSaveTask:
         """Whether the save has ended."""
         return self._thread is None or not self._thread.is_alive()
 
+    @property
+    def has_unretrieved_error(self) -> bool:
+        """Whether the save has failed, and nobody retrieved its error."""
+        return self._failure is not None and not self._is_retrieved
+
     def failure(self) -> BaseException | None:
         """Return the error of the save, and mark it as retrieved."""
         if os.getpid() != self._process:
@@ -212,6 +217,11 @@ class PendingSave:
     def busy_with(self) -> str:
         """Target of the running save; empty without one."""
         return "" if self._task is None or self._task.is_over else self._task.path
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no save is running, and the last one has no error that nobody retrieved."""
+        return self._task is None or (self._task.is_over and not self._task.has_unretrieved_error)
 
     def wait(self) -> None:
         """Wait until no save is running; the caller holds `entry`."""

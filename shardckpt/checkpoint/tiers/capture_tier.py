@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -21,9 +22,10 @@ from shardckpt.checkpoint.peers.node_steps import (
 )
 from shardckpt.checkpoint.peers.promoted_steps import PromotedStep, PromotedSteps
 from shardckpt.checkpoint.run.step_retention import StepRetention
-from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
+from shardckpt.checkpoint.save.async_save import SaveLane, begin_early_copy, start_async_save
+from shardckpt.checkpoint.save.early_copy import EarlyCopy
 from shardckpt.checkpoint.save.handle import SaveHandle
-from shardckpt.checkpoint.save.save import RunNotes, SaveParams
+from shardckpt.checkpoint.save.save import RunNotes, SaveParams, check_options
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.checkpoint.tiers.node_opening import NodeOpening, NodeShare
 from shardckpt.checkpoint.tiers.part_finder import PartFinder
@@ -33,6 +35,8 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
 from shardckpt.storage.store import Store
+
+_LOG = logging.getLogger("shardckpt")
 
 _MOST_SKIPPED = 64
 """Maximum number of captures that are left out after a failure, before the next attempt."""
@@ -183,6 +187,48 @@ class CaptureTier(ABC):
         self._emit_fallback(number, error)
         self.note_failure(error)
 
+    def begin_early_copy(self, number: int, state: Any, options: Mapping[str, Any]) -> EarlyCopy | None:
+        """Return a copy of a state to make before the ranks agree on its capture; None if it may need another plan.
+
+        Args:
+            number: Number of the step.
+            state: As for `shardckpt.save`.
+            options: Options of `shardckpt.async_save` for the copy.
+
+        Raises:
+            Exception: The state or an option cannot be used.
+        """
+        if not (self.takes(number) and self.opening.is_ready):
+            return None
+        return begin_early_copy(self._lane, state, self.target(number), self._group, **_limit_staging(options))
+
+    def begin_capture(self, number: int, notes: RunNotes, early: EarlyCopy, nodes: int) -> tuple[str, str] | None:
+        """Begin a capture for all ranks; return the answer for them, or None if they have to plan it. On rank 0.
+
+        Args:
+            number: Number of the step.
+            notes: Custom metadata.
+            early: Copy of the state, which fits the plan of an earlier capture on all ranks.
+            nodes: Number of nodes of all ranks.
+        """
+        if self._is_spread != (nodes > 1):
+            return None
+        notes.is_shared = nodes == 1
+        checked, fault = check_options("async_save", self.target(number), self._list_params(notes, None))
+        try:
+            return None if fault is not None else early.plan.begin(checked)
+        except Exception as error:  # noqa: BLE001  (the ranks ask each other once more, and find it again)
+            _LOG.debug("step %d is planned again: %s", number, error)
+            return None
+
+    def _list_params(self, notes: RunNotes, on_event: OnEvent | None) -> SaveParams:
+        return {
+            "overwrite": True,
+            "custom_metadata": notes,
+            "process_group": self._group,
+            "on_event": on_event,
+        }
+
     def capture(
         self,
         number: int,
@@ -191,6 +237,7 @@ class CaptureTier(ABC):
         options: Mapping[str, Any],
         share: NodeShare,
         on_committed: Callable[[int], object],
+        early: EarlyCopy | None = None,
     ) -> None:
         """Capture a step in the background. Collective.
 
@@ -201,6 +248,7 @@ class CaptureTier(ABC):
             options: Options of `shardckpt.async_save` for the copy.
             share: Part of this rank.
             on_committed: Called with the number on each rank that acts for its node, once the capture is complete.
+            early: Copy of the state, if the ranks agree on its plan.
 
         Raises:
             Exception: The state cannot be saved; an error of the tier is a warning.
@@ -221,17 +269,9 @@ class CaptureTier(ABC):
                 on_committed(number)
                 self.apply_rules(number)
 
-        given: SaveParams = {
-            "overwrite": True,
-            "custom_metadata": notes,
-            "process_group": self._group,
-            "on_event": on_event,
-        }
-        budget = default_budget()
-        if budget is not None:  # pinned memory, of which a save in the root may use all of its own budget
-            options = {"max_staging_bytes": max(budget // 4, LEAST_BUDGET_BYTES), **options}
+        given, limited = self._list_params(notes, on_event), _limit_staging(options)
         try:
-            handle = start_async_save(self._lane, state, self.target(number), given, **options)
+            handle = start_async_save(self._lane, state, self.target(number), given, early=early, **limited)
         except Exception as error:
             if has_lost_rank(self._group) or not _is_fault_of_tier(get_channels(self._group).main, error):
                 raise
@@ -346,6 +386,14 @@ class CaptureTier(ABC):
         self._failures += 1
         if self._failures == 1:
             warn_user(f"steps are not captured in {self._shown}, training goes on: {error}")
+
+
+def _limit_staging(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return options with a limit of pinned memory, of which a save in the root may use all of its own budget."""
+    budget = default_budget()
+    if budget is None:
+        return options
+    return {"max_staging_bytes": max(budget // 4, LEAST_BUDGET_BYTES), **options}
 
 
 def _is_fault_of_tier(coordinator: Coordinator, error: Exception) -> bool:

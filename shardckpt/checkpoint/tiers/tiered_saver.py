@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
@@ -29,7 +29,9 @@ from shardckpt.checkpoint.run.step_saver import (
     require_one_step,
 )
 from shardckpt.checkpoint.save.async_save import async_save
+from shardckpt.checkpoint.save.early_copy import EarlyCopy
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
+from shardckpt.checkpoint.save.repeated_plan import have_equal_reports
 from shardckpt.checkpoint.save.save import RunNotes, read_notes
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
 from shardckpt.checkpoint.tiers.local_folder import Local
@@ -42,6 +44,7 @@ from shardckpt.checkpoint.tiers.tier_settings import TierSettings
 from shardckpt.checkpoint.tiers.tiered_finder import TieredFinder
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.events import OnEvent, OperationEvent
+from shardckpt.format.budget import gc_paused
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import AFTER
 from shardckpt.plan.retention import Retention
@@ -67,6 +70,7 @@ class _Places(NamedTuple):
         share: `NodeShare` of the rank.
         has_own_record: Whether the rank keeps a copy of the witness record on its node.
         common: Steps that all nodes have copied, by the name of the tier, if one is new.
+        begun: Answer of `CaptureTier.begin_capture`, if the states of all ranks fit the plan of an earlier capture.
     """
 
     number: int
@@ -78,6 +82,13 @@ class _Places(NamedTuple):
     share: tuple[int, bool] = (1, False)
     has_own_record: bool = False
     common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
+    begun: tuple[str, str] | None = None
+
+    def complete(self, notes: RunNotes, on_begin: Callable[[int, str], object]) -> None:
+        """Add the branch and the position of the step to its custom metadata."""
+        notes.update({BRANCH: str(self.branch)} if self.branch else {})
+        notes[AFTER] = self.after
+        notes.on_begin = partial(on_begin, self.number)
 
 
 class RunParts(NamedTuple):
@@ -204,24 +215,67 @@ class TieredSaver:
             A handle of the save in the root; of a capture, one that is done.
         """
         self._settle_tiers(step)
-        notes = RunNotes()
-        message: bytes | Exception
-        try:
-            given = check_options(async_save, options, self._finder.group)
-            notes = build_notes(metrics, given.get("custom_metadata"))
-            folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
-            number = require_step_number(step)
-            copied = {tier.place.name: tier.promoted.uncounted for tier in self._tiers if tier.promoted.uncounted}
-            message = json.dumps([number, find_node_id(), folders, self._open_again(number), copied]).encode()
-        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-            message = error
+        with gc_paused(), ExitStack() as stack:
+            notes, early = RunNotes(), None
+            message: bytes | Exception
+            try:
+                given = check_options(async_save, options, self._finder.group)
+                notes = build_notes(metrics, given.get("custom_metadata"))
+                number = require_step_number(step)
+                early = self._begin_early_copy(number, state, given, stack)
+                message = self._describe(number, early)
+            except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+                message = error
+            places = self._agree(message, notes, early)
+            places.complete(notes, self._finder.own.add_save)
+            self._capture(places, state, notes, given, None if places.begun is None else early)
+        if places.in_root:
+            return self._save_in_root(places, state, metrics, options)
+        self._saver.record_save(places.number, places.branch, None)
+        self._add_saved(places.number, state, [])
+        return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
+
+    def _begin_early_copy(
+        self, number: int, state: Any, given: Mapping[str, Any], stack: ExitStack
+    ) -> EarlyCopy | None:
+        """Return a copy of the state to make while the ranks agree on its capture, if they may agree on its plan too.
+
+        Args:
+            number: Number of the step.
+            state: State of the step.
+            given: Options of the save.
+            stack: Context at whose end the copy closes.
+        """
+        source = next((tier for tier in self._tiers if tier.takes(number)), None)
+        early = None
+        if source is not None:
+            with suppress(Exception):  # the ranks find it again, and raise it together
+                early = source.begin_early_copy(number, state, _choose_copy_options(given))
+        if early is not None:
+            stack.callback(early.close)
+        return early
+
+    def _describe(self, number: int, early: EarlyCopy | None) -> bytes:
+        """Return the message of this rank: the step, the node, and what is ready there."""
+        folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
+        copied = {tier.place.name: tier.promoted.uncounted for tier in self._tiers if tier.promoted.uncounted}
+        report = None if early is None else early.plan.report
+        return json.dumps([number, find_node_id(), folders, self._open_again(number), copied, report]).encode()
+
+    def _agree(self, message: bytes | Exception, notes: RunNotes, early: EarlyCopy | None) -> _Places:
+        """Return the places of the step; copy the state meanwhile if the plan may be known. Collective."""
         coordinator = get_channels(self._finder.group).main
-        answer = coordinator.coordinate(f"preparing to save a step of {self._finder.root}", message, self._choose)
-        places = _Places(*json.loads(answer))
-        notes.update({BRANCH: str(places.branch)} if places.branch else {})
-        notes[AFTER] = places.after
-        notes.on_begin = partial(self._finder.own.add_save, places.number)
-        copy_options = {name: given[name] for name in _FOR_COPY if name in given}
+        what, meanwhile = f"preparing to save a step of {self._finder.root}", None if early is None else early.copy
+        choose = partial(self._choose, notes=notes, early=early)
+        places = _Places(*json.loads(coordinator.coordinate(what, message, choose, meanwhile)))
+        if early is not None and places.begun is not None:
+            early.agree(places.begun)
+        return places
+
+    def _capture(
+        self, places: _Places, state: Any, notes: RunNotes, given: Mapping[str, Any], early: EarlyCopy | None
+    ) -> None:
+        """Capture a step in the first of its tiers that are ready. Collective."""
         share = NodeShare(*places.share)
         self._captured_in = []
         for tier in self._tiers:
@@ -230,23 +284,19 @@ class TieredSaver:
         opened = self._open_tiers(places, share)
         if opened:
             source, *targets = opened
+            rank = get_channels(self._finder.group).main.rank
 
             def promote(number: int) -> None:
                 for target in targets:
                     if target.is_spread:
                         target.apply_rules()
-                    self._promoter.add(Promotion(number, source, target, coordinator.rank))
-                if not coordinator.rank:
+                    self._promoter.add(Promotion(number, source, target, rank))
+                if not rank:
                     self._finder.look_at_root()
 
             self._promoter.note_capture(places.number, source)
-            source.capture(places.number, state, notes, copy_options, share, promote)
+            source.capture(places.number, state, notes, _choose_copy_options(given), share, promote, early)
             self._captured_in = self._list_captured(places, source, targets)
-        if places.in_root:
-            return self._save_in_root(places, state, metrics, options)
-        self._saver.record_save(places.number, places.branch, None)
-        self._add_saved(places.number, state, [])
-        return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
 
     def _open_again(self, number: int) -> dict[str, str]:
         """Make the tiers of a step ready that were ready on all nodes at the last one; return why one is not, by name.
@@ -320,9 +370,9 @@ class TieredSaver:
                 if tier.takes(number):
                     tier.settle_before_next()
 
-    def _choose(self, messages: list[bytes]) -> list[bytes]:
-        """Choose the places of a step. On rank 0."""
-        numbers, nodes, folders, faults, copied = zip(*map(json.loads, messages), strict=True)
+    def _choose(self, messages: list[bytes], notes: RunNotes, early: EarlyCopy | None) -> list[bytes]:
+        """Choose the places of a step, and begin its capture if its plan is known. On rank 0."""
+        numbers, nodes, folders, faults, copied, reports = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
         ready, opened = [], []
@@ -349,12 +399,22 @@ class TieredSaver:
         places = _Places(number, branch, after, ready, opened, in_root)
         places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
         keepers = choose_record_keepers(list(first.values()))
+        if early is not None and ready == opened and have_equal_reports(reports):
+            places.complete(notes, self._finder.own.add_save)
+            places = places._replace(begun=self._begin_capture(places, notes, early, len(first)))
         return [
             json.dumps(
                 places._replace(share=(len(first), first[node] == rank), has_own_record=rank in keepers)
             ).encode()
             for rank, node in enumerate(nodes)
         ]
+
+    def _begin_capture(self, places: _Places, notes: RunNotes, early: EarlyCopy, nodes: int) -> tuple[str, str] | None:
+        """Begin the capture of a step in the tier for which its state is copied, if that takes it. On rank 0."""
+        taking = [index for index, tier in enumerate(self._tiers) if tier.takes(places.number)]
+        if not places.opened or places.opened[0] != taking[0]:
+            return None
+        return self._tiers[taking[0]].begin_capture(places.number, notes, early, nodes)
 
     def _record_captures(self, number: int, branch: int, ready: Sequence[int]) -> bool:
         """Record in the root that this start captures; without that no step is captured. On rank 0."""
@@ -378,6 +438,11 @@ def choose_record_keepers(first: Sequence[int]) -> set[int]:
     ranks = sorted(first)
     at = {len(ranks) * each // RECORD_COPIES for each in range(RECORD_COPIES)}
     return {ranks[each] for each in at} - {0}
+
+
+def _choose_copy_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options of a save that apply to a capture too."""
+    return {name: given[name] for name in _FOR_COPY if name in given}
 
 
 def _find_other_folder(first: Sequence[int], folders: Sequence[str | None]) -> str:
