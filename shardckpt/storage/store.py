@@ -233,6 +233,9 @@ class CopiedStore(Protocol):
     def reject(self, name: str, offset: int, nbytes: int) -> bool:
         """Read a damaged range from another copy from now on; return False if no other copy is left."""
 
+    def is_near(self, name: str) -> bool:
+        """Return True if a copy of a file is known to be on this machine, so that its bytes need no other rank."""
+
 
 def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
     """Return one range of a file.
@@ -370,6 +373,10 @@ class WrappedStore:
         """Forward to the underlying store, if that may have copies."""
         return isinstance(self._store, CopiedStore) and self._store.reject(name, offset, nbytes)
 
+    def is_near(self, name: str) -> bool:
+        """Forward to the underlying store, if that may have copies."""
+        return not isinstance(self._store, CopiedStore) or self._store.is_near(name)
+
     def create(self, name: str) -> Writer:
         """Forward to the underlying store."""
         return self._store.create(name)
@@ -435,6 +442,10 @@ class SubfolderStore(WrappedStore):
     def reject(self, name: str, offset: int, nbytes: int) -> bool:
         """Read a damaged range from another copy, as `CopiedStore`."""
         return super().reject(self._name(name), offset, nbytes)
+
+    def is_near(self, name: str) -> bool:
+        """Return True if a copy of a file is on this machine, as `CopiedStore`."""
+        return super().is_near(self._name(name))
 
     def create(self, name: str) -> Writer:
         """Start a new file and create its parent folders. Raises StorageError."""

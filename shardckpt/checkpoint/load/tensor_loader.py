@@ -27,7 +27,7 @@ from shardckpt.events.progress import Meter
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
-from shardckpt.storage.store import Read, Store
+from shardckpt.storage.store import CopiedStore, Read, Store
 from shardckpt.torchrun import count_cores
 
 BATCH_BYTES = 64 << 20
@@ -96,7 +96,7 @@ class ElementReader:
             CheckpointError: The bytes are damaged.
             StorageError: The store failed.
         """
-        self._in_threads(_batches_of_reads(reads))
+        self._in_threads(self._order_batches(reads))
 
     def _planned(self, wanted: Sequence[ReadRequest], kept: dict[int, list[Read]] | None = None) -> Iterator[_Batch]:
         """Yield batches of reads, with a bounded number of pieces planned ahead.
@@ -105,8 +105,16 @@ class ElementReader:
         """
         for some in _windows(wanted):
             reads, rest = _divided(some, kept)
-            yield from _batches_of_reads(reads)
+            yield from self._order_batches(reads)
             yield from _batches(rest)
+
+    def _order_batches(self, reads: Sequence[Read]) -> Iterator[_Batch]:
+        """Yield batches of reads, those from other machines first: they come while files of this one are read."""
+        store = self._store
+        names = {read.name for read in reads} if isinstance(store, CopiedStore) else set()
+        far = {name for name in names if isinstance(store, CopiedStore) and not store.is_near(name)}
+        for is_far in (True, False) if far else (False,):
+            yield from _batches_of_reads([read for read in reads if (read.name in far) == is_far])
 
     def _in_threads(self, batches: Iterator[_Batch], straight: Store | None = None) -> None:
         def open_pieces(batch: _Batch) -> PieceReader:

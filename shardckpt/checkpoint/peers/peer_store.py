@@ -188,6 +188,10 @@ class PeerStore:
         except MissingFileError:
             return False
 
+    def is_near(self, name: str) -> bool:
+        """Return True if the own node has a file."""
+        return any(place.node == self._known.own for place in self._known.list_places(name))
+
     def _reject(self, read: Read, place: NodeFile, reason: str) -> None:
         """Read a range from another copy from now on; the first range of a copy is a warning in the log."""
         rejected = self.rejected.setdefault(read.name, [])

@@ -19,6 +19,7 @@ from tier_runs import sharded_state as state
 from shardckpt import Checkpointer, FallbackEvent, PeerMemory
 from shardckpt.checkpoint import coordinator
 from shardckpt.checkpoint.coordinator import Coordinator
+from shardckpt.checkpoint.load import tensor_loader
 from shardckpt.checkpoint.peers import open_peers, peer_exchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.tiers import memory_tier
@@ -76,6 +77,28 @@ def resume_and_train(
         ck.save(number, state(world, number))
     ck.wait()
     return step
+
+
+def test_a_rank_asks_for_files_of_other_nodes_before_it_reads_those_of_its_own(tmp_path):
+    assert run(2, train, tmp_path / "run", "ab", (1,), {}) == [["process"]] * 2
+
+    def body(rank: int, world: int) -> list[bool]:
+        enter("baa"[rank])
+        tensor_loader.BATCH_BYTES, tensor_loader.MOST_READERS = 1 << 16, 1  # of this forked rank
+        order, read = [], PeerStore.read
+
+        def record(store, reads):
+            order.extend(store.is_near(each.name) for each in reads if len(each.buffer) >= 1 << 16)
+            return read(store, reads)
+
+        PeerStore.read = record
+        into = state(world)
+        assert make(tmp_path / "run").restore(into) == 1 and is_step(into, 1)
+        return order
+
+    orders = run(3, body)
+    assert orders[0] and not any(orders[0]) and orders[2] and not any(orders[2])
+    assert orders[1] == sorted(orders[1]) and len({*orders[1]}) == 2, "the second rank needs rows of both nodes"
 
 
 def test_captures_of_a_start_that_reaches_none_of_the_last_one_are_newer(tmp_path):
