@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,32 @@ def test_the_error_of_a_rank_that_is_gone_names_the_unit():
         return caught.value.rank
 
     assert harness.run(2, body, timeout=harness.JOIN_TIMEOUT / 2, group_timeout=1.0) == [0, None]
+
+
+def test_a_shard_that_only_one_rank_sends_directly_is_an_error_of_both():
+    """Of unequal sizes; gloo itself ends the process where both sizes are sent in the same way."""
+
+    def body(rank, world):
+        _, pending = started(rank, world, LARGE - 8 if rank else LARGE + 8)
+        with pytest.raises(RankError, match=r"gather blocks\.1"):
+            pending.wait()
+
+    harness.run(2, body, group_timeout=1.0)
+
+
+def test_all_gathers_of_very_many_units_at_once_arrive_and_are_let_go_of():
+    def body(rank, world):
+        outputs = [started(rank, world, LARGE + extra) for extra in range(200)]
+        watched = [weakref.ref(full.untyped_storage()) for full, _ in outputs]
+        for number in range(0, 200, 2):
+            outputs[number][1].wait()
+        for number in range(199, 0, -2):
+            outputs[number][1].wait()
+        fulls = [full for full, _ in outputs]
+        wrong = [extra for extra, full in enumerate(fulls) if not torch.equal(full, expected(world, LARGE + extra))]
+        held = sum(storage() is not None for storage in watched)
+        fulls.clear()
+        del outputs[:]
+        return wrong, held, sum(storage() is not None for storage in watched)
+
+    assert harness.run(2, body) == [([], 200, 0)] * 2
