@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.checkpoint.peers.node_steps import give_marks, plan_routes, read_marks
+from shardckpt.checkpoint.peers.node_steps import give_marks, plan_routes, read_marks, remove_older_files
 from shardckpt.errors import RankError, StorageError
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, SubfolderStore, Writer
@@ -96,3 +96,15 @@ def test_a_node_that_cannot_write_the_marks_passes_them_on_and_all_ranks_raise_i
     assert len(marks) == NODES - 1 and len({*marks}) == 1
     assert len(errors) == NODES and all("no space" in error for error in errors)
     assert len([*tmp_path.glob(f"*/{FOLDER}/{OLD}")]) == NODES, "a node that has the older marks alone needs the files"
+
+
+def test_older_files_are_removed_by_their_names_and_never_those_of_the_save_that_counts_now(tmp_path):
+    shardckpt.save({"w": torch.arange(4.0)}, str(tmp_path / FOLDER))
+    kept = {file.name for file in (tmp_path / FOLDER).iterdir()}
+    for name in (OLD, "0mwzeuyy4tiuc2m-00001-00.safetensors"):
+        (tmp_path / FOLDER / name).touch()
+    own = open_store(str(tmp_path))
+    remove_older_files(own, FOLDER, [OLD, *kept])
+    found = {file.name for file in (tmp_path / FOLDER).iterdir()}
+    assert found == {*kept, "0mwzeuyy4tiuc2m-00001-00.safetensors"}, "another save may be writing that one"
+    remove_older_files(own, "step-00000002", [OLD])  # retention has removed the step
