@@ -18,7 +18,7 @@ from shardckpt.checkpoint.run.claims import DurabilityClaims
 from shardckpt.checkpoint.run.restore_attempts import open_attempts
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule, require_signals
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
-from shardckpt.checkpoint.run.step_restore import restore_step
+from shardckpt.checkpoint.run.step_restore import RestoredStep, restore_step
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import check_options, join_on_event
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams
@@ -231,7 +231,7 @@ class Checkpointer:
             ShardckptError: As for `shardckpt.load`.
 
         Warns:
-            UserWarning: Newer steps are damaged; the message lists their faults.
+            UserWarning: Newer steps, or copies of this one in tiers, are damaged; the message lists their faults.
         """
         wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
         try:
@@ -242,17 +242,20 @@ class Checkpointer:
         if is_best:
             wanted = _find_best(self._finder, self._retention, None, None, fault)
         on_event = join_on_event(self._on_event, given.pop("on_event", None))
-        restored = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
-        if restored is None:
-            return None
+        restored, faults = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
+        if restored is not None:
+            self._note_restored(restored, state)
+        if faults and get_channels(self._group).main.rank == 0:
+            loaded = "nothing is restored" if restored is None else f"restored step {restored.number}"
+            warn_user(f"newer steps cannot be loaded, {loaded}: {'; '.join(faults[:SHOWN])}")
+        return None if restored is None else restored.number
+
+    def _note_restored(self, restored: RestoredStep, state: Any) -> None:
+        """Record that a step was restored. Collective."""
         loaded = restored.save if restored.finder is self._finder else ""
         self._saver.record_restore(restored.number, restored.branch, loaded)
         self._attempts.begin(restored.order)
         self._witness.begin_comparison(restored, state)
-        if restored.faults and get_channels(self._group).main.rank == 0:
-            shown = "; ".join(restored.faults[:SHOWN])
-            warn_user(f"newer steps cannot be loaded, restored step {restored.number}: {shown}")
-        return restored.number
 
     def witness(self, step: int, *, loss: Any = None, grad_norm: Any = None, batch: Any = None) -> None:
         """Record or compare a training step that has ended. Collective for the steps behind a save or a restore.

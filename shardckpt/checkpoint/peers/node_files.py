@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardckpt.errors import CheckpointError, FormatError, MissingFileError
-from shardckpt.format.native.commit import COMMIT, WRITTEN, is_of_save, read_commit
-from shardckpt.format.native.run_directory import is_step_name
+from shardckpt.format.native.commit import COMMIT, WRITTEN, Commit, is_of_save, read_commit
+from shardckpt.format.native.run_directory import describe_missing_files, is_step_name
 from shardckpt.storage.store import Store, SubfolderStore, check_name
 
 
@@ -65,14 +64,16 @@ class NodeReport:
     Attributes:
         node: Node of the rank.
         steps: Steps by the name of their folder.
+        faults: Why what is in a folder does not count, or not all of it, by the name of the folder.
     """
 
     node: Node
     steps: Mapping[str, NodeStep] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the report as bytes."""
-        return json.dumps([self.node, self.steps]).encode()
+        return json.dumps([self.node, self.steps, *([self.faults] if self.faults else [])]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> NodeReport:
@@ -83,15 +84,16 @@ class NodeReport:
             UnsafeError: A name leaves its folder.
         """
         try:
-            node, steps = json.loads(data)
+            node, steps, *rest = json.loads(data)
             name, machine, rack = map(str, node)
+            faults = {str(folder): str(fault) for each in rest for folder, fault in each.items()}
             found = {str(folder): _decode_step(step) for folder, step in steps.items()}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise FormatError("a report of the files of a node is damaged", found=f"{len(data)} bytes") from error
         for folder, step in found.items():
             for each in (folder, *step.files, *step.others):
                 check_name(each, name)
-        return cls(Node(name, machine, rack), found)
+        return cls(Node(name, machine, rack), found, faults)
 
 
 def _decode_step(step: Any) -> NodeStep:
@@ -116,20 +118,35 @@ def report_files(store: Store, node: Node, folders: Iterable[str] | None = None)
     """
     if folders is None:
         folders = [entry.name for entry in store.list() if entry.is_folder and is_step_name(entry.name)]
-    steps = {folder: step for folder in folders if (step := _read_step(SubfolderStore(store, folder))) is not None}
-    return NodeReport(node, steps)
+    steps, faults = {}, {}
+    for folder in folders:
+        inside = SubfolderStore(store, folder)
+        sizes: dict[str, int] = {}
+        try:
+            sizes = {entry.name: entry.size for entry in inside.list() if not entry.is_folder}
+            commit = read_commit(inside, sizes)
+        except (CheckpointError, MissingFileError) as error:  # damaged, of another version, or being removed
+            if sizes:
+                faults[folder] = str(error)
+            continue
+        steps[folder] = step = _find_held(commit, sizes)
+        wrong = [name for name in (*commit.files, commit.manifest) if name in sizes and name not in step.files]
+        if wrong or commit.manifest not in sizes:  # other nodes may have the other files, but each has the manifest
+            faults[folder] = describe_missing_files(inside.url, commit, wrong or [commit.manifest])
+    return NodeReport(node, steps, faults)
 
 
-def _read_step(store: Store) -> NodeStep | None:
-    """Return the files of one committed step; None without a valid `COMMIT`."""
-    with suppress(CheckpointError, MissingFileError):  # damaged, of another version, or being removed
-        sizes = {entry.name: entry.size for entry in store.list() if not entry.is_folder}
-        commit = read_commit(store, sizes)
-        expected = {**commit.files, commit.manifest: commit.manifest_bytes, COMMIT: sizes[COMMIT]}
-        held = {name: size for name, size in expected.items() if sizes.get(name) == size}
-        others = {name: size for name, size in sizes.items() if name not in expected and WRITTEN.fullmatch(name)}
-        return NodeStep(commit.save, len(expected), held, commit.branch, others)
-    return None
+def _find_held(commit: Commit, sizes: Mapping[str, int]) -> NodeStep:
+    """Return the files of a committed step that a node has.
+
+    Args:
+        commit: `COMMIT` of the step.
+        sizes: Size in bytes of each file in its folder.
+    """
+    expected = {**commit.files, commit.manifest: commit.manifest_bytes, COMMIT: sizes[COMMIT]}
+    held = {name: size for name, size in expected.items() if sizes.get(name) == size}
+    others = {name: size for name, size in sizes.items() if name not in expected and WRITTEN.fullmatch(name)}
+    return NodeStep(commit.save, len(expected), held, commit.branch, others)
 
 
 class FileCopies(NamedTuple):

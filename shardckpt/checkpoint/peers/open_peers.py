@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from shardckpt.checkpoint.peers.known_files import (
     collect_files,
     find_files,
 )
-from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep, report_files
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.peer_exchange import LoneExchange, PeerExchange, PieceExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.peers.tier_files import FileReader, TierFiles
@@ -50,6 +51,22 @@ class NodeTier(NamedTuple):
     open_own: Callable[[], Store | None]
 
 
+class NodeFault(NamedTuple):
+    """A step of which a node has files that do not count.
+
+    Attributes:
+        tier: Name of the tier.
+        folder: Name of the step's folder.
+        rank: Lowest rank of the node.
+        fault: Name of the machine, path or URL, and the fault.
+    """
+
+    tier: str
+    folder: str
+    rank: int
+    fault: str
+
+
 class OpenedTiers(NamedTuple):
     """Steps that nodes have together, as one store for each tier.
 
@@ -57,11 +74,13 @@ class OpenedTiers(NamedTuple):
 
     Attributes:
         node: Index of this rank's node.
-        stores: Store of each tier, by its name.
+        stores: Store of each tier, by its name; empty if files are read where they are.
+        node_faults: Steps of which nodes have files that do not count. On rank 0.
     """
 
     node: int
     stores: Mapping[str, PeerStore]
+    node_faults: Sequence[NodeFault] = ()
 
     @property
     def tier_bytes(self) -> dict[str, int]:
@@ -87,7 +106,7 @@ class OpenedTiers(NamedTuple):
 
 
 @contextmanager
-def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup | None) -> Iterator[OpenedTiers | None]:
+def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup | None) -> Iterator[OpenedTiers]:
     """Open the path or URL of each tier as the store of the files that all nodes have there together. Collective.
 
     The stores are found under the paths of rank 0. Until the end of the context, which all ranks have to reach, each
@@ -99,7 +118,7 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
         group: Process group of the ranks; None for all ranks.
 
     Yields:
-        The stores; None if all ranks are on one node, and none of its steps is in several tiers: then files are read
+        The stores; none if all ranks are on one node, and none of its steps is in several tiers: then files are read
         where they are.
 
     Raises:
@@ -107,12 +126,19 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
     """
     channels = get_channels(group)
     own = TierFiles({tier.name: store for tier in tiers if (store := tier.open_own()) is not None})
+    reports = {name: report_or_nothing(store, node) for name, store in own.stores.items()}
     report = NodeReport(
-        node, {folder: step for name in own.stores for folder, step in _report(own, name, node).items()}
+        node,
+        {f"{name}/{folder}": step for name, each in reports.items() for folder, step in each.steps.items()},
+        {
+            f"{name}/{folder}": f"{platform.node()}: {fault}"
+            for name, each in reports.items()
+            for folder, fault in each.faults.items()
+        },
     )
     shared = share_files(channels.main, own, report, tiers)
     if shared.is_alone and all(len(sources) < 2 for each in shared.known.values() for sources in each.sources.values()):
-        yield None
+        yield OpenedTiers(shared.node, {}, shared.faults)
         return
     rank = channels.main.rank
     stores = {name: PeerStore(own, known, rank, shared.urls[name]) for name, known in shared.known.items()}
@@ -134,7 +160,7 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
             exchange = stack.enter_context(PeerExchange(coordinator, own, delete, shared.find))
         for store in stores.values():
             store.exchange = exchange
-        yield OpenedTiers(shared.node, stores)
+        yield OpenedTiers(shared.node, stores, shared.faults)
 
 
 def plan_folders(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -167,6 +193,7 @@ class SharedFiles(NamedTuple):
         urls: Path or URL of each tier on rank 0, by its name.
         known: Files of each tier.
         find: Returns the copies of files, on rank 0.
+        faults: Steps of which nodes have files that do not count, on rank 0.
     """
 
     node: int
@@ -174,6 +201,7 @@ class SharedFiles(NamedTuple):
     urls: Mapping[str, str]
     known: Mapping[str, KnownFiles]
     find: AskForFiles
+    faults: Sequence[NodeFault]
 
 
 def share_files(
@@ -191,10 +219,12 @@ def share_files(
         tiers: The tiers, the nearest first.
     """
     merged: NodeCatalog | None = None
+    faults: list[NodeFault] = []
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        nonlocal merged
-        merged = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
+        nonlocal merged, faults
+        reports = [NodeReport.decode(message) for message in messages]
+        merged, faults = NodeCatalog.from_reports(reports), list_node_faults(reports)
         urls = {tier.name: tier.url for tier in tiers}
         steps = json.dumps([len(merged.nodes), urls, find_shared_steps(merged, [*urls])]).encode()
         text = steps + b"\n" + (merged.encode() if sum(map(len, merged.files.values())) <= MOST_LISTED else b"")
@@ -219,7 +249,19 @@ def share_files(
         return AllFiles(catalog, node, {folder: step.sources for folder, step in held.items()})
 
     known = {tier: know(held) for tier, held in steps.items()}
-    return SharedFiles(node, count == 1, urls, known, partial(find_files, merged))
+    return SharedFiles(node, count == 1, urls, known, partial(find_files, merged), faults)
+
+
+def list_node_faults(reports: Sequence[NodeReport]) -> list[NodeFault]:
+    """Return the faults in the reports of all ranks, each node's once."""
+    faults, known = [], set[str]()
+    for rank, report in enumerate(reports):
+        if report.node.name not in known:
+            known.add(report.node.name)
+            for name, fault in report.faults.items():
+                tier, _, folder = name.partition("/")
+                faults.append(NodeFault(tier, folder, rank, fault))
+    return faults
 
 
 def find_shared_steps(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[str, SharedStep]]:
@@ -253,12 +295,6 @@ def share_most_copied(coordinator: Coordinator, report: NodeReport, folder: str)
         return [catalog.find_most_copied(folder).encode()] * len(messages)
 
     return coordinator.coordinate("finding the capture with the most copies", report.encode(), decide).decode()
-
-
-def _report(own: TierFiles, tier: str, node: Node) -> Mapping[str, NodeStep]:
-    """Return the committed steps of a tier of this node by their folders; none if its store cannot be read."""
-    steps = report_or_nothing(own.stores[tier], node).steps
-    return {f"{tier}/{folder}": step for folder, step in steps.items()}
 
 
 def report_or_nothing(own: Store, node: Node) -> NodeReport:

@@ -26,17 +26,17 @@ class LastStart:
 
     Args:
         open_root: Returns the store of the run's root. Raises ShardckptError.
+        local: Folder of the local tier, for a record that was lost; empty without one.
 
     Attributes:
         lost: Steps that the root had lost while a start went on, as of the last look at the record.
         is_in_doubt: Whether the record may be gone.
     """
 
-    def __init__(self, open_root: Callable[[], Store]) -> None:
-        self._open_root = open_root
+    def __init__(self, open_root: Callable[[], Store], local: str = "") -> None:
+        self._open_root, self._local = open_root, local
         self._id = secrets.token_hex(4)
         self._recorded: int | None = None
-        self._written = RunRecord()
         self._last = RunRecord().start
         self.lost = NOTHING_LOST
         self.is_in_doubt = False
@@ -60,7 +60,8 @@ class LastStart:
         store = self._open_root()
         found = read_run_record(store)
         if not (is_recorded and found.start.id):
-            self._write(store, replace(found, start=CapturingStart(self._id, branch)))
+            local = found.local or (self._local if is_recorded else "")
+            write_run_record(store, replace(found, local=local, start=CapturingStart(self._id, branch)))
             self._recorded = branch
         self.is_in_doubt = False
 
@@ -80,7 +81,7 @@ class LastStart:
         if self._recorded is None or committed == NO_STEP or (found.lost == lost and found.start.id):
             return False
         start = found.start if found.start.id else CapturingStart(self._id, self._recorded)
-        self._write(store, replace(found, start=start, lost=lost))
+        write_run_record(store, replace(found, local=found.local or self._local, start=start, lost=lost))
         self.lost = lost
         return True
 
@@ -92,10 +93,6 @@ class LastStart:
             attempt: Result of `make_attempt` that it has.
         """
         return attempt.partition("-")[0] == self.lost.start and committed <= (self.lost.branch, self.lost.number)
-
-    def _write(self, store: Store, record: RunRecord) -> None:
-        self._written = replace(record, local=record.local or self._written.local)
-        write_run_record(store, self._written)
 
     def read(self) -> None:
         """Read the record of the starts before. Raises ShardckptError if the root cannot be read."""

@@ -60,6 +60,7 @@ class FoundStep(NamedTuple):
         order: Branch and number of the step; steps with a greater order are newer.
         newest: Order of the newest complete step, which may be another one.
         path: Path or URL of its folder.
+        tier_faults: Faults of steps in tiers that are passed over for this one, or for none.
     """
 
     faults: list[str]
@@ -71,6 +72,7 @@ class FoundStep(NamedTuple):
     order: tuple[int, int] = NO_STEP
     newest: tuple[int, int] = NO_STEP
     path: str = ""
+    tier_faults: Sequence[str] = ()
 
     @property
     def key(self) -> StepKey:

@@ -34,7 +34,6 @@ class RestoredStep(NamedTuple):
         name: Name of its folder.
         save: Id of the save that wrote it.
         branch: Branch of the run for steps that are saved from now on.
-        faults: Faults of newer steps.
         order: Branch and number of the step.
         path: Path or URL of its folder.
         finder: Finder of the place that it was in.
@@ -44,7 +43,6 @@ class RestoredStep(NamedTuple):
     name: str
     save: str
     branch: int
-    faults: tuple[str, ...]
     order: tuple[int, int]
     path: str
     finder: StepFinder
@@ -58,7 +56,7 @@ def restore_step(
     *,
     on_event: OnEvent | None,
     fault: Exception | None,
-) -> RestoredStep | None:
+) -> tuple[RestoredStep | None, tuple[str, ...]]:
     """Load the newest step that can be loaded, and emit a `RestoreEvent`. Collective.
 
     Args:
@@ -70,7 +68,7 @@ def restore_step(
         fault: Error of this rank, which all ranks raise; None without an error.
 
     Returns:
-        The step; None if the folder is missing or does not contain a checkpoint.
+        The step, None if the folder is missing or does not contain a checkpoint; and the faults of newer steps.
 
     Raises:
         NoCompleteCheckpoint: No step can be loaded, or the requested step cannot.
@@ -87,13 +85,13 @@ def restore_step(
 
         given = {**options, "on_event": take_measurement}
         with finder.open_places() as reads:
-            restored = _load_newest(finder, state, wanted, given, reads, on_event=on_event, fault=fault)
+            restored, faults = _load_newest(finder, state, wanted, given, reads, on_event=on_event, fault=fault)
+            recorder.values.update(warnings=(*faults, *reads.faults))
             if restored is not None:
                 tier = restored.finder.tier
                 tier_bytes = reads.tier_bytes or {tier: recorder.values.get("nbytes", 0)}
-                faults = (*restored.faults, *reads.faults)
-                recorder.values.update(step=restored.number, warnings=faults, tier=tier, tier_bytes=tier_bytes)
-    return restored
+                recorder.values.update(step=restored.number, tier=tier, tier_bytes=tier_bytes)
+    return restored, faults
 
 
 def _load_newest(
@@ -105,8 +103,8 @@ def _load_newest(
     *,
     on_event: OnEvent | None,
     fault: Exception | None,
-) -> RestoredStep | None:
-    """Load the newest step that can be loaded. Collective."""
+) -> tuple[RestoredStep | None, tuple[str, ...]]:
+    """Load the newest step that can be loaded; return it, and the faults of newer ones. Collective."""
     damages: dict[StepKey, str] = {}
     removed_meanwhile = 0
     while removed_meanwhile < _LOOKS:
@@ -119,10 +117,10 @@ def _load_newest(
         reads.reset()
         damage = _load_step(finder, path, state, options, is_last=is_last)
         if not damage:
-            faults = (*latest.faults, *damages.values())
+            faults = (*latest.faults, *latest.tier_faults, *damages.values())
             order = latest.order[0], latest.order[1]
             place = finder.find_finder(path)
-            return RestoredStep(latest.number, latest.name, latest.save, latest.branch, faults, order, path, place)
+            return RestoredStep(latest.number, latest.name, latest.save, latest.branch, order, path, place), faults
         if finder.is_still_here(latest):
             damages[latest.key] = damage
             finder.find_finder(path).damaged.add(latest.save)
@@ -131,8 +129,8 @@ def _load_newest(
         else:
             removed_meanwhile += 1
     if latest.save is None and wanted is None and not latest.faults and not damages:
-        return None
-    raise finder.build_no_checkpoint_error(wanted, list(damages.values()), latest.faults)
+        return None, tuple(latest.tier_faults)
+    raise finder.build_no_checkpoint_error(wanted, [*damages.values()], [*latest.faults, *latest.tier_faults])
 
 
 def _load_step(finder: StepFinder, path: str, state: Any, options: Mapping[str, Any], *, is_last: bool) -> str:

@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from shardckpt.checkpoint.peers.node_steps import find_orders, read_commits
+from shardckpt.checkpoint.peers.open_peers import NodeFault
 from shardckpt.checkpoint.run.step_finder import FoundStep, StepFinder, StepKey
+from shardckpt.format.native.run_directory import RunDirectory
+
+
+class TierFault(NamedTuple):
+    """A step in a tier that cannot be loaded from there, or not from one of the nodes.
+
+    Attributes:
+        number: Number of the step.
+        text: Tier, node, path and what is wrong.
+        is_of_node: Whether this is the fault of one node: others may have what it lacks.
+        has_only_begun: Whether its save did not get far: it was never complete.
+    """
+
+    number: int
+    text: str
+    is_of_node: bool = False
+    has_only_begun: bool = False
+
+
+def select_faults(
+    faults: Mapping[str, Sequence[TierFault]], found: FoundStep, tier: str, wanted: int | None
+) -> list[str]:
+    """Return the faults of steps in tiers that were passed over for another one, or for none.
+
+    Args:
+        faults: Faults of each tier, by its name, the nearest first.
+        found: The step that is loaded.
+        tier: Name of the place that it is in.
+        wanted: Number of the only step to load; None for any.
+    """
+    places = [*faults]
+    at = places.index(tier) if tier in faults else len(places)
+
+    def is_passed_over(place: str, fault: TierFault) -> bool:
+        if wanted not in (None, fault.number):
+            return False
+        if found.save is None:
+            return wanted is not None or not fault.has_only_begun  # a first save that was killed
+        is_nearer = places.index(place) < at or (fault.is_of_node and place == tier)
+        return fault.number > found.number or (fault.number == found.number and is_nearer)
+
+    def describe(fault: TierFault) -> str:
+        is_same = found.save is not None and fault.number == found.number
+        return f"a copy of this step is not used: {fault.text}" if is_same else fault.text
+
+    return [describe(fault) for place, each in faults.items() for fault in each if is_passed_over(place, fault)]
 
 
 class PartFinder(StepFinder):
@@ -43,6 +91,29 @@ class PartFinder(StepFinder):
         newest = max([found.newest, *find_orders(read_commits(self.open_store())).values()])
         self._least_branch = max(newest[0], 0) + (newest > found.newest)
         return found._replace(newest=newest)
+
+    def list_faults(self, run: RunDirectory, node_faults: Sequence[NodeFault]) -> list[TierFault]:
+        """Return the faults of the steps in this tier. On rank 0.
+
+        Args:
+            run: Steps that all nodes have here together.
+            node_faults: Faults that nodes have found in their parts of steps, in all tiers.
+        """
+        steps = {step.name: step for step in run.steps if not (step.is_base or step.is_foreign)}
+        of_nodes = [each for each in node_faults if each.tier == self.tier]
+        begun = {name for name, step in steps.items() if step.has_only_begun}
+        faults = [
+            TierFault(
+                int(each.folder.partition("-")[2]),
+                f"{self.tier} tier on the node of rank {each.rank}, {each.fault}",
+                True,
+                each.folder in begun,
+            )
+            for each in of_nodes
+        ]
+        known = {each.folder for each in of_nodes}
+        others = [step for name, step in steps.items() if not step.is_complete and name not in known]
+        return [*faults, *(TierFault(each.number, f"{self.tier} tier: {each.fault}") for each in others)]
 
     def newest_branch(self) -> int:
         """Return the branch of the newest step on this node; the next one if its rest was not found. On rank 0."""

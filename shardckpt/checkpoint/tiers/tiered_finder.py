@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
-from shardckpt.checkpoint.peers.open_peers import NodeTier, open_peers
+from shardckpt.checkpoint.peers.open_peers import NodeFault, NodeTier, open_peers
 from shardckpt.checkpoint.run.last_start import LastStart
 from shardckpt.checkpoint.run.own_attempts import OwnAttempts
 from shardckpt.checkpoint.run.root_position import RootPosition, RootSteps
@@ -26,6 +26,7 @@ from shardckpt.checkpoint.run.step_finder import (
     StepKey,
 )
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
+from shardckpt.checkpoint.tiers.part_finder import TierFault, select_faults
 from shardckpt.checkpoint.tiers.peer_memory import find_node
 from shardckpt.checkpoint.tiers.tier_steps import (
     Capture,
@@ -43,11 +44,21 @@ from shardckpt.events import FallbackEvent, OnEvent, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.run_record import NOTHING_LOST, RECORD
 from shardckpt.format.durability.step_copies import (
+    LOCAL,
     StepCopy,
     decode_durability,
     encode_copies,
 )
-from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, read_step, step_name
+from shardckpt.format.native.run_directory import (
+    AFTER,
+    RunDirectory,
+    StepFolder,
+    delete_steps,
+    read_about,
+    read_step,
+    step_name,
+)
+from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
 
@@ -80,12 +91,14 @@ class TieredFinder(StepFinder):
             place.finder.tier = place.name
         self.has_other_places = True
         self.position: RootPosition | None = None
-        self.last_start = LastStart(super().open_store)
+        local = next((place.finder.root for place in self._places if place.name == LOCAL), "")
+        self.last_start = LastStart(super().open_store, local)
         self.own = OwnAttempts()
         self._on_event = on_event
         self._least_branch = 0
         self._is_root_in_doubt = False
         self._damaged_files: frozenset[str] = frozenset()
+        self._node_faults: Sequence[NodeFault] = ()
 
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
@@ -97,9 +110,12 @@ class TieredFinder(StepFinder):
         self.position = RootPosition(state.newest)
         self.last_start.read()
         captures: list[Capture] = []
+        faults: dict[str, Sequence[TierFault]] = {}
 
         def find(place: TierPlace) -> FoundStep:
-            captures.extend(self._drop_captures_of_another_run(place, state))
+            store, run = place.finder.open_store(), place.finder.read()
+            captures.extend(self._drop_captures_of_another_run(place, store, run, state))
+            faults[place.name] = place.finder.list_faults(run, self._node_faults)
             return place.finder.find_on_rank0(wanted, passed, avoided)._replace(faults=[], unreadable="")
 
         held = [read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
@@ -112,7 +128,8 @@ class TieredFinder(StepFinder):
         same = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
         after = next((each.after for each in same), "")
         self.own.note_found(found.number, found.order, after, list_saves(found, same, state.steps.get(found.order)))
-        return found._replace(branch=max(found.branch, self._least_branch))
+        passed_over = select_faults(faults, found, self.find_finder(found.path).tier, wanted)
+        return found._replace(branch=max(found.branch, self._least_branch), tier_faults=passed_over)
 
     def find_position(self) -> RootPosition:
         """Return the steps of the root that this process knows; read them if it has not looked. On rank 0."""
@@ -152,10 +169,11 @@ class TieredFinder(StepFinder):
         except ShardckptError as error:
             _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
 
-    def _drop_captures_of_another_run(self, place: TierPlace, root: RootSteps) -> list[Capture]:
+    def _drop_captures_of_another_run(
+        self, place: TierPlace, store: Store, run: RunDirectory, root: RootSteps
+    ) -> list[Capture]:
         """Delete the captures of a tier that do not belong to the steps of the root; return all that it had."""
         captures = []
-        store, run = place.finder.open_store(), place.finder.read()
         for step in run.complete:
             order, text = (step.branch, step.number), read_capture_about(store, step).get(AFTER, "")
             is_of_run = self._is_of_run(order, text, root)
@@ -218,7 +236,8 @@ class TieredFinder(StepFinder):
         tiers = [NodeTier(place.name, place.finder.root, partial(open_own, place)) for place in self._places]
         with ExitStack() as stack:
             opened = stack.enter_context(open_peers(tiers, find_node(), self.group))
-            if opened is None:
+            self._node_faults = opened.node_faults
+            if not opened.stores:
                 yield PlaceReads()
                 return
             for place in self._places:

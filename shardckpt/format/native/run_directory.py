@@ -557,15 +557,24 @@ def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
     """Return an error with the missing or short committed files; empty if complete."""
     wanted = {**commit.files, commit.manifest: commit.manifest_bytes}
     short = [name for name, size in wanted.items() if sizes.get(name, -1) < size]
-    if not short:
-        return ""
-    more = f" and {len(short) - _SHOWN} more" if len(short) > _SHOWN else ""
+    return describe_missing_files(where, commit, short) if short else ""
+
+
+def describe_missing_files(where: str, commit: Commit, names: Sequence[str]) -> str:
+    """Return an error with files that were committed and are missing or short.
+
+    Args:
+        where: Path or URL of the step.
+        commit: `COMMIT` of the step.
+        names: Names of the files.
+    """
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     fix = "Restore them from another copy."
-    if short == [commit.manifest]:
+    if [*names] == [commit.manifest]:
         fix = "Restore it from another copy, or write it anew with `shardckpt repair`."
     return str(
         IncompleteError(
-            f"files that were committed are missing or end early: {', '.join(short[:_SHOWN])}{more}",
+            f"files that were committed are missing or end early: {', '.join(names[:_SHOWN])}{more}",
             where=where,
             fix=fix,
         )

@@ -41,7 +41,7 @@ def test_a_start_follows_its_own_captures(open_root):
 
 def test_a_start_is_recorded_once_a_branch_beside_what_the_record_has(open_root, tmp_path):
     write_run_record(open_root(), RunRecord("/nvme/run"))
-    start = LastStart(open_root)
+    start = LastStart(open_root, "/nvme/run")
     start.record(0)
     record = read_run_record(open_root())
     assert record.local == "/nvme/run" and record.start.branch == 0 and record.start.id

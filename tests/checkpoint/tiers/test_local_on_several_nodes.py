@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import signal
 import warnings
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run
-from tier_runs import BLOCKS, VALUES, enter, holders, is_step, kill_holder
+from tier_runs import BLOCKS, DAMAGES, VALUES, damage_step, enter, holders, is_step, kill_holder
 from tier_runs import sharded_state as state
 
 import shardckpt
@@ -99,6 +101,42 @@ def test_a_step_of_which_a_disk_is_lost_is_neither_claimed_nor_restored(tmp_path
 
     assert run(2, lose) == [({"process"}, set(), {"process"})] * 2
     assert run(2, resume, root, "ab", {}) == [(2, {"root": PART + 20}, 0)] * 2
+
+
+def resume_with_a_word(rank: int, world: int, root: Path, nodes: str) -> tuple:
+    """Restore; return the step, the texts of warnings, and those of the event."""
+    enter(nodes[rank])
+    events: list = []
+    ck = make(root, folder_of(root, nodes[rank]), on_event=events.append, keep_last=2)
+    into = state(world)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step = ck.restore(into)
+    assert is_step(into, step or 0)
+    texts = [str(each.message) for each in warned if "cannot be loaded" in str(each.message)]
+    return step, texts, next(each.warnings for each in events if isinstance(each, RestoreEvent))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_part_of_a_step_that_does_not_count_is_one_warning_that_names_its_node(tmp_path, damage):
+    root = tmp_path / "run"
+    run(2, train, root, "ab", (1, 2), {"keep_last": 2})
+    step = folder_of(root, "b") / "step-00000002"
+    damage_step(step, damage)
+    first, second = run(2, resume_with_a_word, root, "ab")
+    assert first[0] == second[0] == (2 if damage == "no manifest" else 1), "a manifest is on all nodes"
+    assert not second[1], "rank 0 warns"
+    (text,) = first[1]
+    assert f"local tier on the node of rank 1, {platform.node()}: {step}" in text and re.search(DAMAGES[damage], text)
+    assert first[2] == second[2] and len(first[2]) == 1
+
+
+def test_a_step_of_which_a_node_is_lost_is_one_warning(tmp_path):
+    root = tmp_path / "run"
+    run(2, train, root, "ab", (1, 2), {"keep_last": 2})
+    shutil.rmtree(folder_of(root, "b") / "step-00000002")
+    (step, texts, _), _ = run(2, resume_with_a_word, root, "ab")
+    assert step == 1 and len(texts) == 1 and "local tier: " in texts[0] and "missing or end early" in texts[0]
 
 
 def test_each_node_promotes_its_part_and_copies_of_memory_are_copies_on_disks_too(tmp_path):

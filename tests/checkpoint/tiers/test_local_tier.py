@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import shutil
 import signal
 from pathlib import Path
@@ -13,11 +14,11 @@ import pytest
 import torch
 from forks import is_killed
 from harness import run
-from tier_runs import make_state, restore, save
+from tier_runs import DAMAGES, damage_step, make_state, restore, save
 
 import shardckpt
-from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, WithdrawalEvent
-from shardckpt.errors import StorageError, UsageError
+from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
+from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 
 
 def make(folder: Path, *, every: int = 1, save_every: int = 100, on_event=None, **rules: object) -> Checkpointer:
@@ -143,6 +144,44 @@ def test_a_step_of_another_job_on_the_run_is_not_a_copy_of_the_own_one(tmp_path)
     save(Checkpointer(root, save_every=100, tiers=[local]), 1)
     assert ck.durability(1).survives == set()
     assert [event.tier for event in events if isinstance(event, WithdrawalEvent)] == ["local"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("is_behind_memory", [False, True])
+@pytest.mark.parametrize(("before", "expected"), [("local", 3), ("root", 3), ("nothing", None), ("the same", 4)])
+def test_a_step_of_the_folder_that_is_passed_over_is_one_warning_and_one_event_with_node_path_and_fault(
+    tmp_path, before, expected, damage, is_behind_memory
+):
+    events: list[object] = []
+    every = {"root": 3, "the same": 4}.get(before, 100)
+    local = Local(tmp_path / "local", keep_last=2 if before == "local" else 1)
+    tiers = [*([PeerMemory(max_bytes="1GB")] if is_behind_memory else []), local]
+
+    def open_run() -> Checkpointer:
+        return Checkpointer(tmp_path / "run", save_every=every, tiers=tiers, on_event=events.append)
+
+    save(open_run(), *([4] if before == "nothing" else [3, 4]))
+    step = tmp_path / "local" / "step-00000004"
+    damage_step(step, damage)
+    if is_behind_memory:
+        assert restore(open_run()) == 4, "without a warning: memory is nearer"
+        shardckpt.stop_tiers()
+    events.clear()
+    if (before, damage) == ("nothing", "neither"):
+        assert restore(open_run()) is None, "as in the root: it looks like a first save that was killed"
+        return
+    with pytest.warns(UserWarning, match=DAMAGES[damage]) as warned:
+        assert restore(open_run()) == expected
+    (text,) = [str(each.message) for each in warned]
+    assert f"local tier on the node of rank 0, {platform.node()}: {step}" in text
+    assert text.startswith(f"newer steps cannot be loaded, {'nothing is restored' if expected is None else 'restored'}")
+    (event,) = [each for each in events if isinstance(each, RestoreEvent)]
+    assert len(event.warnings) == 1 and event.warnings[0] in text
+    shown = shardckpt.ls(tmp_path / "local")
+    assert [each.number for each in shown.incomplete] == [4]
+    is_in_root = before == "the same"
+    with pytest.warns(UserWarning) if is_in_root else pytest.raises(NoCompleteCheckpoint, match=DAMAGES[damage]):
+        restore(open_run(), step=4)
 
 
 def test_of_three_equal_copies_the_nearest_that_verifies_is_restored(tmp_path):

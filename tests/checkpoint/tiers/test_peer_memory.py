@@ -312,12 +312,11 @@ def test_a_record_that_was_removed_is_written_again_with_all_that_this_start_wro
     root, folder = tmp_path / "run", str(tmp_path / "local")
     tiers = [PeerMemory(max_bytes="1GB"), Local(folder, every=2)]
     ck = Checkpointer(root, save_every=10, tiers=tiers)
-    save(ck, 10)
+    save(ck, 9, 10)
     before = read_run_record(open_store(str(root)))
     assert before.local == folder and before.start.id
     (root / RECORD).unlink()
-    save(ck, 11)
-    save(ck, 12)
+    save(ck, 11, 13)
     assert read_run_record(open_store(str(root))) == before
 
 

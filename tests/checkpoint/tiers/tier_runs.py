@@ -76,6 +76,30 @@ def kill_holder(node: str) -> None:
         wait_for(lambda pid=holder.pid: not is_alive(pid))
 
 
+DAMAGES = {
+    "no COMMIT": "this step was never committed",
+    "no manifest": "missing or end early: .*manifest",
+    "neither": "this step was never committed",
+    "short data": "missing or end early: .*safetensors",
+    "short COMMIT": "the commit mark ends early",
+}
+"""Damages of a step in a folder, each with the fault that a warning names."""
+
+
+def damage_step(step: Path, damage: str) -> None:
+    (manifest,), data = (
+        step.glob("*.manifest.json"),
+        max(step.glob("*.safetensors"), key=lambda file: file.stat().st_size),
+    )
+    if damage in ("no COMMIT", "neither"):
+        (step / "COMMIT").unlink()
+    if damage in ("no manifest", "neither"):
+        manifest.unlink()
+    if damage.startswith("short"):
+        file = data if damage == "short data" else step / "COMMIT"
+        os.truncate(file, file.stat().st_size // 2)
+
+
 def sharded_state(world: int, step: int = 0) -> dict:
     mesh = init_device_mesh("cpu", (world,))
     return {
