@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardckpt.format.native.run_directory import (
@@ -48,6 +48,7 @@ def apply_retention(
     protected: Collection[int] = (),
     orphan_age_s: float | None = None,
     dry_run: bool = False,
+    on_delete: Callable[[Sequence[StepFolder]], object] = len,
 ) -> Deleted:
     """Delete the steps that no rule keeps, then expired orphans.
 
@@ -64,6 +65,7 @@ def apply_retention(
         protected: Numbers of steps that stay regardless of the rules.
         orphan_age_s: Minimum age of deleted orphans, in seconds; None for a day.
         dry_run: Whether to delete nothing.
+        on_delete: Called with the steps before they are deleted.
 
     Raises:
         UsageError: `keep_best` names a metric that no complete step has.
@@ -79,6 +81,8 @@ def apply_retention(
     else:
         numbers = set(chosen).difference(step.number for step in run.complete[-1:])
     deleted = [step for step in run.steps if step.number in numbers and (step.is_double or is_complete(step))]
+    if not dry_run:
+        on_delete(deleted)
     content = other_content(deleted) if dry_run else delete_steps(store, run, [step.name for step in deleted])
     kept = run if dry_run else replace(run, steps=tuple(step for step in run.steps if step not in deleted))
     expired, waiting = list[str](), list[Orphan]()

@@ -57,6 +57,11 @@ def test_a_capture_that_is_overwritten_while_it_is_promoted_is_no_failed_promoti
     assert history.failure is None
 
 
+def test_a_step_that_retention_removes_from_one_node_first_is_not_a_withdrawn_claim() -> None:
+    """Rank 0 asks for copies while another node has removed its part, and its own node has not."""
+    assert run_history(909_549).failure is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_all_invariants_hold_in_many_histories() -> None:

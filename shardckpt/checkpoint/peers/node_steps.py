@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -187,9 +187,15 @@ def read_commits(own: Store) -> dict[str, Commit]:
 
 
 def remove_old_steps(
-    own: Store, rules: Retention, protected: Collection[str], damaged: Collection[str], *, is_idle: bool
-) -> list[str]:
-    """Remove the steps of a node that no rule keeps; return their names.
+    own: Store,
+    rules: Retention,
+    protected: Collection[str],
+    damaged: Collection[str],
+    *,
+    is_idle: bool,
+    on_removal: Callable[[Sequence[str]], object] = len,
+) -> None:
+    """Remove the steps of a node that no rule keeps.
 
     Args:
         own: Store of the node, whose root is the run.
@@ -198,6 +204,7 @@ def remove_old_steps(
         damaged: Ids of saves whose steps do not count, since a load found them damaged, or nodes lack a part of them.
         is_idle: Whether nothing is written into folders that are not protected: then those without a valid `COMMIT`
             are removed too.
+        on_removal: Called with the names of the steps' folders before they are removed.
 
     Raises:
         StorageError: The store failed.
@@ -206,12 +213,12 @@ def remove_old_steps(
     kept = {*protected, *choose_kept(commits, rules, damaged, time.time())}
     names = [entry.name for entry in own.list() if is_step_name(entry.name)]
     removed = [name for name in names if name not in kept and (is_idle or name in commits)]
+    on_removal(removed)
     for name in removed:
         own.delete(f"{name}/{COMMIT}")
         own.delete_folder(name)
         for beside in (witness_name(name), resumes_name(name)):
             own.delete(beside)
-    return removed
 
 
 def choose_kept(commits: Mapping[str, Commit], rules: Retention, damaged: Collection[str], now: float) -> list[str]:

@@ -115,7 +115,7 @@ class StepFinder:
         group: Process group of the ranks; None for all ranks.
         tier: Name of the place of the steps.
         damaged: Ids of saves whose steps a load found damaged.
-        removed: Ids of saves whose steps retention removed.
+        removed: Ids of saves whose steps retention removes or has removed, with the numbers of the steps.
         find_failed: Returns the reasons why steps are passed over, by their orders. On rank 0.
         has_other_places: Whether a step may also be somewhere else than in the root.
     """
@@ -125,7 +125,7 @@ class StepFinder:
         self.group = group
         self.tier = ROOT
         self.damaged: set[str] = set()
-        self.removed: set[str] = set()
+        self.removed: dict[str, int] = {}
         self.find_failed: Callable[[], Mapping[tuple[int, int], str]] = dict
         self.has_other_places = False
 

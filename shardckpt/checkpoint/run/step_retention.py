@@ -52,7 +52,6 @@ class StepRetention:
         try:
             with self._lock:
                 removed = self._delete(saved)
-            self._finder.removed.update(step.save for step in removed)
             self._is_tidy = True
             if removed:
                 numbers, nbytes = tuple(step.number for step in removed), sum(step.nbytes for step in removed)
@@ -78,6 +77,7 @@ class StepRetention:
             is_complete=self._finder.is_good,
             get_metrics=lambda step: self._read_metrics(store, step),
             protected={*self._list_needed(), *([] if saved is None else [saved])},
+            on_delete=lambda steps: self._finder.removed.update({step.save: step.number for step in steps}),
         )
         if deleted.other_content:
             stay = deleted.other_content

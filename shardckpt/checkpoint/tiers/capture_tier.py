@@ -357,11 +357,18 @@ class CaptureTier(ABC):
             for number, older in self.promoted.take_removable():
                 remove_older_files(own, step_name(number), older)
             before = read_commits(own)
-            numbers += self.promoted.list_protected([number for _, number in find_orders(before).values()])
+            saves = {name: (before[name].save, number) for name, (_, number) in find_orders(before).items()}
+            numbers += self.promoted.list_protected([number for _, number in saves.values()])
             protected = {*map(step_name, numbers), *self.list_copied()}
             damaged = {*finder.damaged, *(before[name].save for name in uncounted & before.keys())}
-            removed = remove_old_steps(own, self._rules, protected, damaged, is_idle=is_idle)
-            finder.removed.update(before[name].save for name in removed if name in before)
+            remove_old_steps(
+                own,
+                self._rules,
+                protected,
+                damaged,
+                is_idle=is_idle,
+                on_removal=lambda names: finder.removed.update(saves[name] for name in names if name in saves),
+            )
         except ShardckptError as error:
             warn_user(f"old steps in {self._shown} could not be removed: {error}")
 

@@ -253,14 +253,19 @@ class TieredFinder(StepFinder):
         """
         folder = step_name(number)
         reports = [report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
+        removed = [[save for save, of in list(place.finder.removed.items()) if of == number] for place in self._places]
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            parts = [[NodeReport.decode(text.encode()) for text in json.loads(message)] for message in messages]
+            decoded = [json.loads(message) for message in messages]
+            for _, removed_there in decoded:
+                for place, saves in zip(self._places, removed_there, strict=True):
+                    place.finder.removed.update(dict.fromkeys(saves, number))
+            parts = [[NodeReport.decode(text.encode()) for text in texts] for texts, _ in decoded]
             catalogs = [NodeCatalog.from_reports(column) for column in zip(*parts, strict=True)]
             return [json.dumps(encode_copies(self._list_all_copies(number, catalogs))).encode()] * len(messages)
 
-        coordinator = get_channels(self.group).main
-        answer = coordinator.coordinate(f"asking for copies of {self.root}", json.dumps(reports).encode(), decide)
+        coordinator, message = get_channels(self.group).main, json.dumps([reports, removed]).encode()
+        answer = coordinator.coordinate(f"asking for copies of {self.root}", message, decide)
         return decode_durability(number, json.loads(answer)).copies
 
     def _list_all_copies(self, number: int, catalogs: Sequence[NodeCatalog]) -> list[StepCopy]:
