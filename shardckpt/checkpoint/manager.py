@@ -243,19 +243,17 @@ class Checkpointer:
             wanted = _find_best(self._finder, self._retention, None, None, fault)
         on_event = join_on_event(self._on_event, given.pop("on_event", None))
         restored, faults = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
-        if restored is not None:
-            self._note_restored(restored, state)
-        if faults and get_channels(self._group).main.rank == 0:
-            loaded = "nothing is restored" if restored is None else f"restored step {restored.number}"
-            warn_user(f"newer steps cannot be loaded, {loaded}: {'; '.join(faults[:SHOWN])}")
-        return None if restored is None else restored.number
+        number = None if restored is None else self._note_restored(restored, state)
+        _warn_of_faults(faults, number, self._group)
+        return number
 
-    def _note_restored(self, restored: RestoredStep, state: Any) -> None:
-        """Record that a step was restored. Collective."""
-        loaded = restored.save if restored.finder is self._finder else ""
-        self._saver.record_restore(restored.number, restored.branch, loaded)
+    def _note_restored(self, restored: RestoredStep, state: Any) -> int:
+        """Record that a step was restored; return its number. Collective."""
+        save = restored.save if restored.finder is self._finder else ""
+        self._saver.record_restore(restored.number, restored.branch, save)
         self._attempts.begin(restored.order)
         self._witness.begin_comparison(restored, state)
+        return restored.number
 
     def witness(self, step: int, *, loss: Any = None, grad_norm: Any = None, batch: Any = None) -> None:
         """Record or compare a training step that has ended. Collective for the steps behind a save or a restore.
@@ -340,6 +338,13 @@ class Checkpointer:
                 alone receives signals.
         """
         return self._schedule.watch(require_signals(numbers) or (signal.SIGTERM,))
+
+
+def _warn_of_faults(faults: Sequence[str], number: int | None, group: dist.ProcessGroup | None) -> None:
+    """Warn on rank 0 of steps, or copies of the restored one, that cannot be loaded; None: no step is restored."""
+    if faults and get_channels(group).main.rank == 0:
+        loaded = "nothing is restored" if number is None else f"restored step {number}"
+        warn_user(f"newer steps cannot be loaded, {loaded}: {'; '.join(faults[:SHOWN])}")
 
 
 def _find_best(

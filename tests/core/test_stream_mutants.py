@@ -299,7 +299,7 @@ EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.trains_without_shards_in_low_precision,
         FLAT,
     ),
-    "core.params.unsharded_params:UnshardedParams._record_kept_event:record_event": (
+    "core.comm.streams:DeviceStreams.record_reuse_event:record_event": (
         scenarios.casts_into_kept_storage,
         EACH,
     ),

@@ -152,11 +152,12 @@ def test_a_loader_draws_no_number_of_the_training() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_workers_of_different_ranks_draw_different_numbers() -> None:
-    def draw(stream: int, epoch: int) -> Iterator[float]:
-        return iter(torch.rand(3).tolist())
+def draw_numbers(stream: int, epoch: int) -> Iterator[float]:
+    return iter(torch.rand(3).tolist())
 
-    ranks = make_ranks(2, 2, 3, source=draw, num_workers=1)
+
+def test_workers_of_different_ranks_draw_different_numbers() -> None:
+    ranks = make_ranks(2, 2, 3, source=draw_numbers, num_workers=1)
     assert next(iter(ranks[0])) != next(iter(ranks[1]))
 
 

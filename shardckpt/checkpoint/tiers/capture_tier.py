@@ -11,16 +11,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels, has_lost_rank
-from shardckpt.checkpoint.peers.copy_step import CopiedPart
 from shardckpt.checkpoint.peers.node_files import Node
-from shardckpt.checkpoint.peers.node_steps import (
-    find_orders,
-    give_marks,
-    read_commits,
-    remove_old_steps,
-    remove_older_files,
-)
-from shardckpt.checkpoint.peers.promoted_steps import PromotedStep, PromotedSteps
+from shardckpt.checkpoint.peers.node_retention import NodeRetention
+from shardckpt.checkpoint.peers.node_steps import give_marks
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, begin_early_copy, start_async_save
 from shardckpt.checkpoint.save.early_copy import EarlyCopy
@@ -81,6 +74,7 @@ class CaptureTier(ABC):
         every: Steps whose number is a multiple of this are captured.
         opening: Opening of the tier on all nodes.
         promoted: Steps that this node has copied to the tier, if each node has a part of them.
+        is_spread: Whether the ranks were on several nodes at the last capture: each node has a part of it.
         list_needed: Returns the numbers of the steps that stay regardless of the rules. On the ranks that act for
             nodes.
     """
@@ -98,16 +92,13 @@ class CaptureTier(ABC):
         self.place, self.every = place, every
         self._shown, self._lane, self._group, self._on_event = shown, lane, group, on_event
         self.list_needed: Callable[[], Collection[int]] = tuple
-        self._retention = StepRetention(rules, place.finder, on_event, self._list_needed)
-        self._rules = rules
+        self._retention = StepRetention(rules, place.finder, on_event, lambda: self.list_needed())  # noqa: PLW0108  (set later)
+        self._parts = NodeRetention(rules, place.open_own, place.finder.damaged, place.finder.removed)
+        self.promoted = self._parts.promoted
         self._failures = self._skipped = 0
-        self._is_spread = False
-        self.promoted = PromotedSteps()
+        self.is_spread = False
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self._pending: tuple[int, SaveHandle] | None = None
-
-    def _list_needed(self) -> Collection[int]:
-        return self.list_needed()
 
     @abstractmethod
     def open_node(self) -> None:
@@ -130,7 +121,7 @@ class CaptureTier(ABC):
 
     def open_nodes(self, number: int, share: NodeShare, *, is_open: bool) -> bool:
         """Make the tier ready on all nodes, as `NodeOpening.open_nodes`. Collective."""
-        self._is_spread = share.nodes > 1
+        self.is_spread = share.nodes > 1
         return self.opening.open_nodes(number, share, is_open=is_open)
 
     def finish(self, coordinator: Coordinator, number: int, share: NodeShare) -> None:
@@ -148,7 +139,7 @@ class CaptureTier(ABC):
         self.replicate(coordinator, number)
         if share.is_first:
             self.promoted.count_all()
-            self._remove_parts(number, is_idle=True)
+            self.apply_rules(number, is_idle=True)
 
     def replicate(self, coordinator: Coordinator, number: int) -> None:  # noqa: B027  (most tiers have no copies)
         """Copy a capture to other nodes, if the tier does. Collective."""
@@ -211,7 +202,7 @@ class CaptureTier(ABC):
             early: Copy of the state, which fits the plan of an earlier capture on all ranks.
             nodes: Number of nodes of all ranks.
         """
-        if self._is_spread != (nodes > 1):
+        if self.is_spread != (nodes > 1):
             return None
         notes.is_shared = nodes == 1
         checked, fault = check_options("async_save", self.target(number), self._list_params(notes, None))
@@ -326,49 +317,19 @@ class CaptureTier(ABC):
         """Return the path or URL into which all ranks capture a step."""
         return self.path(number)
 
-    @property
-    def is_spread(self) -> bool:
-        """Whether the ranks were on several nodes at the last capture: each node has a part of it."""
-        return self._is_spread
-
-    def note_promoted(self, number: int, copied: CopiedPart) -> None:
-        """Record that a step was copied to this node; delete the steps that no rule keeps."""
-        if self._is_spread:
-            self.promoted.add(PromotedStep(number, copied.save), copied.older)
-        self.apply_rules(number)
-
-    def apply_rules(self, saved: int | None = None) -> None:
+    def apply_rules(self, saved: int | None = None, *, is_idle: bool = False) -> None:
         """Delete the steps that no rule keeps. On the ranks that act for nodes.
 
         Args:
             saved: Number of a step that is new here; None if a step is not needed any more.
+            is_idle: As for `NodeRetention.apply`, if each node has a part of the steps.
         """
-        if self._is_spread:
-            self._remove_parts(saved, is_idle=False)
-        else:
+        if not self.is_spread:
             self._retention.apply(saved)
-
-    def _remove_parts(self, saved: int | None, *, is_idle: bool) -> None:
-        """Remove the steps of this node that no rule keeps, and the files of replaced saves; an error is a warning."""
-        finder, numbers = self.place.finder, [*self.list_needed(), *([] if saved is None else [saved])]
-        uncounted = {step_name(step.number) for step in self.promoted.uncounted}
+            return
+        needed = [*self.list_needed(), *([] if saved is None else [saved])]
         try:
-            own = self.place.open_own()
-            for number, older in self.promoted.take_removable():
-                remove_older_files(own, step_name(number), older)
-            before = read_commits(own)
-            saves = {name: (before[name].save, number) for name, (_, number) in find_orders(before).items()}
-            numbers += self.promoted.list_protected([number for _, number in saves.values()])
-            protected = {*map(step_name, numbers), *self.list_copied()}
-            damaged = {*finder.damaged, *(before[name].save for name in uncounted & before.keys())}
-            remove_old_steps(
-                own,
-                self._rules,
-                protected,
-                damaged,
-                is_idle=is_idle,
-                on_removal=lambda names: finder.removed.update(saves[name] for name in names if name in saves),
-            )
+            self._parts.apply(needed, self.list_copied(), is_idle=is_idle)
         except ShardckptError as error:
             warn_user(f"old steps in {self._shown} could not be removed: {error}")
 

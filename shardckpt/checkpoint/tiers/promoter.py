@@ -7,6 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 from shardckpt.checkpoint.peers.copy_step import CopiedPart, copy_part
+from shardckpt.checkpoint.peers.promoted_steps import PromotedStep
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
 from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, record_operation
@@ -129,7 +130,9 @@ class Promoter:
             target.note_failure(error)
         else:
             target.note_success()
-            target.note_promoted(number, copied)
+            if target.is_spread:
+                target.promoted.add(PromotedStep(number, copied.save), copied.older)
+            target.apply_rules(number)
 
     def _is_overwritten(self) -> bool:
         """Return True if the step that is being promoted was captured again since. On the promoter's thread."""

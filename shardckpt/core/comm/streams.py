@@ -139,6 +139,10 @@ class DeviceStreams:
         """Return True if operations are recorded into a graph."""
         return self.is_async and is_capturing(self.device)
 
+    def record_reuse_event(self) -> Event | None:
+        """Return an event after which memory may be filled again; None in a graph, as that may be outside of it."""
+        return None if self.is_capturing else self.record_event()
+
     def record_event(self) -> Event | None:
         """Return an event after the work that is queued on the current stream; None without streams."""
         return record_event(self.device) if self.is_async else None
@@ -181,23 +185,23 @@ class RateLimiter:
 
     def __init__(self) -> None:
         self.waits = 0
-        self._freed: deque[Event | None] = deque()
+        self._freed: deque[tuple[DeviceStreams, Event | None]] = deque()
 
     def record_free_event(self, streams: DeviceStreams) -> None:
         """Record that a unit's memory is free after the work that is queued now."""
-        if not streams.is_capturing:
-            self._freed.append(streams.record_event())
+        event = streams.record_event()
+        if event is None or not streams.is_capturing:
+            self._freed.append((streams, event))
 
-    def wait(self, streams: DeviceStreams) -> None:
-        """Wait until another all-gather may start; do nothing while a graph is captured.
-
-        Args:
-            streams: Streams of the device of the unit.
-        """
-        if len(self._freed) < 2 or streams.is_capturing:
+    def wait(self) -> None:
+        """Wait until another all-gather may start; do nothing while a graph is captured."""
+        if len(self._freed) < 2:
+            return
+        streams, event = self._freed[0]
+        if event is not None and streams.is_capturing:
             return
         self.waits += 1
-        event = self._freed.popleft()
+        self._freed.popleft()
         if event is not None:
             event.synchronize()
 

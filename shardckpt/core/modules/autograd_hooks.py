@@ -45,13 +45,9 @@ def profile_range(label: str, unit: str = "") -> AbstractContextManager[object]:
     return record_function(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")
 
 
-def leave_inference_mode() -> AbstractContextManager[object]:
-    """Return a context that makes tensors that may be trained later, also in inference mode."""
-    return _make_trainable() if torch.is_inference_mode_enabled() else _NO_RANGE
-
-
 @contextmanager
-def _make_trainable() -> Iterator[None]:
+def leave_inference_mode() -> Iterator[None]:
+    """Make tensors that may be trained later, without a graph."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

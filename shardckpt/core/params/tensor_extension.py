@@ -381,7 +381,7 @@ class ExtendedParams(UnshardedParams):
         finally:
             self._inputs, self._metadata = (), None
             if self.keeps_storage and self.is_unsharded:
-                self._record_kept_event()
+                self._kept_event = self.streams.record_reuse_event()
             if self._outputs is not None:
                 self._outputs.free(keep_memory=self.keeps_storage)
             self.is_unsharded = False

@@ -270,10 +270,6 @@ class UnshardedParams:
             shard = incoming[rank * chunk : (rank + 1) * chunk].copy_(shard, non_blocking=True)
         return self._layout.group.all_gather(incoming, shard, what, self.custom_all_gather)
 
-    def _record_kept_event(self) -> None:
-        """Record when kept memory may be filled again; not into a graph, since it may be filled outside of that."""
-        self._kept_event = None if self.streams.is_capturing else self.streams.record_event()
-
     def _wait_for_kept_memory(self) -> None:
         """Make an all-gather into kept memory wait for the computation that reads it."""
         if self._kept_event is not None or (self.keeps_storage and self.streams.is_capturing):
@@ -335,7 +331,7 @@ class UnshardedParams:
             self._gather_output = None
             if not self.is_aliased:
                 if self.keeps_storage and self.is_unsharded:
-                    self._record_kept_event()
+                    self._kept_event = self.streams.record_reuse_event()
                 self._current.buffer.free(keep_memory=self.keeps_storage)
                 self._leaves.buffer.free(keep_memory=self.keeps_storage)
                 self._current = self._leaves

@@ -419,10 +419,13 @@ class FSDPUnit:
     def prefetch_unshard(self, *, full_precision: bool | None = None) -> None:
         """Start the all-gathers, in the stored or the compute dtype. Collective."""
         assert self.root is not None, "a unit computes only below a root"
-        if self.params.has_user_changes():
+        if torch.is_inference_mode_enabled():
             with leave_inference_mode():
-                self.bind_extensions()
-                self.params.pull_user_changes()
+                self.prefetch_unshard(full_precision=full_precision)
+            return
+        if self.params.has_user_changes():
+            self.bind_extensions()
+            self.params.pull_user_changes()
         sharded: list[Bucket] = []
         for registration in self.params.active:
             if not registration.bucket.unsharded.has_storage:
@@ -432,21 +435,23 @@ class FSDPUnit:
         self.root.begin_all_gather(self)
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
-        with leave_inference_mode():
-            for bucket in sharded:
-                bucket.unsharded.start_all_gather(full_precision=full_precision)
+        for bucket in sharded:
+            bucket.unsharded.start_all_gather(full_precision=full_precision)
 
     def unshard(self, *, full_precision: bool = False) -> None:
         """All-gather the parameters and register them on the modules. Collective."""
         params = self.params
         if params.is_registered and params.is_unsharded:
             return
+        if torch.is_inference_mode_enabled():
+            with leave_inference_mode():
+                self.unshard(full_precision=full_precision)
+            return
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()  # the cache is keyed by the leaf, whose content changes
         self.prefetch_unshard(full_precision=full_precision)
         keeps = self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
-        with leave_inference_mode():
-            params.wait_all_gather(keep_partial_shard=keeps)
+        params.wait_all_gather(keep_partial_shard=keeps)
         assert self.root is not None
         for address in params.addresses:
             self.root.owners.by_address[address] = self
@@ -459,8 +464,7 @@ class FSDPUnit:
             unconditionally: Register the sharded parameters even if the unit is marked as sharded.
         """
         params, root = self.params, self.root
-        is_unsharded = params.is_registered or params.has_unsharded_storage
-        if not (is_unsharded or unconditionally):
+        if not (params.is_registered or params.has_unsharded_storage or unconditionally):
             if not keep_partial_shard:
                 params.drop_partial_shards()
             return
@@ -481,11 +485,10 @@ class FSDPUnit:
     def prepare_inputs(self, inputs: Any, *, is_root: bool) -> Any:
         """Return inputs on the compute device and in the compute dtype; cast buffers."""
         precision, active = self.config.precision, self.params.active
-        if precision.buffer_dtype is not None:
-            if self.runs_in_full_precision:
-                self.buffers.restore()
-            else:
-                self.buffers.cast(precision.buffer_dtype)
+        if precision.buffer_dtype is not None and self.runs_in_full_precision:
+            self.buffers.restore()
+        elif precision.buffer_dtype is not None:
+            self.buffers.cast(precision.buffer_dtype)
         if is_root:
             streams = active[0].bucket.unsharded.streams if active else self._streams
             if streams is not None and streams.is_async:
@@ -505,9 +508,8 @@ class FSDPUnit:
             self.full_precision = self.runs_in_full_precision
             self.phase = Phase.FORWARD
         for registration in self.params.active:
-            if registration.bucket.unsharded.has_storage and registration.bucket.unsharded.has_wrong_dtype(
-                full_precision=self.full_precision
-            ):
+            unsharded = registration.bucket.unsharded
+            if unsharded.has_storage and unsharded.has_wrong_dtype(full_precision=self.full_precision):
                 self.reshard()  # gathered by or for a forward in the other precision
                 break
         self.unshard(full_precision=self.full_precision)
@@ -515,10 +517,7 @@ class FSDPUnit:
             self.pending_forward_ids.add(forward_id)
 
     def post_forward(self, call: ForwardCall[FSDPUnit], *, is_root: bool, is_recorded: bool) -> None:
-        """End a call; reshard after the last call of the unit.
-
-        Backward may reach the call if it is recorded.
-        """
+        """End a call, which backward may reach if it is recorded; reshard after the last one."""
         self._running_calls -= 1
         if is_recorded:
             self.open_calls.add(call)
@@ -534,9 +533,7 @@ class FSDPUnit:
             event.synchronize()
         if not self._modules_run or self._running_calls:
             return
-        config = self.config
-        self._modules_run = 0
-        self.phase = Phase.IDLE
+        config, self._modules_run, self.phase = self.config, 0, Phase.IDLE
         has_backward = torch.is_grad_enabled()
         frees = config.reshard_after_forward and not (config.keeps_root_unsharded and is_root)
         if frees or not (has_backward or config.keeps_unsharded_without_grad):

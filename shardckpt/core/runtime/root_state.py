@@ -307,7 +307,7 @@ class RootState:
         if self._rank_checks is not None:
             self._rank_checks.order.check_unit(self.units.index(unit), "gather")
         if unit.config.limit_all_gathers:
-            self.limiter.wait(unit.registrations[0].bucket.unsharded.streams)
+            self.limiter.wait()
 
     # ------------------------------------------------------------------------------------------------- forward
 

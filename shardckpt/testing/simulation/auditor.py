@@ -155,8 +155,7 @@ class Auditor:
     def begin(self, content: int, number: int, *, is_overwrite: bool = False) -> None:
         """Record an attempt to save."""
         self.attempts[content] = number
-        if is_overwrite:
-            self._overwrites.add(content)
+        self._overwrites |= {content} if is_overwrite else set()
 
     def acknowledge(self, content: int) -> None:
         """Record that a rank knows that an attempt is committed.

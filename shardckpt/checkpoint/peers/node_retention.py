@@ -1,0 +1,57 @@
+"""Removal of the steps of one node that no rule keeps, if each node has a part of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from shardckpt.checkpoint.peers.node_steps import find_orders, read_commits, remove_old_steps, remove_older_files
+from shardckpt.checkpoint.peers.promoted_steps import PromotedSteps
+from shardckpt.format.native.run_directory import step_name
+from shardckpt.plan.retention import Retention
+from shardckpt.storage.store import Store
+
+
+class NodeRetention:
+    """Rules of a tier on one node.
+
+    Args:
+        rules: Rules that select the steps to keep.
+        open_own: Returns the store of this node's steps. Raises ShardckptError.
+        damaged: Ids of saves whose steps a load found damaged.
+        removed: Ids of saves whose steps are removed, with the numbers of the steps; this adds those that it removes.
+
+    Attributes:
+        promoted: Steps that this node has copied to the tier.
+    """
+
+    def __init__(
+        self, rules: Retention, open_own: Callable[[], Store], damaged: Collection[str], removed: dict[str, int]
+    ) -> None:
+        self._rules, self._open_own, self._damaged, self._removed = rules, open_own, damaged, removed
+        self.promoted = PromotedSteps()
+
+    def apply(self, needed: Collection[int], copied: Collection[str], *, is_idle: bool) -> None:
+        """Remove the steps of this node that no rule keeps, and the files of replaced saves.
+
+        Args:
+            needed: Numbers of the steps that stay regardless of the rules.
+            copied: Names of further folders that stay.
+            is_idle: As for `remove_old_steps`.
+
+        Raises:
+            ShardckptError: The store failed.
+        """
+        uncounted = {step_name(step.number) for step in self.promoted.uncounted}
+        own = self._open_own()
+        for number, older in self.promoted.take_removable():
+            remove_older_files(own, step_name(number), older)
+        commits = read_commits(own)
+        saves = {name: (commits[name].save, number) for name, (_, number) in find_orders(commits).items()}
+        numbers = {*needed, *self.promoted.list_protected([number for _, number in saves.values()])}
+        protected = {*map(step_name, numbers), *copied}
+        damaged = {*self._damaged, *(commits[name].save for name in uncounted & commits.keys())}
+
+        def note(names: Collection[str]) -> None:
+            self._removed.update(saves[name] for name in names if name in saves)
+
+        remove_old_steps(own, self._rules, protected, damaged, is_idle=is_idle, on_removal=note)
