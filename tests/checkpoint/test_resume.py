@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from harness import run
-from states import FRONT_ENDS, Net, differing, flat, over, refused, step, theirs, whole, wrapper
+from states import FRONT_ENDS, Net, differing, flat, kept_differs, over, refused, step, theirs, whole, wrapper
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -268,3 +268,21 @@ class Packed(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         held = torch.utils._pytree.tree_map_only(Packed, lambda each: each.value, (args, kwargs or {}))
         return torch.utils._pytree.tree_map_only(torch.Tensor, cls, func(*held[0], **held[1]))
+
+
+def test_a_state_is_saved_and_loaded_in_inference_mode_and_trains_on(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        wrong = []
+        for face in ("in place", "torch in place", "orig", "flat"):
+            nets = [FRONT_ENDS[face](Net((1,))) for _ in range(2)]
+            (net, optim), (other, again) = ((each, torch.optim.AdamW(each.parameters())) for each in nets)
+            step(net, optim)
+            with torch.inference_mode():
+                shardckpt.save({"model": net, "optim": optim}, tmp_path / face)
+                shardckpt.load({"model": other, "optim": again}, tmp_path / face)
+            for each, with_it in ((net, optim), (other, again)):
+                step(each, with_it, seed=1)
+            wrong += [f"{face}: {name}" for name in kept_differs(net, optim, other, again)]
+        return wrong
+
+    assert run(2, body) == [[], []]

@@ -62,7 +62,8 @@ def plan_load(
     """
     builder = LoadPlanBuilder(saved, options)
     planner = _LoadPlanner(builder, rank, world, models)
-    with torch.no_grad():  # once, and not for each local tensor
+    # Once, and not for each local tensor; new state of an optimizer is for training, also in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
         planner.visit(state, (), _refuse)
     plan = builder.plan
     if options.strict and options.takes_all:

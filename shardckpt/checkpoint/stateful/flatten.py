@@ -93,7 +93,8 @@ class LocalModels:
 
     def __init__(self, state: Any) -> None:
         self._models: dict[int, tuple[nn.Module, LocalModel]] = {}
-        self._add_models(state, ())
+        with torch.inference_mode(False):  # which refuses views of DTensors
+            self._add_models(state, ())
 
     def _add_models(self, value: Any, path: Path) -> None:
         if isinstance(value, nn.Module):
@@ -228,7 +229,8 @@ def flatten_state(state: Any, rank: int, world: int, opened: OpenedStates | None
         UnsupportedError: A value cannot be saved; the message contains its dotted path.
     """
     root = as_root(state)
-    return _StateFlattener(LocalModels(root), rank, world, opened or {}).run(root)
+    with torch.inference_mode(False), torch.no_grad():  # as above
+        return _StateFlattener(LocalModels(root), rank, world, opened or {}).run(root)
 
 
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})

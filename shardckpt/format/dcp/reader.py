@@ -421,7 +421,7 @@ def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Ma
         yield describe_missing(missing)
     stale = sorted(n for n in sizes if n.endswith(SUFFIX) and prefix + n not in used)
     if stale:
-        yield f"{len(stale)} {SUFFIX} files are not in the metadata and are ignored, first {stale[0]}"
+        yield f"{len(stale)} {SUFFIX} files hold nothing that the metadata needs and are ignored, first {stale[0]}"
     ranks = [int(match["rank"]) for name in sizes if (match := _RANK_METADATA.fullmatch(name))]
     if ranks and names == [METADATA]:
         yield f"{len(ranks)} rank-local metadata files beside {METADATA} are ignored"
