@@ -62,6 +62,12 @@ def test_a_step_that_retention_removes_from_one_node_first_is_not_a_withdrawn_cl
     assert run_history(909_549).failure is None
 
 
+@pytest.mark.parametrize("seed", [1_002_753, 1_005_043])
+def test_a_failed_step_is_overwritten_while_the_record_of_the_run_is_replaced(seed: int) -> None:
+    """The thread of the save reads the record while the training writes it, of another length."""
+    assert run_history(seed).failure is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_all_invariants_hold_in_many_histories() -> None:

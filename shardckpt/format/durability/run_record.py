@@ -18,6 +18,9 @@ RECORD = ".shardckpt-run.json"
 
 _MOST_BYTES = 1 << 16
 
+_UNIT_BYTES = 1 << 12
+"""Records are filled up with spaces to a multiple of this, which a record of 64 failed steps is below."""
+
 
 def find_run_id(root: str) -> str:
     """Return the id under which the captures of a run are found again: equal for equal roots.
@@ -153,6 +156,9 @@ def read_run_record(store: Store) -> RunRecord:
 def write_run_record(store: Store, record: RunRecord) -> None:
     """Write the record of a run, in place of an earlier one; it appears at once.
 
+    All records are of one size: a reader asks for the size first and then for so many bytes, and another thread or
+    process may write between the two.
+
     Args:
         store: Store whose root is the run.
         record: The record.
@@ -160,5 +166,6 @@ def write_run_record(store: Store, record: RunRecord) -> None:
     Raises:
         StorageError: The store failed; the earlier record stays.
     """
+    data = record.encode()
     with store.create(RECORD) as writer:
-        writer.write(record.encode())
+        writer.write(data.ljust(-(-len(data) // _UNIT_BYTES) * _UNIT_BYTES))

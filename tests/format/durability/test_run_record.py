@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,23 @@ def test_a_run_without_a_record_or_with_a_huge_one_has_a_new_one(tmp_path):
     assert read_run_record(open_store(str(tmp_path))) == RunRecord("/nvme/run")
     (tmp_path / RECORD).write_bytes(RunRecord("x" * 100_000).encode())
     assert read_run_record(open_store(str(tmp_path))) == RunRecord()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)], ids=["by a longer one", "by a shorter one"])
+def test_a_record_that_is_replaced_between_two_requests_is_read_again(tmp_path, monkeypatch, before, after):
+    store = open_store(str(tmp_path))
+    old, new = (RunRecord("a", tuple(Attempt(0, n, 1) for n in range(count))) for count in (before, after))
+    write_run_record(store, old)
+    size = type(store).size
+
+    def size_and_replace(self, name):
+        found = size(self, name)
+        monkeypatch.setattr(type(store), "size", size)
+        write_run_record(store, new)
+        return found
+
+    monkeypatch.setattr(type(store), "size", size_and_replace)
+    assert read_run_record(store) == new
 
 
 def test_a_run_has_one_id_whichever_way_its_folder_is_named(tmp_path):
