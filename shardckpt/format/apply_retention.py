@@ -48,7 +48,7 @@ def apply_retention(
     protected: Collection[int] = (),
     orphan_age_s: float | None = None,
     dry_run: bool = False,
-    on_delete: Callable[[Sequence[StepFolder]], object] = len,
+    on_delete: Callable[[Sequence[StepFolder]], object] | None = None,
 ) -> Deleted:
     """Delete the steps that no rule keeps, then expired orphans.
 
@@ -65,7 +65,7 @@ def apply_retention(
         protected: Numbers of steps that stay regardless of the rules.
         orphan_age_s: Minimum age of deleted orphans, in seconds; None for a day.
         dry_run: Whether to delete nothing.
-        on_delete: Called with the steps before they are deleted.
+        on_delete: Called with the steps before they are deleted; None without a callback.
 
     Raises:
         UsageError: `keep_best` names a metric that no complete step has.
@@ -81,7 +81,7 @@ def apply_retention(
     else:
         numbers = set(chosen).difference(step.number for step in run.complete[-1:])
     deleted = [step for step in run.steps if step.number in numbers and (step.is_double or is_complete(step))]
-    if not dry_run:
+    if on_delete is not None and not dry_run:
         on_delete(deleted)
     content = other_content(deleted) if dry_run else delete_steps(store, run, [step.name for step in deleted])
     kept = run if dry_run else replace(run, steps=tuple(step for step in run.steps if step not in deleted))

@@ -504,6 +504,23 @@ class TestDamagedSteps:
         assert {2, 4} <= set(ck.steps())
 
 
+def test_a_step_that_retention_is_removing_is_no_withdrawn_claim(tmp_path, monkeypatch):
+    events: list[shardckpt.OperationEvent] = []
+    ck = saved(Checkpointer(tmp_path, keep_last=1, on_event=events.append), 1)
+    assert ck.durability(1).copies
+    delete = apply_retention.delete_steps
+
+    def delete_and_ask(*given):
+        deleted = delete(*given)
+        assert not ck.durability(1).copies
+        return deleted
+
+    monkeypatch.setattr(apply_retention, "delete_steps", delete_and_ask)
+    saved(ck, 2)
+    assert [*ck.steps()] == [2]
+    assert "withdrawal" not in [event.operation for event in events]
+
+
 class TestBesideATrainer:
     """Another process saves the next step and removes the last one, before what was found is loaded."""
 

@@ -59,3 +59,24 @@ def differentiated_behind_inference(rank: int, world: int, original: bool) -> bo
 def test_parameters_that_are_first_gathered_in_inference_mode_may_be_trained(monkeypatch, original):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     assert run(2, differentiated_behind_inference, original) == [True, True]
+
+
+def differentiated_behind_prefetch(rank: int, world: int) -> bool:
+    """Evaluate in inference mode, in which the second layer is gathered while the first one computes; then train."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        core.fully_shard(layer, mp_policy=core.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    core.fully_shard(model)
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    model.eval()
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        expected = model(x).clone()
+    found = model(x)
+    found.sum().backward()
+    return torch.equal(found, expected) and all(each.grad is not None for each in model.parameters())
+
+
+def test_parameters_that_are_prefetched_in_inference_mode_may_be_trained(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    assert run(2, differentiated_behind_prefetch) == [True, True]

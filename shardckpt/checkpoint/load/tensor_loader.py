@@ -110,11 +110,11 @@ class ElementReader:
 
     def _order_batches(self, reads: Sequence[Read]) -> Iterator[_Batch]:
         """Yield batches of reads, those from other machines first: they come while files of this one are read."""
-        store = self._store
-        names = {read.name for read in reads} if isinstance(store, CopiedStore) else set()
-        far = {name for name in names if isinstance(store, CopiedStore) and not store.is_near(name)}
-        for is_far in (True, False) if far else (False,):
-            yield from _batches_of_reads([read for read in reads if (read.name in far) == is_far])
+        store, far = self._store, set[str]()
+        if isinstance(store, CopiedStore):
+            far = {name for name in {read.name for read in reads} if not store.is_near(name)}
+        yield from _batches_of_reads([read for read in reads if read.name in far])
+        yield from _batches_of_reads([read for read in reads if read.name not in far])
 
     def _in_threads(self, batches: Iterator[_Batch], straight: Store | None = None) -> None:
         def open_pieces(batch: _Batch) -> PieceReader:

@@ -193,7 +193,7 @@ def remove_old_steps(
     damaged: Collection[str],
     *,
     is_idle: bool,
-    on_removal: Callable[[Sequence[str]], object] = len,
+    on_removal: Callable[[Sequence[str]], object],
 ) -> None:
     """Remove the steps of a node that no rule keeps.
 

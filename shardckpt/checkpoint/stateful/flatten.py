@@ -93,7 +93,7 @@ class LocalModels:
 
     def __init__(self, state: Any) -> None:
         self._models: dict[int, tuple[nn.Module, LocalModel]] = {}
-        with torch.inference_mode(False):  # which refuses views of DTensors
+        with torch.inference_mode(False):  # in inference mode a view of a DTensor raises
             self._add_models(state, ())
 
     def _add_models(self, value: Any, path: Path) -> None:
@@ -229,7 +229,7 @@ def flatten_state(state: Any, rank: int, world: int, opened: OpenedStates | None
         UnsupportedError: A value cannot be saved; the message contains its dotted path.
     """
     root = as_root(state)
-    with torch.inference_mode(False), torch.no_grad():  # as above
+    with torch.inference_mode(False), torch.no_grad():  # in inference mode a view of a DTensor raises
         return _StateFlattener(LocalModels(root), rank, world, opened or {}).run(root)
 
 

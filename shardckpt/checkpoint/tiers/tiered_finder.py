@@ -288,12 +288,12 @@ class TieredFinder(StepFinder):
         own = self.own.find(number)
         if own is None:
             place = next(place for place in self._places if place.name == copy.tier)
-            return read_tier(place, partial(self._is_stored_of_run, place, number, root), otherwise=False)
+            return read_tier(place, partial(self._is_capture_of_run, place, number, root), otherwise=False)
         is_own = own.order in root.steps and root.steps[own.order].save in own.saves
         return is_own or self._is_of_run(own.order, own.after, root)
 
-    def _is_stored_of_run(self, place: TierPlace, number: int, root: RootSteps) -> bool:
-        """Return whether a capture in the store of this node belongs to the steps of the root. On rank 0."""
+    def _is_capture_of_run(self, place: TierPlace, number: int, root: RootSteps) -> bool:
+        """Return True if a capture in the store of this node belongs to the steps of the root. On rank 0."""
         store = place.open_own()
         step = read_step(store, number)
         return self._is_of_run((step.branch, number), read_capture_about(store, step).get(AFTER, ""), root)

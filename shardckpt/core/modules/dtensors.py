@@ -55,7 +55,7 @@ def sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Plac
     return sorted(enumerate(placements), key=lambda pair: hasattr(pair[1], "split_factor"))
 
 
-def chunks(rows: int, ranks: int) -> tuple[int, ...]:
+def split_rows(rows: int, ranks: int) -> tuple[int, ...]:
     """Return the number of rows of each rank; the last ranks may have fewer or none."""
     return tuple(chunk_range(rows, ranks, rank)[1] for rank in range(ranks))
 
@@ -70,7 +70,7 @@ def gather_full_tensor(value: DTensor) -> torch.Tensor:
         return value.full_tensor()
     joined = value.to_local()
     for at, dim, rows in reversed(_find_splits(value)):
-        counts = chunks(rows, mesh.size(at))
+        counts = split_rows(rows, mesh.size(at))
         own = pad_rows(joined, dim, counts[0])
         parts = [torch.empty_like(own) for _ in counts]
         dist.all_gather([view_as_flat_bytes(part) for part in parts], view_as_flat_bytes(own), group=mesh.get_group(at))

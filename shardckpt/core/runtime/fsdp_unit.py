@@ -533,7 +533,9 @@ class FSDPUnit:
             event.synchronize()
         if not self._modules_run or self._running_calls:
             return
-        config, self._modules_run, self.phase = self.config, 0, Phase.IDLE
+        config = self.config
+        self._modules_run = 0
+        self.phase = Phase.IDLE
         has_backward = torch.is_grad_enabled()
         frees = config.reshard_after_forward and not (config.keeps_root_unsharded and is_root)
         if frees or not (has_backward or config.keeps_unsharded_without_grad):

@@ -296,10 +296,8 @@ def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequ
         root = next(iter(archive.entries)).partition("/")[0]
         entry = archive.entries.get(f"{root}/byteorder")
         if entry is not None and archive.place.file not in wanted:
-            wanted[archive.place.file], where[archive.place.file] = (
-                WantedEntry(archive.place.file, entry, archive),
-                o.where,
-            )
+            wanted[archive.place.file] = WantedEntry(archive.place.file, entry, archive)
+            where[archive.place.file] = o.where
     for file, order in zip(wanted, read_entries(store, list(wanted.values()), most=16), strict=True):
         require_little(order, where[file])
 

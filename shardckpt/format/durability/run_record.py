@@ -19,7 +19,7 @@ RECORD = ".shardckpt-run.json"
 _MOST_BYTES = 1 << 16
 
 _UNIT_BYTES = 1 << 12
-"""Records are filled up with spaces to a multiple of this, which a record of 64 failed steps is below."""
+"""Records are filled up with spaces to a multiple of this; one with 64 failed steps has fewer bytes."""
 
 
 def find_run_id(root: str) -> str:

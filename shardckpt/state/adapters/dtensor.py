@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardckpt.core.modules.dtensors import chunks, gather_full_tensor, shard_full_tensor, wrap_local
+from shardckpt.core.modules.dtensors import gather_full_tensor, shard_full_tensor, split_rows, wrap_local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import DimLayout, ParamSpec
 from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, get_mesh_placements, local
@@ -67,7 +67,7 @@ class DTensorAdapter(ParameterAdapter):
         mesh, placement = self._kept.device_mesh, self._kept.placements[0]
         if mesh.ndim != 1 or type(placement) is not Shard:
             return None
-        return chunks(self._kept.shape[placement.dim], mesh.size())
+        return split_rows(self._kept.shape[placement.dim], mesh.size())
 
     def layout_metadata(self) -> dict[str, Any]:
         """Return the number of rows of each rank, if one mesh dimension shards rows."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardckpt.core.modules.dtensors import chunks
+from shardckpt.core.modules.dtensors import split_rows
 from shardckpt.core.params.full_params import Staging
 from shardckpt.core.registration.dtensor_params import DTensorRegistration
 from shardckpt.state.adapters.base import MeshPlacements, get_mesh_placements, local
@@ -35,7 +35,8 @@ class EngineDTensorAdapter(EngineBucketAdapter):
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Return the number of rows of each rank."""
         dim = self._placed[position].dim
-        return None if dim is None else chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
+        shape, ranks = self.bucket.layout.specs[position].shape, self.bucket.group.size
+        return None if dim is None else split_rows(shape[dim], ranks)
 
     def placements(self) -> list[MeshPlacements | None]:
         """Return the meshes and placements of the parameters."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt.boxes import chunk_range
-from shardckpt.core.modules.dtensors import chunks, pad_rows, view_as_flat_bytes
+from shardckpt.core.modules.dtensors import pad_rows, split_rows, view_as_flat_bytes
 from shardckpt.core.params.full_params import Staging
 from shardckpt.groups import current_device
 from shardckpt.state.redistribute.rank_grid import Ranks
@@ -83,4 +83,4 @@ def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:
     """Return the sharded dimension and each rank's number of rows; rank 0 has most."""
     placement = kept.placements[at]
     assert isinstance(placement, Shard), "this mesh dimension shards it"
-    return placement.dim, chunks(kept.shape[placement.dim], kept.device_mesh.size(at))
+    return placement.dim, split_rows(kept.shape[placement.dim], kept.device_mesh.size(at))

@@ -87,19 +87,19 @@ class _Twin:
         return getattr(self._real, name)
 
 
-class _OwnedByProcess:
-    """A global of which each simulated process has its own.
+class _Owned:
+    """A value of which each simulated process or thread has its own.
 
     Args:
-        machine: The machine.
-        make: Returns the value of a new process.
+        find_own: Returns the values of the running process or thread, by key.
+        make: Returns the value of a new process or thread.
     """
 
-    def __init__(self, machine: Machine, make: Callable[[], object]) -> None:
-        self._machine, self._make = machine, make
+    def __init__(self, find_own: Callable[[], dict[object, Any]], make: Callable[[], object]) -> None:
+        self._find_own, self._make = find_own, make
 
     def __getattr__(self, name: str) -> Any:
-        own = self._machine.process.own
+        own = self._find_own()
         if self not in own:
             own[self] = self._make()
         return getattr(own[self], name)
@@ -109,24 +109,6 @@ class _OwnedByProcess:
 
     def __delitem__(self, key: object) -> None:
         self.__getattr__("__delitem__")(key)
-
-
-class _OwnedByThread:
-    """An object of which each simulated thread has its own, as it has its own attributes of a `threading.local`.
-
-    Args:
-        machine: The machine.
-        make: Returns the object of a new thread.
-    """
-
-    def __init__(self, machine: Machine, make: Callable[[], object]) -> None:
-        self._machine, self._make = machine, make
-
-    def __getattr__(self, name: str) -> Any:
-        own = self._machine.values_of_thread
-        if self not in own:
-            own[self] = self._make()
-        return getattr(own[self], name)
 
 
 class Machine:
@@ -145,10 +127,13 @@ class Machine:
         self.scheduler, self.system, self._holders, self._nodes = scheduler, system, holders, nodes
         self._observer = Process("observer", 1)
 
-    @property
-    def values_of_thread(self) -> dict[object, Any]:
-        """Values of the running thread in place of globals of modules, by key."""
+    def find_values_of_thread(self) -> dict[object, Any]:
+        """Return the values of the running thread in place of globals of modules, by key."""
         return self.scheduler.current.own if self.scheduler.current is not None else self._observer.own
+
+    def find_values_of_process(self) -> dict[object, Any]:
+        """Return the values of the running process in place of globals of modules, by key."""
+        return self.process.own
 
     @property
     def process(self) -> Process:
@@ -166,7 +151,7 @@ class Machine:
     def twins(self) -> list[tuple[object, object]]:
         """Return pairs of a value that modules refer to, and its simulated twin."""
         system, scheduler, chance = self.system, self.scheduler, self.scheduler.random
-        pending, saves = _OwnedByProcess(self, PendingSave), SaverCache()
+        pending, saves = _Owned(self.find_values_of_process, PendingSave), SaverCache()
         return [
             (os, system),
             (fcntl, _Twin(fcntl, flock=system.flock, fcntl=lambda *_: 0)),
@@ -185,22 +170,22 @@ class Machine:
             (decode_commit, lru_cache(_MOST_DECODED)(decode_commit)),
             (decode_manifest, _remember_manifests()),
             (get_tensor_shards, find_tensor_shards),
-            (BlockMemory, lambda: _OwnedByThread(self, BlockMemory)),
+            (BlockMemory, lambda: _Owned(self.find_values_of_thread, BlockMemory)),
             (find_node, self.find_node),
             (find_node_id, lambda: self.process.node),
-            (MOUNTED, _OwnedByProcess(self, dict)),
+            (MOUNTED, _Owned(self.find_values_of_process, dict)),
             (PENDING_SAVE, pending),
             (CHANNELS, WeakKeyDictionary()),
             (SAVERS, saves),
             (SAVES, self._own_lane(SAVES, pending, saves)),
             *(
-                (lane, self._own_lane(lane, _OwnedByProcess(self, PendingSave), SaverCache()))
+                (lane, self._own_lane(lane, _Owned(self.find_values_of_process, PendingSave), SaverCache()))
                 for lane in (CAPTURES, LOCAL_CAPTURES)
             ),
         ]
 
     def _own_lane(self, lane: SaveLane, pending: Any, savers: SaverCache) -> SaveLane:
-        buffers: Any = _OwnedByProcess(self, lambda: BufferPool(_make_small_buffer, is_unpinned))
+        buffers: Any = _Owned(self.find_values_of_process, lambda: BufferPool(_make_small_buffer, is_unpinned))
         return lane._replace(pending=pending, buffers=buffers, savers=savers)
 
     def _clocks(self) -> dict[str, object]:

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.checkpoint.peers.node_steps import give_marks, plan_routes, read_marks, remove_older_files
+from shardckpt.checkpoint.peers.node_steps import (
+    give_marks,
+    plan_routes,
+    read_marks,
+    remove_old_steps,
+    remove_older_files,
+)
 from shardckpt.errors import RankError, StorageError
+from shardckpt.plan.retention import Retention
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, SubfolderStore, Writer
 from shardckpt.testing.simulation.network import SimulatedRanks
@@ -108,3 +115,17 @@ def test_older_files_are_removed_by_their_names_and_never_those_of_the_save_that
     found = {file.name for file in (tmp_path / FOLDER).iterdir()}
     assert found == {*kept, "0mwzeuyy4tiuc2m-00001-00.safetensors"}, "another save may be writing that one"
     remove_older_files(own, "step-00000002", [OLD])  # retention has removed the step
+
+
+def test_a_step_is_known_to_be_removed_before_its_commit_is_gone(tmp_path):
+    """Else another node that asks for copies meanwhile would hear of a lost one."""
+    for folder in (FOLDER, "step-00000002"):
+        shardckpt.save({"w": torch.arange(4.0)}, str(tmp_path / folder))
+    told = []
+
+    def note(names):
+        told.extend((name, (tmp_path / name / "COMMIT").exists()) for name in names)
+
+    remove_old_steps(open_store(str(tmp_path)), Retention(keep_last=1), [], [], is_idle=False, on_removal=note)
+    assert told == [(FOLDER, True)]
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000002"]

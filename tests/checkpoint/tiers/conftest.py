@@ -9,6 +9,7 @@ import pytest
 from tier_runs import NODES, is_alive, wait_for
 
 import shardckpt
+from shardckpt.storage.holder import ask_holders, holder_connection
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +28,10 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             shardckpt.stop_tiers()
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
     assert not any(socket.exists() for socket in sockets)
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait only a second for the answer of a holder."""
+    for module in (holder_connection, ask_holders):
+        monkeypatch.setattr(module, "TIMEOUT_S", 1.0)

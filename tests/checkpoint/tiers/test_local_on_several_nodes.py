@@ -21,7 +21,7 @@ import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory, PromotionEvent, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.peers import open_peers
 from shardckpt.checkpoint.peers.peer_store import PeerStore
-from shardckpt.storage.holder import ask_holders, holder_connection, hung_holder
+from shardckpt.storage.holder import hung_holder
 from shardckpt.storage.holder.holder_store import HolderStore
 
 PART = VALUES.nbytes // 2
@@ -290,12 +290,6 @@ def capture_beside_hung_holder(rank: int, world: int, root: Path) -> tuple:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
     return claims, get_texts(warned)
-
-
-@pytest.fixture
-def short_limits(monkeypatch):
-    for module in (holder_connection, ask_holders):
-        monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
 
 
 @pytest.mark.usefixtures("short_limits")

@@ -26,7 +26,7 @@ from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.tiers import peer_memory, tiered_finder
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.format.durability.run_record import RECORD, read_run_record
-from shardckpt.storage.holder import ask_holders, holder_connection, hung_holder
+from shardckpt.storage.holder import holder_connection, hung_holder
 from shardckpt.storage.holder.holder_connection import HolderConnection
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.resolve_url import open_store
@@ -433,12 +433,6 @@ def test_a_holder_waits_for_more_than_the_days_that_the_system_waits_at_once(tmp
     ck = make(tmp_path / "run", idle_s=30 * 86400)
     save(ck, 1)
     assert ck.durability(1).survives == {"process"}
-
-
-@pytest.fixture
-def short_limits(monkeypatch):
-    for module in (holder_connection, ask_holders):
-        monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
 
 
 @pytest.mark.usefixtures("short_limits")

@@ -64,7 +64,7 @@ def test_a_run_without_a_record_or_with_a_huge_one_has_a_new_one(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)], ids=["by a longer one", "by a shorter one"])
-def test_a_record_that_is_replaced_between_two_requests_is_read_again(tmp_path, monkeypatch, before, after):
+def test_a_record_that_is_replaced_between_two_requests_is_read_whole(tmp_path, monkeypatch, before, after):
     store = open_store(str(tmp_path))
     old, new = (RunRecord("a", tuple(Attempt(0, n, 1) for n in range(count))) for count in (before, after))
     write_run_record(store, old)
