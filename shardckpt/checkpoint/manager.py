@@ -17,8 +17,8 @@ from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.claims import DurabilityClaims
 from shardckpt.checkpoint.run.restore_attempts import open_attempts
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule, require_signals
-from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
-from shardckpt.checkpoint.run.step_restore import RestoredStep, restore_step
+from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_restore import RestoredStep, describe_restore, restore_step
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import check_options, join_on_event
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams
@@ -231,7 +231,8 @@ class Checkpointer:
             ShardckptError: As for `shardckpt.load`.
 
         Warns:
-            UserWarning: Newer steps, or copies of this one in tiers, are damaged; the message lists their faults.
+            UserWarning: Newer steps, or copies of this one in tiers, are not used; the message says what was restored,
+                and the fault of each.
         """
         wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
         try:
@@ -244,7 +245,8 @@ class Checkpointer:
         on_event = join_on_event(self._on_event, given.pop("on_event", None))
         restored, faults = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
         number = None if restored is None else self._note_restored(restored, state)
-        _warn_of_faults(faults, number, self._group)
+        if faults and get_channels(self._group).main.rank == 0:
+            warn_user(describe_restore(restored, faults))
         return number
 
     def _note_restored(self, restored: RestoredStep, state: Any) -> int:
@@ -338,13 +340,6 @@ class Checkpointer:
                 alone receives signals.
         """
         return self._schedule.watch(require_signals(numbers) or (signal.SIGTERM,))
-
-
-def _warn_of_faults(faults: Sequence[str], number: int | None, group: dist.ProcessGroup | None) -> None:
-    """Warn on rank 0 of steps, or copies of the restored one, that cannot be loaded; None: no step is restored."""
-    if faults and get_channels(group).main.rank == 0:
-        loaded = "nothing is restored" if number is None else f"restored step {number}"
-        warn_user(f"newer steps cannot be loaded, {loaded}: {'; '.join(faults[:SHOWN])}")
 
 
 def _find_best(

@@ -305,7 +305,10 @@ class TestIncompleteSteps:
         ck = saved(Checkpointer(tmp_path), 1, 2)
         (folder(ck.root, 2) / "COMMIT").unlink()
         assert ck.latest() == 1
-        with pytest.warns(UserWarning, match=r"restored step 1: .*step-00000002.*never committed"):
+        with pytest.warns(
+            UserWarning,
+            match=r"restored step 1 from the root\. Newer step 2 is not used: .*step-00000002.*never committed",
+        ):
             assert ck.restore(state()) == 1
 
     def test_a_name_alone_is_no_step(self, tmp_path):
@@ -440,7 +443,10 @@ class TestDamagedSteps:
         ck = saved(Checkpointer(tmp_path), 1, 2, 3)
         flip(payload(ck.root, 3))
         into = state()
-        with pytest.warns(UserWarning, match=r"restored step 2: .*step-00000003/.*safetensors.*block 0") as told:
+        with pytest.warns(
+            UserWarning,
+            match=r"restored step 2 from the root\. Newer step 3 is not used: .*step-00000003/.*safetensors.*block 0",
+        ) as told:
             assert ck.restore(into) == 2
         assert into["w"].unique().tolist() == [2.0]
         assert "filled in part" not in str(told[0].message), "the step before has filled it"

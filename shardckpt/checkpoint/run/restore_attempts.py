@@ -105,7 +105,7 @@ class RestoreAttempts:
 
 def _describe(attempt: Attempt) -> str:
     return (
-        f"step {attempt.number} is passed over: the run failed {attempt.failures} times after its restore, before "
-        f"the next step was completed; restore(step={attempt.number}) loads it, and without the file {RECORD} in the "
-        "root it is tried again"
+        f"it is passed over: the run failed {attempt.failures} times after its restore, before the next step was "
+        f"completed; restore(step={attempt.number}) loads it, and without the file {RECORD} in the root it is tried "
+        "again"
     )

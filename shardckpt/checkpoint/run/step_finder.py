@@ -47,6 +47,18 @@ StepKey = tuple[str, str]
 _MAX_STEP = 10**18
 
 
+class StepFault(NamedTuple):
+    """A step, or a copy of one, that is not used.
+
+    Attributes:
+        number: Number of the step.
+        text: Where it is and why it is not used.
+    """
+
+    number: int
+    text: str
+
+
 class FoundStep(NamedTuple):
     """Step that rank 0 found.
 
@@ -63,7 +75,7 @@ class FoundStep(NamedTuple):
         tier_faults: Faults of steps in tiers that are passed over for this one, or for none.
     """
 
-    faults: list[str]
+    faults: Sequence[StepFault]
     number: int = 0
     name: str = ""
     save: str | None = None
@@ -72,7 +84,14 @@ class FoundStep(NamedTuple):
     order: tuple[int, int] = NO_STEP
     newest: tuple[int, int] = NO_STEP
     path: str = ""
-    tier_faults: Sequence[str] = ()
+    tier_faults: Sequence[StepFault] = ()
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> FoundStep:
+        """Return the step from its fields after JSON."""
+        found = cls(*fields)
+        faults, tier_faults = ([StepFault(*fault) for fault in each] for each in (found.faults, found.tier_faults))
+        return found._replace(faults=faults, tier_faults=tier_faults)
 
     @property
     def key(self) -> StepKey:
@@ -199,7 +218,8 @@ class StepFinder:
             passed: Copies that were tried already.
             fault: Error of this rank, which all ranks raise; None without an error.
         """
-        return FoundStep(*self.ask_rank0("looking for a step", lambda: self._find_tried(wanted, passed), fault))
+        answer = self.ask_rank0("looking for a step", lambda: self._find_tried(wanted, passed), fault)
+        return FoundStep.from_json(answer)
 
     def _find_tried(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
         """Return the newest step that can be loaded; pass over failed ones if there is another. On rank 0."""
@@ -209,7 +229,9 @@ class StepFinder:
             return found
         if found.save is None:
             return self.find_on_rank0(wanted, passed)
-        reasons = [reason for order, reason in failed.items() if found.order < order <= found.newest]
+        reasons = [
+            StepFault(order[1], reason) for order, reason in failed.items() if found.order < order <= found.newest
+        ]
         return found._replace(faults=[*reasons, *found.faults])
 
     def find_on_rank0(
@@ -228,7 +250,7 @@ class StepFinder:
         newest = next((step for step in reversed(run.complete) if step in matching), None)
         faulty = [step for step in reversed(matching) if not step.is_complete]
         newer = [step for step in faulty if newest is None or step.number > newest.number]
-        faults = [step.fault for step in newer if newest is None or not step.is_foreign]
+        faults = [StepFault(step.number, step.fault) for step in newer if newest is None or not step.is_foreign]
         if wanted is None and newest is None and all(step.has_only_begun for step in faulty):
             faults = []  # the first save of the run was killed
         unreadable = next((step.fault for step in newer if step.is_newer), "")
@@ -314,7 +336,9 @@ class StepFinder:
         """Return True if a restore may load a step: it is good, and the run did not fail after it too often."""
         return self.is_good(step) and (step.branch, step.number) not in self.find_failed()
 
-    def build_no_checkpoint_error(self, wanted: int | None, damages: list[str], faults: list[str]) -> Exception:
+    def build_no_checkpoint_error(
+        self, wanted: int | None, damages: Sequence[StepFault], faults: Sequence[StepFault]
+    ) -> Exception:
         """Return the error for a run without a step that can be loaded.
 
         Args:
@@ -323,7 +347,7 @@ class StepFinder:
             faults: Faults of other steps.
         """
         what = "no step here is complete" if wanted is None else f"step {wanted} is not complete, or not here"
-        listed = [*damages, *faults]
+        listed = [fault.text for fault in (*damages, *faults)]
         more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
         fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."
         shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import MIXED, load
-from shardckpt.checkpoint.run.step_finder import PlaceReads, StepFinder, StepKey
+from shardckpt.checkpoint.run.step_finder import SHOWN, PlaceReads, StepFault, StepFinder, StepKey
 from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
@@ -18,6 +18,7 @@ from shardckpt.errors import (
 )
 from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEvent, emit, record_operation
 from shardckpt.format.budget import gc_paused
+from shardckpt.format.durability.step_copies import ROOT
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
 """Errors of steps that are damaged or that another process is removing."""
@@ -56,7 +57,7 @@ def restore_step(
     *,
     on_event: OnEvent | None,
     fault: Exception | None,
-) -> tuple[RestoredStep | None, tuple[str, ...]]:
+) -> tuple[RestoredStep | None, tuple[StepFault, ...]]:
     """Load the newest step that can be loaded, and emit a `RestoreEvent`. Collective.
 
     Args:
@@ -68,7 +69,8 @@ def restore_step(
         fault: Error of this rank, which all ranks raise; None without an error.
 
     Returns:
-        The step, None if the folder is missing or does not contain a checkpoint; and the faults of newer steps.
+        The step, None if the folder is missing or does not contain a checkpoint; and the faults of newer steps and
+        of its copies.
 
     Raises:
         NoCompleteCheckpoint: No step can be loaded, or the requested step cannot.
@@ -86,7 +88,7 @@ def restore_step(
         given = {**options, "on_event": take_measurement}
         with finder.open_places() as reads:
             restored, faults = _load_newest(finder, state, wanted, given, reads, on_event=on_event, fault=fault)
-            recorder.values.update(warnings=(*faults, *reads.faults))
+            recorder.values.update(warnings=(*(fault.text for fault in faults), *reads.faults))
             if restored is not None:
                 tier = restored.finder.tier
                 tier_bytes = reads.tier_bytes or {tier: recorder.values.get("nbytes", 0)}
@@ -103,9 +105,9 @@ def _load_newest(
     *,
     on_event: OnEvent | None,
     fault: Exception | None,
-) -> tuple[RestoredStep | None, tuple[str, ...]]:
+) -> tuple[RestoredStep | None, tuple[StepFault, ...]]:
     """Load the newest step that can be loaded; return it, and the faults of newer ones. Collective."""
-    damages: dict[StepKey, str] = {}
+    damages: dict[StepKey, StepFault] = {}
     removed_meanwhile = 0
     while removed_meanwhile < _LOOKS:
         latest = finder.find_step(wanted, damages, fault)
@@ -122,7 +124,7 @@ def _load_newest(
             place = finder.find_finder(path)
             return RestoredStep(latest.number, latest.name, latest.save, latest.branch, order, path, place), faults
         if finder.is_still_here(latest):
-            damages[latest.key] = damage
+            damages[latest.key] = StepFault(latest.number, damage)
             finder.find_finder(path).damaged.add(latest.save)
             rank = get_channels(finder.group).main.rank
             emit(FallbackEvent(path, step=latest.number, rank=rank, warnings=(damage,)), on_event)
@@ -131,6 +133,26 @@ def _load_newest(
     if latest.save is None and wanted is None and not latest.faults and not damages:
         return None, tuple(latest.tier_faults)
     raise finder.build_no_checkpoint_error(wanted, [*damages.values()], [*latest.faults, *latest.tier_faults])
+
+
+def describe_restore(restored: RestoredStep | None, faults: Sequence[StepFault]) -> str:
+    """Return what was restored, and which newer steps and copies are not used, each with the reason.
+
+    Args:
+        restored: The step; None without one.
+        faults: Faults of newer steps and of copies of this one.
+    """
+
+    def name(number: int) -> str:
+        if restored is None or number < restored.number:  # of another branch it may be newer all the same
+            return f"Step {number}"
+        return f"Newer step {number}" if number > restored.number else f"A copy of step {number}"
+
+    place = "" if restored is None else "root" if restored.finder.tier == ROOT else f"{restored.finder.tier} tier"
+    head = "no step is restored" if restored is None else f"restored step {restored.number} from the {place}"
+    listed = [f"{name(fault.number)} is not used: {fault.text}" for fault in faults]
+    more = [f"And {len(listed) - SHOWN} more"] if len(listed) > SHOWN else []
+    return " ".join(f"{each.removesuffix('.')}." for each in (head, *listed[:SHOWN], *more))
 
 
 def _load_step(finder: StepFinder, path: str, state: Any, options: Mapping[str, Any], *, is_last: bool) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardckpt.checkpoint.peers.node_steps import find_orders, read_commits
 from shardckpt.checkpoint.peers.open_peers import NodeFault
-from shardckpt.checkpoint.run.step_finder import FoundStep, StepFinder, StepKey
+from shardckpt.checkpoint.run.step_finder import FoundStep, StepFault, StepFinder, StepKey
 from shardckpt.format.native.run_directory import RunDirectory
 
 
@@ -30,7 +30,7 @@ class TierFault(NamedTuple):
 
 def select_faults(
     faults: Mapping[str, Sequence[TierFault]], found: FoundStep, tier: str, wanted: int | None
-) -> list[str]:
+) -> list[StepFault]:
     """Return the faults of steps in tiers that were passed over for another one, or for none.
 
     Args:
@@ -50,11 +50,12 @@ def select_faults(
         is_nearer = places.index(place) < at or (fault.is_of_node and place == tier)
         return fault.number > found.number or (fault.number == found.number and is_nearer)
 
-    def describe(fault: TierFault) -> str:
-        is_same = found.save is not None and fault.number == found.number
-        return f"a copy of this step is not used: {fault.text}" if is_same else fault.text
-
-    return [describe(fault) for place, each in faults.items() for fault in each if is_passed_over(place, fault)]
+    return [
+        StepFault(fault.number, fault.text)
+        for place, each in faults.items()
+        for fault in each
+        if is_passed_over(place, fault)
+    ]
 
 
 class PartFinder(StepFinder):

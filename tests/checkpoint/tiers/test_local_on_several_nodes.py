@@ -113,7 +113,7 @@ def resume_with_a_word(rank: int, world: int, root: Path, nodes: str) -> tuple:
         warnings.simplefilter("always")
         step = ck.restore(into)
     assert is_step(into, step or 0)
-    texts = [str(each.message) for each in warned if "cannot be loaded" in str(each.message)]
+    texts = [str(each.message) for each in warned if " not used: " in str(each.message)]
     return step, texts, next(each.warnings for each in events if isinstance(each, RestoreEvent))
 
 

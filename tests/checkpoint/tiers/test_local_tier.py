@@ -91,8 +91,12 @@ def test_a_damaged_copy_falls_to_the_next_copy_then_to_the_step_before_each_with
     ck = make(tmp_path, on_event=lambda event: events.append(event) if isinstance(event, FallbackEvent) else None)
     for name in ("step-00000003", "step-00000002"):
         flip(tmp_path / "local" / name)
-    with pytest.warns(UserWarning, match=r"cannot be loaded, restored step 2.*local/step-00000003"):
+    with pytest.warns(UserWarning, match="restored") as warned:
         assert restore(ck) == 2
+    first, *others = str(warned[0].message).split(" is not used: ")
+    assert first == "restored step 2 from the root. Newer step 3" and len(others) == 2
+    assert "local/step-00000003" in others[0] and others[0].endswith(". A copy of step 2")
+    assert "local/step-00000002" in others[1]
     assert [event.path for event in events] == [str(tmp_path / "local" / f"step-0000000{n}") for n in (3, 2)]
     assert [copy.tier for copy in ck.durability(2).copies] == ["root"], "a copy that was found damaged is not claimed"
     flip(tmp_path / "run" / "step-00000002")
@@ -174,7 +178,14 @@ def test_a_step_of_the_folder_that_is_passed_over_is_one_warning_and_one_event_w
         assert restore(open_run()) == expected
     (text,) = [str(each.message) for each in warned]
     assert f"local tier on the node of rank 0, {platform.node()}: {step}" in text
-    assert text.startswith(f"newer steps cannot be loaded, {'nothing is restored' if expected is None else 'restored'}")
+    assert text.startswith(
+        {
+            "local": "restored step 3 from the local tier. Newer step 4 is not used: ",
+            "root": "restored step 3 from the root. Newer step 4 is not used: ",
+            "nothing": "no step is restored. Step 4 is not used: ",
+            "the same": "restored step 4 from the root. A copy of step 4 is not used: ",
+        }[before]
+    )
     (event,) = [each for each in events if isinstance(each, RestoreEvent)]
     assert len(event.warnings) == 1 and event.warnings[0] in text
     shown = shardckpt.ls(tmp_path / "local")
