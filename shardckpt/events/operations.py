@@ -81,7 +81,7 @@ class LoadEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class RestoreEvent(OperationEvent):
-    """A `Checkpointer.restore`; its warnings are the faults of newer steps, and of copies that were not used.
+    """A `Checkpointer.restore`; on rank 0 its warnings are the faults of newer steps, and of copies that were not used.
 
     Bytes and phases are those of its last load, which has an event of its own.
 

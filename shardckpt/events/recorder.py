@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ OnEvent = Callable[[OperationEvent], object]
 """Function that takes events. Its exceptions are logged. Background saves call it on their own thread."""
 
 _SUBSCRIBED: list[OnEvent] = []
+
+_TOLERATED: ContextVar[bool] = ContextVar("tolerated", default=False)
+"""Whether the caller of the operations that run goes on after their errors."""
 
 
 def subscribe(on_event: OnEvent) -> Callable[[], None]:
@@ -61,11 +65,21 @@ def emit(event: OperationEvent, *on_event: OnEvent | None, is_tolerated: bool = 
         on_event: Further functions to send it to.
         is_tolerated: Whether the caller goes on after its error, and warns of the first one in a row.
     """
-    is_failure = event.error is not None and not is_tolerated
+    is_failure = event.error is not None and not (is_tolerated or _TOLERATED.get())
     level = logging.DEBUG if event.rank else logging.ERROR if is_failure else logging.INFO
     if _LOG.isEnabledFor(level):
         _LOG.log(level, "%s", _describe(event))
     deliver(event, *_SUBSCRIBED, *on_event)
+
+
+@contextmanager
+def tolerated_errors() -> Iterator[None]:
+    """Log no ERROR for operations of this thread that fail within the context, as `emit` with `is_tolerated`."""
+    token = _TOLERATED.set(True)
+    try:
+        yield
+    finally:
+        _TOLERATED.reset(token)
 
 
 def deliver(event: OperationEvent, *on_event: OnEvent | None) -> None:

@@ -233,6 +233,9 @@ class CopiedStore(Protocol):
     def reject(self, name: str, offset: int, nbytes: int) -> bool:
         """Read a damaged range from another copy from now on; return False if no other copy is left."""
 
+    def locate(self, name: str, offset: int, nbytes: int) -> str:
+        """Return where the copy is that was rejected last for a range, for messages."""
+
     def is_near(self, name: str) -> bool:
         """Return True if a copy of a file is known to be on this machine, so that its bytes need no other rank."""
 
@@ -373,6 +376,12 @@ class WrappedStore:
         """Forward to the underlying store, if that may have copies."""
         return isinstance(self._store, CopiedStore) and self._store.reject(name, offset, nbytes)
 
+    def locate(self, name: str, offset: int, nbytes: int) -> str:
+        """Forward to the underlying store; return the path or URL of the file if that has no copies."""
+        if isinstance(self._store, CopiedStore):
+            return self._store.locate(name, offset, nbytes)
+        return f"{self._store.url}/{name}"
+
     def is_near(self, name: str) -> bool:
         """Forward to the underlying store, if that may have copies."""
         return not isinstance(self._store, CopiedStore) or self._store.is_near(name)
@@ -442,6 +451,10 @@ class SubfolderStore(WrappedStore):
     def reject(self, name: str, offset: int, nbytes: int) -> bool:
         """Read a damaged range from another copy, as `CopiedStore`."""
         return super().reject(self._name(name), offset, nbytes)
+
+    def locate(self, name: str, offset: int, nbytes: int) -> str:
+        """Return where the copy is that was rejected last, as `CopiedStore`."""
+        return super().locate(self._name(name), offset, nbytes)
 
     def is_near(self, name: str) -> bool:
         """Return True if a copy of a file is on this machine, as `CopiedStore`."""

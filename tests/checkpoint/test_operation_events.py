@@ -81,7 +81,7 @@ def test_a_run_tells_of_its_saves_removals_fallbacks_and_restores(tmp_path: Path
     assert [type(event) for event in seen] == [LoadEvent, FallbackEvent, LoadEvent, RestoreEvent]
     _, fallback, load, restore = seen
     assert (fallback.step, restore.step, restore.nbytes) == (3, 2, load.nbytes)
-    assert restore.warnings == fallback.warnings
+    assert restore.warnings == fallback.warnings, "on rank 0"
     assert "block" in restore.warnings[0]
     seen.clear()
     end = subscribe(seen.append)

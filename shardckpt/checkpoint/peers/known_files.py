@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport
 from shardckpt.checkpoint.peers.tier_files import FileReader
 from shardckpt.errors import CheckpointError, StorageError
 from shardckpt.format.native.commit import COMMIT, decode_commit
@@ -68,11 +68,13 @@ class NodeRanks(NamedTuple):
     """A node that has copies.
 
     Attributes:
-        name: Id of the node.
+        host: Name of its machine.
+        urls: Path or URL of each tier there, by the tier's name.
         ranks: Its ranks.
     """
 
-    name: str
+    host: str
+    urls: Mapping[str, str]
     ranks: tuple[int, ...]
 
 
@@ -93,7 +95,7 @@ class FoundFiles(NamedTuple):
         files, nodes = fields
         return cls(
             tuple((name, nbytes, tuple(held)) for name, nbytes, held in files),
-            tuple((index, NodeRanks(name, tuple(ranks))) for index, (name, ranks) in nodes),
+            tuple((index, NodeRanks(host, urls, tuple(ranks))) for index, (host, urls, ranks) in nodes),
         )
 
 
@@ -117,8 +119,12 @@ def find_files(catalog: NodeCatalog | None, names: Iterable[str]) -> FoundFiles:
         for each in named if not base else [base] if base in named else []:
             found[f"{folder}/{each}"] = (f"{folder}/{each}", *named[each])
     indices = sorted({node for _, _, held in found.values() for node in held})
-    nodes = tuple((at, NodeRanks(catalog.nodes[at].name, catalog.ranks[at])) for at in indices)
+    nodes = tuple((at, _describe_node(catalog.nodes[at], catalog.ranks[at])) for at in indices)
     return FoundFiles(tuple(found.values()), nodes)
+
+
+def _describe_node(node: Node, ranks: tuple[int, ...]) -> NodeRanks:
+    return NodeRanks(node.host, node.urls, ranks)
 
 
 class KnownFiles(ABC):
@@ -222,7 +228,7 @@ class AllFiles(KnownFiles):
     def __init__(self, catalog: NodeCatalog, own: int, sources: Mapping[str, Sequence[str]] | None = None) -> None:
         sources = {folder: (folder,) for folder in catalog.files} if sources is None else sources
         nodes = {
-            at: NodeRanks(node.name, ranks)
+            at: _describe_node(node, ranks)
             for at, (node, ranks) in enumerate(zip(catalog.nodes, catalog.ranks, strict=True))
         }
         super().__init__(own, sources, collect_files(catalog, sources), nodes, is_alone=len(catalog.nodes) == 1)
@@ -255,7 +261,7 @@ class AskedFiles(KnownFiles):
         self._removed: list[str] = []
         self._folders = {source: folder for folder, step in steps.items() for source in step.sources}
         sources = {folder: step.sources for folder, step in steps.items()}
-        nodes = {own: NodeRanks(report.node.name, ())}
+        nodes = {own: _describe_node(report.node, ())}
         super().__init__(own, sources, _collect_own_files(own, report, steps), nodes, is_alone=False)
 
     def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:

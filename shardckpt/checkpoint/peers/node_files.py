@@ -20,11 +20,15 @@ class Node(NamedTuple):
         name: Id of the node.
         machine: Id of the machine, which nodes share that fail together.
         rack: Label of the machines that may fail together; empty without one.
+        host: Name of the machine, for messages; empty if unknown.
+        urls: Path or URL of each tier there by the tier's name, for messages.
     """
 
     name: str
     machine: str
     rack: str = ""
+    host: str = ""
+    urls: Mapping[str, str] = {}
 
 
 class NodeStep(NamedTuple):
@@ -85,15 +89,16 @@ class NodeReport:
         """
         try:
             node, steps, *rest = json.loads(data)
-            name, machine, rack = map(str, node)
+            name, machine, rack, host = map(str, node[:4])
+            urls = {str(tier): str(url) for tier, url in node[4].items()}
             faults = {str(folder): str(fault) for each in rest for folder, fault in each.items()}
             found = {str(folder): _decode_step(step) for folder, step in steps.items()}
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise FormatError("a report of the files of a node is damaged", found=f"{len(data)} bytes") from error
         for folder, step in found.items():
             for each in (folder, *step.files, *step.others):
                 check_name(each, name)
-        return cls(Node(name, machine, rack), found, faults)
+        return cls(Node(name, machine, rack, host, urls), found, faults)
 
 
 def _decode_step(step: Any) -> NodeStep:

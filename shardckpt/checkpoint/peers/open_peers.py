@@ -67,6 +67,18 @@ class NodeFault(NamedTuple):
     fault: str
 
 
+class SharedFaults(NamedTuple):
+    """Faults that the ranks have found in copies of files.
+
+    Attributes:
+        files: Files of this rank's node that a rank could not read, or found damaged.
+        copies: Folder of the step, place and fault of each copy. On rank 0.
+    """
+
+    files: frozenset[str] = frozenset()
+    copies: Sequence[tuple[str, str, str]] = ()
+
+
 class OpenedTiers(NamedTuple):
     """Steps that nodes have together, as one store for each tier.
 
@@ -87,22 +99,20 @@ class OpenedTiers(NamedTuple):
         """Bytes that this rank has read, by the tier that had them."""
         return dict(sum((store.tier_bytes for store in self.stores.values()), Counter[str]()))
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Reasons why copies were not read on this rank."""
-        return tuple(fault for store in self.stores.values() for fault in store.faults)
-
-    def share_rejected(self, coordinator: Coordinator) -> frozenset[str]:
-        """Return the files of this rank's node that a rank could not read, or found damaged. Collective."""
-        places = {each.place for store in self.stores.values() for found in store.rejected.values() for each in found}
+    def share_faults(self, coordinator: Coordinator) -> SharedFaults:
+        """Share the faults of copies that the ranks have found; rank 0 gets each once. Collective."""
+        faults = [[*each] for store in self.stores.values() for each in store.list_faults()]
+        merged: dict[tuple[int, str], tuple[str, str]] = {}
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            return [json.dumps([place for message in messages for place in json.loads(message)]).encode()] * len(
-                messages
-            )
+            for message in messages:
+                for (node, name), where, text in json.loads(message):
+                    merged.setdefault((node, name), (where, text))
+            return [json.dumps([*merged]).encode()] * len(messages)
 
-        answer = coordinator.coordinate("sharing damaged copies", json.dumps([*places]).encode(), decide)
-        return frozenset(str(name) for node, name in json.loads(answer) if node == self.node)
+        answer = coordinator.coordinate("sharing damaged copies", json.dumps(faults).encode(), decide)
+        files = frozenset(str(name) for node, name in json.loads(answer) if node == self.node)
+        return SharedFaults(files, [(name.split("/")[1], *fault) for (_, name), fault in merged.items()])
 
 
 @contextmanager
@@ -128,7 +138,7 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
     own = TierFiles({tier.name: store for tier in tiers if (store := tier.open_own()) is not None})
     reports = {name: report_or_nothing(store, node) for name, store in own.stores.items()}
     report = NodeReport(
-        node,
+        node._replace(host=platform.node(), urls={tier.name: tier.url for tier in tiers}),
         {f"{name}/{folder}": step for name, each in reports.items() for folder, step in each.steps.items()},
         {
             f"{name}/{folder}": f"{platform.node()}: {fault}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -16,8 +15,6 @@ from shardckpt.checkpoint.peers.tier_files import FileReader
 from shardckpt.errors import CheckpointError, MissingFileError, StorageError, TruncatedError
 from shardckpt.storage.store import Capabilities, Listed, Read, Writer, check_name
 
-_LOG = logging.getLogger("shardckpt")
-
 
 class RejectedRange(NamedTuple):
     """A range of a file that one copy cannot give.
@@ -26,13 +23,27 @@ class RejectedRange(NamedTuple):
         start: First byte.
         stop: End.
         place: The copy.
-        reason: Why it cannot.
+        reason: Why it cannot, as the rest of a sentence about the bytes.
     """
 
     start: int
     stop: int
     place: NodeFile
     reason: str
+
+
+class CopyFault(NamedTuple):
+    """A copy of a file that was not read, or not all of it.
+
+    Attributes:
+        place: The copy.
+        where: Tier, rank, machine and path of the copy.
+        text: Why not, and which copy was read in its place.
+    """
+
+    place: NodeFile
+    where: str
+    text: str
 
 
 class PeerStore:
@@ -53,7 +64,6 @@ class PeerStore:
         pulled_bytes: Bytes that came from other nodes.
         tier_bytes: Bytes that were read, by tier.
         rejected: Ranges that copies could not give, by the name of the file.
-        faults: Reasons why copies were not read, one for each.
     """
 
     exchange: PieceExchange
@@ -62,7 +72,6 @@ class PeerStore:
         self._own, self._known, self._rank = own, known, rank
         self._url = own.url if url is None else url
         self.rejected: dict[str, builtins.list[RejectedRange]] = {}
-        self.faults: builtins.list[str] = []
         self.own_bytes = self.pulled_bytes = 0
         self.tier_bytes: Counter[str] = Counter()
 
@@ -135,7 +144,7 @@ class PeerStore:
                 self.pulled_bytes += len(each.buffer)
                 self.tier_bytes[place.tier] += len(each.buffer)
             else:
-                self._reject(each, place, "does not give it")
+                self._reject(each, place, "are not given by this machine")
                 left.append(each)
         return left
 
@@ -146,11 +155,16 @@ class PeerStore:
         bounds = {read.offset, end, *(at for each in rejected for at in each[:2] if read.offset < at < end)}
         edges = sorted(bounds)
         for start, stop in pairwise(edges):
-            bad = {each.place for each in rejected if each.start < stop and start < each.stop}
-            place = next((place for place in self._list_places(read.name) if place not in bad), None)
+            place = self._find_place(read.name, start, stop)
             if place is None:
-                raise MissingFileError("no node gives this range of a file", where=f"{self.url}/{read.name}")
+                where = self.locate(read.name, start, stop - start)
+                raise MissingFileError("no node gives this range of a file", where=where)
             yield Read(read.name, start, read.buffer[start - read.offset : stop - read.offset]), place
+
+    def _find_place(self, name: str, start: int, stop: int) -> NodeFile | None:
+        """Return the nearest copy of a range that may give it; None without one."""
+        bad = {each.place for each in self.rejected.get(name, ()) if each.start < stop and start < each.stop}
+        return next((place for place in self._list_places(name) if place not in bad), None)
 
     def _list_places(self, name: str) -> Iterator[NodeFile]:
         """Yield the copies of a file: on the own node first; those of others in an order that differs between ranks."""
@@ -171,7 +185,7 @@ class PeerStore:
             if len(reads) > 1:
                 return [left for each in reads for left in self._read_own([each])]
             read, place = reads[0]
-            self._reject(read, place, str(error))
+            self._reject(read, place, f"cannot be read: {error}")
             return [read]
         for read, place in reads:
             self.own_bytes += len(read.buffer)
@@ -183,7 +197,7 @@ class PeerStore:
         damaged = Read(name, offset, memoryview(bytearray(nbytes)))
         try:
             for part, place in [*self._assign(damaged)]:
-                self._reject(part, place, "a block is damaged")
+                self._reject(part, place, "do not match their checksum")
             return bool([*self._assign(damaged)])
         except MissingFileError:
             return False
@@ -193,16 +207,32 @@ class PeerStore:
         return any(place.node == self._known.own for place in self._known.list_places(name))
 
     def _reject(self, read: Read, place: NodeFile, reason: str) -> None:
-        """Read a range from another copy from now on; the first range of a copy is a warning in the log."""
-        rejected = self.rejected.setdefault(read.name, [])
-        is_first = all(each.place != place for each in rejected)
-        rejected.append(RejectedRange(read.offset, read.offset + len(read.buffer), place, reason))
-        if is_first:
-            node = f"node {self._known.nodes[place.node].name}"
-            self.faults.append(
-                f"{self.url}/{read.name} is read from another copy than {place.name} of {node}: {reason}"
-            )
-            _LOG.warning("%s", self.faults[-1])
+        """Read a range from another copy from now on."""
+        rejected = RejectedRange(read.offset, read.offset + len(read.buffer), place, reason)
+        self.rejected.setdefault(read.name, []).append(rejected)
+
+    def locate(self, name: str, offset: int, nbytes: int) -> str:
+        """Return where the copy is that was rejected last for a range; the path here without one."""
+        found = [each for each in self.rejected.get(name, ()) if each.start < offset + nbytes and offset < each.stop]
+        return self._show(found[-1].place) if found else f"{self.url}/{name}"
+
+    def _show(self, place: NodeFile) -> str:
+        """Return the tier, rank, machine and path of a copy."""
+        node, (tier, _, inside) = self._known.nodes[place.node], place.name.partition("/")
+        rank = min(node.ranks, default=self._rank)
+        return f"{tier} tier on the node of rank {rank}, {node.host}: {node.urls.get(tier, self.url)}/{inside}"
+
+    def list_faults(self) -> builtins.list[CopyFault]:
+        """Return the copies that were rejected, each with its first range and what was read in its place."""
+        found: dict[NodeFile, CopyFault] = {}
+        for name, rejected in [*self.rejected.items()]:
+            for start, stop, place, reason in rejected:
+                if place not in found:
+                    other = self._find_place(name, start, stop)
+                    instead = "no other copy has them" if other is None else f"they were read from {self._show(other)}"
+                    text = f"bytes {start} to {stop} {reason}; {instead}"
+                    found[place] = CopyFault(place, self._show(place), text)
+        return [*found.values()]
 
     def create(self, name: str) -> Writer:
         """Raise an error: this store is only read."""

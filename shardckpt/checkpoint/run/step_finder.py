@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import MIXED
 from shardckpt.errors import NoCompleteCheckpoint, TargetExistsError, UnsupportedError, UsageError
 from shardckpt.format.durability.step_copies import (
@@ -53,10 +53,12 @@ class StepFault(NamedTuple):
     Attributes:
         number: Number of the step.
         text: Where it is and why it is not used.
+        copy: Where a copy of a file is, of which a part is not used; empty if this is not about one file.
     """
 
     number: int
     text: str
+    copy: str = ""
 
 
 class FoundStep(NamedTuple):
@@ -110,9 +112,12 @@ class PlaceReads:
         """Bytes that this rank has read since `reset`, by tier; empty if all are of the place of the step."""
         return {}
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Reasons why this rank read a copy in place of a nearer one."""
+    def share_faults(self, coordinator: Coordinator) -> Sequence[StepFault]:  # noqa: ARG002  (of one place)
+        """Return the faults of copies that were not read, on rank 0. Collective.
+
+        Args:
+            coordinator: Coordinator of the ranks.
+        """
         return ()
 
     def reset(self) -> None:
@@ -301,6 +306,15 @@ class StepFinder:
             path: Path or URL of its folder.
         """
         return self
+
+    def locate_damage(self, path: str, text: str) -> str:  # noqa: ARG002  (the path names the place)
+        """Return the fault of a step with the place where it is.
+
+        Args:
+            path: Path or URL of the step's folder.
+            text: The fault, which begins with the path of a file.
+        """
+        return text
 
     def newest_branch(self) -> int:
         """Return the branch of the newest complete step. On rank 0."""

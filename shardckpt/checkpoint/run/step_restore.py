@@ -17,6 +17,7 @@ from shardckpt.errors import (
     UnknownFormatError,
 )
 from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEvent, emit, record_operation
+from shardckpt.events.recorder import tolerated_errors
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.durability.step_copies import ROOT
 
@@ -76,8 +77,8 @@ def restore_step(
         NoCompleteCheckpoint: No step can be loaded, or the requested step cannot.
         ShardckptError: As for `Checkpointer.restore`.
     """
-    rank = get_channels(finder.group).main.rank
-    with gc_paused(), record_operation(RestoreEvent, finder.root, on_event, rank=rank) as recorder:
+    coordinator = get_channels(finder.group).main
+    with gc_paused(), record_operation(RestoreEvent, finder.root, on_event, rank=coordinator.rank) as recorder:
 
         def take_measurement(event: OperationEvent) -> None:
             recorder.phases.update(event.phases)
@@ -88,7 +89,9 @@ def restore_step(
         given = {**options, "on_event": take_measurement}
         with finder.open_places() as reads:
             restored, faults = _load_newest(finder, state, wanted, given, reads, on_event=on_event, fault=fault)
-            recorder.values.update(warnings=(*(fault.text for fault in faults), *reads.faults))
+            faults = (*faults, *_select_copies(reads.share_faults(coordinator), faults))
+            if coordinator.rank == 0:
+                recorder.values.update(warnings=tuple(fault.text for fault in faults))
             if restored is not None:
                 tier = restored.finder.tier
                 tier_bytes = reads.tier_bytes or {tier: recorder.values.get("nbytes", 0)}
@@ -124,10 +127,11 @@ def _load_newest(
             place = finder.find_finder(path)
             return RestoredStep(latest.number, latest.name, latest.save, latest.branch, order, path, place), faults
         if finder.is_still_here(latest):
+            damage = finder.locate_damage(path, damage)
             damages[latest.key] = StepFault(latest.number, damage)
             finder.find_finder(path).damaged.add(latest.save)
-            rank = get_channels(finder.group).main.rank
-            emit(FallbackEvent(path, step=latest.number, rank=rank, warnings=(damage,)), on_event)
+            if get_channels(finder.group).main.rank == 0:
+                emit(FallbackEvent(path, step=latest.number, warnings=(damage,)), on_event)
         else:
             removed_meanwhile += 1
     if latest.save is None and wanted is None and not latest.faults and not damages:
@@ -143,22 +147,31 @@ def describe_restore(restored: RestoredStep | None, faults: Sequence[StepFault])
         faults: Faults of newer steps and of copies of this one.
     """
 
-    def name(number: int) -> str:
+    def describe(fault: StepFault) -> str:
+        number = fault.number
+        if fault.copy:
+            return f"A copy of step {number} has a fault"
         if restored is None or number < restored.number:  # of another branch it may be newer all the same
-            return f"Step {number}"
-        return f"Newer step {number}" if number > restored.number else f"A copy of step {number}"
+            return f"Step {number} is not used"
+        return f"{'Newer step' if number > restored.number else 'A copy of step'} {number} is not used"
 
     place = "" if restored is None else "root" if restored.finder.tier == ROOT else f"{restored.finder.tier} tier"
     head = "no step is restored" if restored is None else f"restored step {restored.number} from the {place}"
-    listed = [f"{name(fault.number)} is not used: {fault.text}" for fault in faults]
+    listed = [f"{describe(fault)}: {fault.text}" for fault in faults]
     more = [f"And {len(listed) - SHOWN} more"] if len(listed) > SHOWN else []
     return " ".join(f"{each.removesuffix('.')}." for each in (head, *listed[:SHOWN], *more))
+
+
+def _select_copies(copies: Sequence[StepFault], faults: Sequence[StepFault]) -> list[StepFault]:
+    """Return the faults of copies that are not those for which their steps were not used."""
+    return [each for each in copies if not any(each.copy in fault.text for fault in faults)]
 
 
 def _load_step(finder: StepFinder, path: str, state: Any, options: Mapping[str, Any], *, is_last: bool) -> str:
     """Load a step; if a rank finds it damaged, return the fault on all ranks."""
     try:
-        load(state, path, process_group=finder.group, **options)
+        with tolerated_errors():  # the restore goes on, or fails with an event of its own
+            load(state, path, process_group=finder.group, **options)
     except Exception as error:
         coordinator = get_channels(finder.group).main
         if is_last or coordinator.has_lost_rank:

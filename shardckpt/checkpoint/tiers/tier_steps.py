@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.open_peers import OpenedTiers
 from shardckpt.checkpoint.run.root_position import RootPosition
-from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, find_next_branch
+from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFault, find_next_branch
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
 from shardckpt.format.durability.step_copies import FAILURES, StepCopy, describe_copy
@@ -60,11 +61,15 @@ class TierReads(PlaceReads):
 
     Args:
         opened: The tiers.
+
+    Attributes:
+        damaged: Files of this rank's node that a rank found damaged, as of `share_faults`.
     """
 
     def __init__(self, opened: OpenedTiers) -> None:
         self._opened = opened
         self._before: Mapping[str, int] = {}
+        self.damaged: frozenset[str] = frozenset()
 
     @property
     def tier_bytes(self) -> Mapping[str, int]:
@@ -72,10 +77,13 @@ class TierReads(PlaceReads):
         read = {tier: nbytes - self._before.get(tier, 0) for tier, nbytes in self._opened.tier_bytes.items()}
         return {tier: nbytes for tier, nbytes in read.items() if nbytes}
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Reasons why this rank read a copy in place of a nearer one."""
-        return self._opened.faults
+    def share_faults(self, coordinator: Coordinator) -> list[StepFault]:
+        """Return the faults of copies that were not read, on rank 0. Collective."""
+        shared = self._opened.share_faults(coordinator)
+        self.damaged = shared.files
+        return [
+            StepFault(int(folder.partition("-")[2]), f"{where}: {text}", where) for folder, where, text in shared.copies
+        ]
 
     def reset(self) -> None:
         """Count from here on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -99,6 +100,7 @@ class TieredFinder(StepFinder):
         self._is_root_in_doubt = False
         self._damaged_files: frozenset[str] = frozenset()
         self._node_faults: Sequence[NodeFault] = ()
+        self._has_peers = False
 
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
@@ -220,6 +222,12 @@ class TieredFinder(StepFinder):
         run = path.rpartition("/")[0]
         return next((place.finder for place in self._places if place.finder.root == run), self)
 
+    def locate_damage(self, path: str, text: str) -> str:
+        """Return the fault of a step with the place where it is; those of several nodes have it."""
+        place = self.find_finder(path)
+        is_of_root, here = place is self, f"{place.tier} tier on the node of rank 0, {platform.node()}"
+        return text if is_of_root or self._has_peers else f"{here}: {text}"
+
     def list_keys(self) -> list[StepKey]:
         """Return the keys of the complete steps in the tiers and in the root. On rank 0."""
         held = [read_tier(place, place.finder.list_keys, list[StepKey]()) for place in self._places]
@@ -236,14 +244,15 @@ class TieredFinder(StepFinder):
         tiers = [NodeTier(place.name, place.finder.root, partial(open_own, place)) for place in self._places]
         with ExitStack() as stack:
             opened = stack.enter_context(open_peers(tiers, find_node(), self.group))
-            self._node_faults = opened.node_faults
+            self._node_faults, self._has_peers = opened.node_faults, bool(opened.stores)
             if not opened.stores:
                 yield PlaceReads()
                 return
             for place in self._places:
                 stack.enter_context(place.finder.at(opened.stores[place.name].url))
-            yield TierReads(opened)
-            self._damaged_files |= opened.share_rejected(get_channels(self.group).main)
+            reads = TierReads(opened)
+            yield reads
+            self._damaged_files |= reads.damaged
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
         """Return the complete copies of a step, the nearest first. Collective.

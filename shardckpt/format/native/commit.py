@@ -291,10 +291,12 @@ def _read_manifest(store: Store, commit: Commit) -> bytes:
         digest = hashlib.sha256(data).hexdigest()
         if digest == commit.manifest_sha256:
             return data
-        if not (isinstance(store, CopiedStore) and store.reject(commit.manifest, 0, len(data))):
+        copied = store if isinstance(store, CopiedStore) else None
+        if copied is None or not copied.reject(commit.manifest, 0, len(data)):
+            path = f"{store.url}/{commit.manifest}"
             raise ChecksumError(
                 "the manifest is not the one that was committed",
-                where=f"{store.url}/{commit.manifest}",
+                where=path if copied is None else copied.locate(commit.manifest, 0, len(data)),
                 found=digest,
                 expected=commit.manifest_sha256,
                 fix=_RESTORE,

@@ -418,7 +418,7 @@ class VerifiedStore(WrappedStore):
             return
         raise ChecksumError(
             f"block {start // BLOCK_BYTES}, bytes {start} to {start + size}, does not match its checksum",
-            where=f"{self.url}/{name}",
+            where=self.locate(name, start, size),
             found=digest.hex(),
             expected=expected.hex(),
             fix="Restore the file from another copy: `shardckpt verify` lists every damaged block and its tensors.",

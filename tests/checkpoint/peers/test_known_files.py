@@ -60,7 +60,7 @@ def node_reports(draw) -> list[NodeReport]:
             beside = {name: size for name, size in name_files(other).items() if name != COMMIT}
             others = {name: beside[name] for name in sorted(draw(st.sets(st.sampled_from(sorted(beside)))))}
             steps[folder] = NodeStep(save, len(files), {name: files[name] for name in sorted(held)}, others=others)
-        return NodeReport(Node(f"n{at}", "m"), steps)
+        return NodeReport(Node(f"n{at}", "m", host=f"h{at}"), steps)
 
     return [report(at) for at in range(draw(st.integers(2, 3)))]
 
@@ -103,7 +103,9 @@ def test_a_rank_that_asks_sees_the_same_files_and_copies_as_rank_0(reports, tier
             assert found is not None and file is not None and found.nbytes == file.nbytes
             assert set(found.places) == set(file.places)
             assert [each.tier for each in found.places] == [each.tier for each in file.places], "the nearest first"
-            assert all(known.nodes[each.node].name == whole.nodes[each.node].name for each in found.places)
+            assert all(
+                known.nodes[each.node].host == whole.nodes[each.node].host == f"h{each.node}" for each in found.places
+            )
         known.learn([f"{step}/other"], asked.find)
         assert known.find(f"{step}/other") is None
 

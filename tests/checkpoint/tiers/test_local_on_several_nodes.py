@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -128,7 +129,67 @@ def test_a_part_of_a_step_that_does_not_count_is_one_warning_that_names_its_node
     assert not second[1], "rank 0 warns"
     (text,) = first[1]
     assert f"local tier on the node of rank 1, {platform.node()}: {step}" in text and re.search(DAMAGES[damage], text)
-    assert first[2] == second[2] and len(first[2]) == 1
+    assert len(first[2]) == 1 and not second[2]
+
+
+def restore_and_listen(rank: int, world: int, root: Path, nodes: str, options: dict) -> tuple:
+    """Restore; return the step, all that is printed and warned, and the warnings of events by their names."""
+    enter(nodes[rank])
+    records: list[logging.LogRecord] = []
+    events: list = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = records.append
+    logging.getLogger("shardckpt").addHandler(listener)
+    into, ck = state(world), make(root, folder_of(root, nodes[rank]), on_event=events.append, **options)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step = ck.restore(into)
+    assert is_step(into, step or 0)
+    printed = [*get_texts(warned), *(record.getMessage() for record in records)]
+    return step, printed, {each.operation: each.warnings for each in events if each.warnings}
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_byte_on_another_node_is_told_once_with_its_node_and_path_and_what_was_restored(tmp_path):
+    root, options = tmp_path / "run", {"keep_last": 2}
+    run(4, train, root, "aabb", (1, 2), options)
+    step = folder_of(root, "b") / "step-00000002"
+    damaged = max(step.glob("*.safetensors"))
+    flip(damaged)
+    found = run(4, restore_and_listen, root, "aabb", options)
+    assert [step for step, *_ in found] == [1] * 4
+    assert [len(printed) for _, printed, _ in found] == [1, 0, 0, 0], "one fact, one line"
+    (text,) = found[0][1]
+    fault = f"local tier on the node of rank 2, {platform.node()}: {damaged}: block "
+    assert text.startswith(f"restored step 1 from the local tier. Newer step 2 is not used: {fault}")
+    assert "read from" not in text, "there is no other copy"
+    events = [told for *_, told in found]
+    assert events[1:] == [{}] * 3 and {*events[0]} == {"fallback", "restore"}
+    assert events[0]["fallback"] == events[0]["restore"] and len(events[0]["restore"]) == 1
+
+
+def test_a_damaged_copy_of_another_node_is_told_once_with_the_copy_that_was_read(tmp_path):
+    root, options = tmp_path / "run", {"memory": {"copies": 1}}
+    run(2, train, root, "ab", (1,), options)
+    kill_holder("a")
+    kill_holder("b")
+    damaged = max((folder_of(root, "b") / "step-00000001").glob("*.safetensors"))
+    flip(damaged)
+    (first, printed, told), second = run(2, restore_and_listen, root, "ab", options)
+    assert first == second[0] == 1 and second[1:] == ([], {})
+    (text,) = printed
+    here, other = (f"local tier on the node of rank {rank}, {platform.node()}: " for rank in (1, 0))
+    copy = folder_of(root, "a") / "step-00000001" / damaged.name
+    assert text.startswith(
+        f"restored step 1 from the local tier. A copy of step 1 has a fault: {here}{damaged}: bytes "
+    )
+    assert f"do not match their checksum; they were read from {other}{copy}" in text
+    assert told == {"restore": told["restore"]} and told["restore"][0] in text
 
 
 def test_a_step_of_which_a_node_is_lost_is_one_warning(tmp_path):
@@ -207,8 +268,11 @@ def test_a_damaged_block_is_read_from_the_next_tier_and_its_copy_is_not_claimed_
 
     found = run(3, body)
     assert {tier for read, *_ in found for tier in read} == {"memory", "local"}
-    faults = [fault for _, faults, *_ in found for fault in faults]
-    assert faults and all(f"another copy than memory/step-00000001/{damaged}" in fault for fault in faults)
+    (fault,), *others = [faults for _, faults, *_ in found]
+    memory, folder = f"memory tier on the node of rank 0, {platform.node()}: ", folder_of(root, "a")
+    assert fault.startswith(memory) and f"step-00000001/{damaged}: bytes " in fault and others == [(), ()]
+    local = f"local tier on the node of rank 0, {platform.node()}: {folder}"
+    assert f"do not match their checksum; they were read from {local}" in fault
     claims = ["memory", "local"], ["local"]
     assert [each[2:] for each in found] == [(*claims, ["memory"]), (*claims, []), (*claims, [])]
 
