@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -202,14 +203,14 @@ def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = Fal
 
     if action not in {"", "stop"}:
         raise shardckpt.UsageError("`tiers` has one action", found=action, expected="stop")
+    stopped = shardckpt.stop_tiers(run or None) if action == "stop" else ()
+    if as_json:
+        output.print_json(replace(shardckpt.tiers(), stopped=stopped))
+        return
     if action == "stop":
-        for stopped in shardckpt.stop_tiers(run or None):
-            print(f"stopped {stopped}")
+        print("".join(f"stopped {each}\n" for each in stopped), end="")
         return
     found = shardckpt.tiers()
-    if as_json:
-        output.print_json(found)
-        return
     rows = [
         (
             holder.run,

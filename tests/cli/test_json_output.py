@@ -44,7 +44,7 @@ COMMANDS = {
     "ls": ["RUN", "RUN --durability"],
     "prove": ["RUN", "PROVEN"],
     "prune": ["RUN --dry-run --keep-last 1"],
-    "tiers": [""],
+    "tiers": ["", "stop"],
 }
 """Arguments of calls of each command; capital words are paths that `places` makes."""
 

@@ -46,6 +46,19 @@ def test_holders_are_listed_with_their_steps_and_limits_and_ended(tmp_path):
     assert shardckpt.tiers().holders == ()
 
 
+def test_ended_holders_are_listed_as_json_with_those_that_are_left(tmp_path):
+    assert json.loads(run_here("tiers", "stop", "--json").out)["stopped"] == []
+    capture(tmp_path / "a", 1)
+    capture(tmp_path / "b", 2)
+    first, second = shardckpt.tiers().holders
+    found = json.loads(run_here("tiers", "stop", first.run, "--json").out)
+    assert (found["stopped"], [each["run"] for each in found["holders"]]) == ([first.run], [second.run])
+    listed = json.loads(run_here("tiers", "--json").out)
+    assert found.keys() == listed.keys() and listed["stopped"] == []
+    found = json.loads(run_here("tiers", "stop", "--json").out)
+    assert (found["stopped"], found["holders"], found["hung"]) == ([second.run], [], [])
+
+
 def test_a_capture_is_rescued_by_copy_and_verified_like_any_step(tmp_path):
     capture(tmp_path / "a", 7)
     url = shardckpt.tiers().holders[0].url

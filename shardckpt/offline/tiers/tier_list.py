@@ -60,10 +60,12 @@ class TierList:
     Attributes:
         holders: Holders of this user on this node, in the order of their runs.
         hung: Holders that do not answer, in the order of their runs.
+        stopped: Runs whose holders `shardckpt tiers stop` has ended, before the others were listed.
     """
 
     holders: tuple[HolderInfo, ...]
     hung: tuple[HungHolderInfo, ...] = ()
+    stopped: tuple[str, ...] = ()
 
 
 def tiers() -> TierList:
