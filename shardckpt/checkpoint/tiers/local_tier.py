@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from shardckpt.checkpoint.tiers.capture_tier import CaptureTier, TierPlace
 from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.part_finder import PartFinder
 from shardckpt.checkpoint.tiers.peer_memory import find_node
-from shardckpt.errors import ShardckptError, escape
+from shardckpt.errors import ShardckptError, StorageError, escape
 from shardckpt.events import OnEvent
 from shardckpt.format.durability.run_record import find_run_id, read_run_record, write_run_record
 from shardckpt.format.durability.step_copies import LOCAL
@@ -101,6 +102,12 @@ class LocalTier(CaptureTier):
             UsageError: It has steps of another run.
         """
         claim_folder(LocalStore(self._folder), self._root)
+        if not os.access(self._folder, os.W_OK | os.X_OK):  # of a file system that is read-only, for root too
+            raise StorageError(
+                "the folder of Local cannot be written",
+                where=self._folder,
+                expected="a folder that this user may write",
+            )
 
     def open(self, nodes: set[str]) -> None:
         """Claim the folder of rank 0's node, and record it in the root. On rank 0; as `CaptureTier.open`."""

@@ -101,6 +101,7 @@ class TieredFinder(StepFinder):
         self._damaged_files: frozenset[str] = frozenset()
         self._node_faults: Sequence[NodeFault] = ()
         self._has_peers = False
+        self._logged = ""
 
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
@@ -124,14 +125,24 @@ class TieredFinder(StepFinder):
         found = choose_newest([*held, root])
         self._least_branch = self.last_start.find_least_branch(each.attempt for each in captures)
         if self._least_branch:
-            shown = " or ".join(place.name for place in self._places)
-            reason = "its machines are missing, or their holders have ended or do not answer"
-            _LOG.warning("no capture of the last start of %s was found in %s: %s", self.root, shown, reason)
+            self._log_missing_captures()
         same = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
         after = next((each.after for each in same), "")
         self.own.note_found(found.number, found.order, after, list_saves(found, same, state.steps.get(found.order)))
         passed_over = select_faults(faults, found, self.find_finder(found.path).tier, wanted)
         return found._replace(branch=max(found.branch, self._least_branch), tier_faults=passed_over)
+
+    def _log_missing_captures(self) -> None:
+        """Log once that no capture of the last start is here. On rank 0."""
+        shown = " or ".join(place.name for place in self._places)
+        text = (
+            f"no capture of the last start of {self.root} is in {shown}: it completed none (its own log has the "
+            "reason), or its machines are not those of this start, or their holders have ended or do not answer; steps "
+            "that are saved from now on count as newer"
+        )
+        if text != self._logged:
+            self._logged = text
+            _LOG.warning("%s", text)
 
     def find_position(self) -> RootPosition:
         """Return the steps of the root that this process knows; read them if it has not looked. On rank 0."""

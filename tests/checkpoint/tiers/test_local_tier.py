@@ -277,6 +277,21 @@ def test_a_full_disk_of_the_tier_is_one_warning_and_the_root_has_its_steps(
     assert ck.durability(9).copies[-1].tier == "local", "after failures, an attempt is made again"
 
 
+def test_a_start_whose_folder_is_read_only_is_one_warning_and_later_starts_do_not_miss_its_captures(
+    tmp_path, monkeypatch, caplog
+):
+    save(make(tmp_path), 1)
+    assert restore(make(tmp_path)) == 1
+    ck = make(tmp_path, save_every=3)
+    with monkeypatch.context() as read_only:
+        access = os.access
+        read_only.setattr(os, "access", lambda path, mode: "local" not in str(path) and access(path, mode))
+        with pytest.warns(UserWarning, match=r"not captured in .*: the folder of Local cannot be written") as warned:
+            save(ck, 1, 2, 3)
+    assert len(warned) == 1 and restore(make(tmp_path)) == 3
+    assert "no capture of the last start" not in caplog.text
+
+
 def test_the_folder_of_another_run_is_neither_read_nor_changed(tmp_path, caplog):
     save(make(tmp_path), 1)
     other = Checkpointer(tmp_path / "other", save_every=5, tiers=[Local(tmp_path / "local")])

@@ -87,6 +87,16 @@ def test_a_restore_that_finds_no_capture_of_the_last_start_says_so(tmp_path, cap
     kill_holder()
     assert restore(tmp_path / "run") is None
     assert caplog.text.count("no capture of the last start") == 1
+    assert "it completed none (its own log has the reason), or its machines are not those of this start" in caplog.text
+
+
+def test_a_restore_that_tries_several_steps_says_once_that_it_finds_no_capture_of_the_last_start(tmp_path, caplog):
+    save(make(tmp_path / "run", save_every=1, every=2), 1, 2)
+    kill_holder()
+    flip_file(max((tmp_path / "run" / "step-00000002").glob("*.safetensors")))
+    with pytest.warns(UserWarning, match="restored step 1 from the root"):
+        assert restore(tmp_path / "run") == 1
+    assert caplog.text.count("no capture of the last start") == 1
 
 
 def test_a_step_that_was_captured_survives_a_killed_trainer_and_the_root_has_its_own_steps(tmp_path):
@@ -394,7 +404,11 @@ def test_a_damaged_capture_is_never_given(tmp_path, monkeypatch):
         assert restore(root) == 2
 
 
-def flip(data: memoryview) -> bytes:
+def flip_file(file: Path) -> None:
+    file.write_bytes(flip(file.read_bytes()))
+
+
+def flip(data: memoryview | bytes) -> bytes:
     changed = bytearray(data)
     changed[-1] ^= 1
     return bytes(changed)
