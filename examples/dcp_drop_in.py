@@ -4,6 +4,7 @@
 
 The first job trains on two ranks and saves in the background; the second resumes on three. The state is that of torch's
 tutorial on DCP: an object with `state_dict` and `load_state_dict`. At the end the last step is verified and merged.
+torch's own `fully_shard`, which this script uses, needs GPUs with torch 2.6.
 """
 
 from __future__ import annotations
