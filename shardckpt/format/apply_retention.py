@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardckpt.format.native.run_directory import (
     Orphan,
@@ -13,6 +13,7 @@ from shardckpt.format.native.run_directory import (
     delete_steps,
     find_orphans,
     other_content,
+    without_steps,
 )
 from shardckpt.plan.retention import Retention, SavedStep, is_expired, steps_to_delete, with_trusted_times
 from shardckpt.storage.store import Store
@@ -84,15 +85,15 @@ def apply_retention(
     if on_delete is not None and not dry_run:
         on_delete(deleted)
     content = other_content(deleted) if dry_run else delete_steps(store, run, [step.name for step in deleted])
-    kept = run if dry_run else replace(run, steps=tuple(step for step in run.steps if step not in deleted))
-    expired, waiting = list[str](), list[Orphan]()
+    kept = run if dry_run else without_steps(run, deleted)
+    expired, waiting = list[Orphan](), list[Orphan]()
     for left in find_orphans(store, kept):
         if is_expired(left.changed_at, now, orphan_age_s):
-            expired.append(left.name)
+            expired.append(left)
         else:
             waiting.append(left)
-    gone = expired if dry_run else [name for name in expired if delete_orphan(store, name)]
-    return Deleted(tuple(deleted), tuple(gone), tuple(content), tuple(waiting))
+    gone = expired if dry_run else [orphan for orphan in expired if delete_orphan(store, orphan)]
+    return Deleted(tuple(deleted), tuple(orphan.name for orphan in gone), tuple(content), tuple(waiting))
 
 
 def _describe(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -245,6 +245,23 @@ class FsspecStore:
         with suppress(MissingFileError):
             retry(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
 
+    def delete_files(self, folder: str, names: Collection[str]) -> None:
+        """Remove some files of a folder, and the folder if nothing else is there.
+
+        Raises:
+            UnsafeError: A name leaves the root.
+            StorageError: The store failed, after retries.
+        """
+        self._delete_all([f"{folder}/{name}" for name in sorted(names)])
+        with suppress(Exception):  # buckets have no folders; elsewhere an empty folder is harmless
+            self._fs.rmdir(self._path(folder))
+
+    def _delete_all(self, names: Sequence[str]) -> None:
+        """Remove files at the same time. Raises UnsafeError or StorageError."""
+        with ThreadPoolExecutor(CONCURRENT, "shardckpt-delete") as pool:
+            for done in [pool.submit(self.delete, name) for name in names]:
+                done.result()
+
     def delete_folder(self, folder: str) -> None:
         """Remove a folder with all its content; a missing one is not an error.
 
@@ -253,9 +270,7 @@ class FsspecStore:
             StorageError: The store failed, after retries.
         """
         below = list(self._walk(folder))
-        with ThreadPoolExecutor(CONCURRENT, "shardckpt-delete") as pool:
-            for done in [pool.submit(self.delete, entry.name) for entry in below if not entry.is_folder]:
-                done.result()
+        self._delete_all([entry.name for entry in below if not entry.is_folder])
         for name in (*(entry.name for entry in below if entry.is_folder), folder):
             with suppress(Exception):  # buckets have no folders; elsewhere an empty folder is harmless
                 self._fs.rmdir(self._path(name))

@@ -8,7 +8,7 @@ import resource
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Protocol
@@ -26,6 +26,8 @@ from shardckpt.storage.store import (
     convert_os_errors,
     storage_error,
 )
+
+_NOT_EMPTY_OR_GONE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 _OPEN_FILES = 64
 """Maximum files that one store keeps open; a checkpoint may have thousands."""
@@ -224,6 +226,27 @@ class LocalStore:
         with convert_os_errors("cannot delete", path), suppress(FileNotFoundError):
             os.unlink(path)
             sync_folder(os.path.dirname(path))
+
+    def delete_files(self, folder: str, names: Collection[str]) -> None:
+        """Remove some files of a folder, and the folder if nothing else is there.
+
+        A power failure may bring them back.
+
+        Raises:
+            UnsafeError: A name leaves the root.
+            StorageError: A file cannot be removed.
+        """
+        path = self._path(folder)
+        paths = [self._path(f"{folder}/{name}", follow=False) for name in sorted(names)]
+        self.close()
+        with convert_os_errors("cannot delete", path):
+            for each in paths:
+                _remove(each)
+            try:
+                os.rmdir(path)
+            except OSError as error:
+                if error.errno not in _NOT_EMPTY_OR_GONE:
+                    raise
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder with all its content, without following links.

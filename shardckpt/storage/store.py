@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -174,6 +174,12 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is not an error. Raises StorageError."""
+
+    def delete_files(self, folder: str, names: Collection[str]) -> None:
+        """Remove some files of a folder, in any order, and the folder if nothing else is there. Raises StorageError.
+
+        Missing ones are not an error. Files that other processes write there meanwhile stay.
+        """
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder with all its content, in any order. Raises StorageError.
@@ -394,6 +400,10 @@ class WrappedStore:
         """Forward to the underlying store."""
         self._store.delete(name)
 
+    def delete_files(self, folder: str, names: Collection[str]) -> None:
+        """Forward to the underlying store."""
+        self._store.delete_files(folder, names)
+
     def delete_folder(self, folder: str) -> None:
         """Forward to the underlying store."""
         self._store.delete_folder(folder)
@@ -467,6 +477,10 @@ class SubfolderStore(WrappedStore):
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is not an error. Raises StorageError."""
         self._store.delete(self._name(name))
+
+    def delete_files(self, folder: str, names: Collection[str]) -> None:
+        """Remove some files of a folder, and the folder if nothing else is there. Raises StorageError."""
+        self._store.delete_files(self._name(folder), names)
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder with all its content. Raises StorageError.

@@ -186,6 +186,17 @@ class StoreSuite:
         with pytest.raises(UnsafeError):
             store.delete_folder("../gone")
 
+    def test_named_files_of_a_folder_are_removed_and_the_folder_with_the_last(self, store: Store) -> None:
+        for name in ("sub/a.bin", "sub/b.bin", "sub/c.bin"):
+            put(store, name, b"1")
+        store.delete_files("sub", {"a.bin", "b.bin", "never-there.bin"})
+        assert [entry.name for entry in store.list("sub")] == ["sub/c.bin"]
+        store.delete_files("sub", {"c.bin"})
+        store.delete_files("sub", {"c.bin"})
+        assert store.list() == []
+        with pytest.raises(UnsafeError):
+            store.delete_files("..", {"a.bin"})
+
     def test_the_time_of_the_last_change_in_a_folder_is_returned_if_it_is_known(self, store: Store) -> None:
         before = time.time()
         put(store, "sub/deep/a.bin", b"1")

@@ -48,7 +48,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format import apply_retention
 from shardckpt.format.native import run_directory as steps
-from shardckpt.format.native.run_directory import delete_step, read_about, read_measures, read_run, step_name
+from shardckpt.format.native.run_directory import delete_steps, read_about, read_measures, read_run, step_name
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
@@ -1380,8 +1380,8 @@ def test_the_matrix_is_red_where_steps_are_removed_before_the_new_one_is_there(m
 
     def early(state: object, path: str, **options: object) -> None:
         if path.endswith(step_name(3)):
-            for number in (1, 2):
-                delete_step(FsspecStore("bucket://b/run"), step_name(number))
+            store = FsspecStore("bucket://b/run")
+            delete_steps(store, read_run(store), [step_name(1), step_name(2)])
         save(state, path, **options)
 
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)

@@ -197,7 +197,8 @@ class TestPrune:
             looks.append(step.number)
             if len(looks) == 1:
                 write(tmp_path, 2)
-                format_steps.delete_step(LocalStore(str(tmp_path)), step_name(1))
+                own = LocalStore(str(tmp_path))
+                format_steps.delete_steps(own, format_steps.read_run(own), [step_name(1)])
             return fault(store, step)
 
         monkeypatch.setattr(convert_steps, "manifest_fault", late)
@@ -332,13 +333,13 @@ def test_a_prune_that_is_killed_at_any_operation_leaves_every_step_whole_or_not_
 
 
 def test_the_matrix_is_red_where_the_commit_does_not_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(store: Store, step: format_steps.StepFolder, kept: object) -> None:
-        for entry in sorted(store.list(step.name), key=lambda entry: entry.name.endswith("COMMIT")):
+    def last(store: Store, folder: str, names: object) -> None:
+        for entry in sorted(store.list(folder), key=lambda entry: entry.name.endswith("COMMIT")):
             store.delete(entry.name)
-        store.delete_folder(step.name)
+        store.delete_folder(folder)
 
     monkeypatch.setattr(format_steps, "_delete_mark", lambda *_: None)
-    monkeypatch.setattr(format_steps, "_delete_saved", last)
+    monkeypatch.setattr(LocalStore, "delete_files", last)
     with pytest.raises(AssertionError, match="is committed and damaged"):
         kill_matrix(tmp_path)
 

@@ -43,6 +43,11 @@ def test_a_step_that_is_overwritten_keeps_the_files_of_a_step_that_another_job_s
     assert run_history(201_309).failure is None
 
 
+def test_a_step_that_is_saved_again_while_retention_removes_it_keeps_its_files() -> None:
+    """The earlier job is believed dead, and is not."""
+    assert run_history(1_009_562).failure is None
+
+
 def test_a_step_on_a_base_whose_bit_flipped_counts_for_retention_by_its_branch() -> None:
     """The step that is removed is of the same branch: the run had gone back before it."""
     history = run_history(514_613)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -242,6 +242,11 @@ class PeerStore:
         """Remove a file on all nodes, which delete its copies in the next round of the exchange."""
         for copy in self._known.drop(name):
             self.exchange.delete(copy)
+
+    def delete_files(self, folder: str, names: Collection[str]) -> None:
+        """Remove some files of a folder on all nodes, as `delete`."""
+        for name in sorted(names):
+            self.delete(f"{folder}/{name}")
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder on all nodes, as `delete`."""

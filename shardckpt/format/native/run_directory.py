@@ -22,7 +22,15 @@ from shardckpt.errors import (
     UsageError,
 )
 from shardckpt.format.native.base_refs import is_same_folder, resolve_base
-from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit, read_commit, read_contents
+from shardckpt.format.native.commit import (
+    COMMIT,
+    MANIFEST_SUFFIX,
+    WRITTEN,
+    Commit,
+    is_of_save,
+    read_commit,
+    read_contents,
+)
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.format.native.payload import HF_INDEX
 from shardckpt.format.native.records import group_files_by_base
@@ -38,6 +46,7 @@ _SAVE_CHARACTERS = 15
 _STAMP_CHARACTERS = 9
 _AT_ONCE = 8
 _SHOWN = 3
+_REMOVED = "removed, but for files of another save"
 _LOOKS = 50
 """Maximum listings of a run whose steps change during the listing."""
 
@@ -145,6 +154,13 @@ class StepFolder:
         return frozenset(self.held).difference(self.others)
 
     @property
+    def removable(self) -> frozenset[str]:
+        """Names of the files in the folder that the removal of the step removes: all but those of other saves."""
+        finals = {name: _final(name) for name in self.saved}
+        others = {n for n, final in finals.items() if WRITTEN.fullmatch(final) and not is_of_save(final, self.save)}
+        return self.own.union(self.saved) - others - {COMMIT}
+
+    @property
     def is_foreign(self) -> bool:
         """Whether the folder contains only content that no save wrote."""
         return bool(self.others) and all(map(is_ignored, self.saved))
@@ -172,10 +188,12 @@ class Orphan:
         name: Name of the folder.
         changed_at: Time of the last change in the folder, in seconds since the epoch; if the store has no times, the
             start of the last save into it; None if unknown.
+        files: Names of the files of a step's folder that had changed by then: those that came later are not of them.
     """
 
     name: str
     changed_at: float | None
+    files: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +291,7 @@ def read_run_to_remove(store: Store, removed: Iterable[StepFolder] = ()) -> RunD
 
     Args:
         store: Store whose root is the run. Open a new store for each call, since stores cache listings.
-        removed: Steps whose `COMMIT` was just deleted: their manifests are of this version even if they are damaged.
+        removed: Steps whose `COMMIT` was just deleted: their manifests do not count, those of other saves there do.
 
     Raises:
         StorageError: The store failed, or folders change faster than they can be read.
@@ -332,11 +350,9 @@ def _find_unfinished(store: Store, steps: Iterable[StepFolder], removed: Mapping
     """
     found = []
     for step in steps:
-        sizes = {name: step.held[name] for name in step.held if name.endswith(MANIFEST_SUFFIX) and name not in step.own}
-        for name in sizes:
-            reference = _reference(store, step.name, name, sizes)
-            is_known = name in removed.get(step.name, ())  # its COMMIT was of this version: a flipped bit seems newer
-            found.append(replace(reference, is_newer=False) if is_known else reference)
+        known = step.own | removed.get(step.name, frozenset())
+        sizes = {name: step.held[name] for name in step.held if name.endswith(MANIFEST_SUFFIX) and name not in known}
+        found += [_reference(store, step.name, name, sizes) for name in sizes]
     return found
 
 
@@ -699,7 +715,8 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
     """Remove steps, each starting with its `COMMIT`.
 
     Without `COMMIT` a step no longer exists. Files that other steps refer to stay until the last of these is removed.
-    Files that no save wrote stay too, with their folder.
+    Files that no save wrote stay too, with their folder. So do those of other saves: one may go on, or save the step
+    again when its `COMMIT` is gone; if it does not, they become an orphan.
 
     Args:
         store: Store whose root is the run.
@@ -722,17 +739,39 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
     fresh = open_store(store.url)
     now = read_run_to_remove(fresh, gone)
     now.require_readable()
-    _delete_witnesses(store, fresh.list(), {step.name for step in now.steps if step.name not in names})
-    needed = now.referred(but=names)
+    kept = {step.name for step in now.steps if step.is_committed or step.name not in names}
+    _delete_witnesses(store, fresh.list(), kept)
+    needed, referred = now.referred(), collect_referred(gone)
     left = {step.name: step for step in now.steps}
-    rests = [_without(left[step.name], step.own) for step in gone if step.name in left]  # links are removed already
-    for rest in rests:
-        _delete_saved(store, rest, needed.get(rest.name, frozenset()))
+    for step in gone:
+        if step.name in left:  # links are removed already
+            files = step.removable | referred.get(step.name, frozenset())
+            store.delete_files(step.name, files - left[step.name].own - needed.get(step.name, frozenset()))
     others = {step.name: step for step in now.steps if step.name not in names}
-    for folder, files in collect_referred(gone).items():
+    for folder, files in referred.items():
         if folder in others:
             _delete_unneeded(store, others[folder], files - needed.get(folder, frozenset()))
-    return other_content(rests)
+    return other_content(_without(left[step.name], step.own) for step in gone if step.name in left)
+
+
+def without_steps(run: RunDirectory, removed: Collection[StepFolder]) -> RunDirectory:
+    """Return a run without steps that were removed; what other saves have in their folders are unfinished steps.
+
+    Args:
+        run: Steps of the run before the removal.
+        removed: The steps.
+    """
+    needed = collect_referred(run.steps)
+    kept = []
+    for step in run.steps:
+        if step not in removed:
+            kept.append(step)
+            continue
+        rest = step.saved - step.removable - {COMMIT} - needed.get(step.name, frozenset())
+        if rest:
+            held = {name: step.held[name] for name in rest}
+            kept.append(StepFolder(step.number, step.name, fault=_REMOVED, is_ours=step.is_ours, held=held))
+    return replace(run, steps=tuple(kept))
 
 
 def _delete_witnesses(store: Store, entries: Sequence[Listed], kept: Set[str]) -> None:
@@ -770,40 +809,11 @@ def _is_link(store: Store, name: str) -> bool:
     return root is not None and os.path.islink(os.path.join(root, name))
 
 
-def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
-    """Remove a step: first `COMMIT`, then the files that saves wrote.
-
-    Without `COMMIT` a step no longer exists.
-
-    Args:
-        store: Store whose root is the run.
-        name: Name of the step's folder.
-        kept: Names of files that stay.
-
-    Raises:
-        StorageError: The store failed. Without `COMMIT` the step does not exist, whatever files remain.
-    """
-    _delete_mark(store, name)
-    _delete_saved(store, _read_step(store, -1, name), kept)
-
-
-def _delete_saved(store: Store, step: StepFolder, kept: Set[str]) -> None:
-    """Remove the files of a step without `COMMIT`, and the folder if it is empty then."""
-    if not kept and not step.others:
-        store.delete_folder(step.name)
-        return
-    for name in sorted(step.saved - kept):
-        store.delete(f"{step.name}/{name}")
-
-
 def _delete_unneeded(store: Store, step: StepFolder, files: Set[str]) -> None:
     """Remove files that were kept for other steps, after their last reference is gone."""
-    if step.is_base and not step.others and step.saved <= files:
-        store.delete_folder(step.name)
-        return
-    for name in sorted(files - step.own):
-        if name in step.held and WRITTEN.fullmatch(name):
-            store.delete(f"{step.name}/{name}")
+    unneeded = {name for name in files - step.own if name in step.held and WRITTEN.fullmatch(name)}
+    if unneeded:
+        store.delete_files(step.name, unneeded)
 
 
 def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
@@ -814,8 +824,9 @@ def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
         run: Steps of the run.
 
     """
-    unfinished = [step.name for step in run.steps if step.is_unfinished and not step.is_base]
-    return tuple(Orphan(name, _read_change_time(store, name)) for name in (*run.partial, *unfinished))
+    unfinished = [step for step in run.steps if step.is_unfinished and not step.is_base]
+    found = [(name, frozenset[str]()) for name in run.partial] + [(step.name, step.saved) for step in unfinished]
+    return tuple(Orphan(name, _read_change_time(store, name), files) for name, files in found)
 
 
 def _read_change_time(store: Store, name: str) -> float | None:
@@ -826,20 +837,20 @@ def _read_change_time(store: Store, name: str) -> float | None:
     return max((_parse_start_time(match[0]) for match in saved if match), default=None)
 
 
-def delete_orphan(store: Store, name: str) -> bool:
+def delete_orphan(store: Store, orphan: Orphan) -> bool:
     """Delete an orphan; return False if a process may still own it.
 
     Args:
         store: Store whose root is the run.
-        name: Name of the orphan; its files that other folders refer to stay.
+        orphan: The orphan; its files that other folders refer to stay.
 
     """
     root = local_path(store.url)
-    if root is not None and _PARTIAL.fullmatch(name):
-        return remove_orphan(os.path.join(root, name))
+    if root is not None and _PARTIAL.fullmatch(orphan.name):
+        return remove_orphan(os.path.join(root, orphan.name))
     now = read_run_to_remove(open_store(store.url))
     now.require_readable()
-    if not any(step.name == name and step.is_unfinished and not step.is_base for step in now.steps):
+    if not any(step.name == orphan.name and step.is_unfinished and not step.is_base for step in now.steps):
         return False
-    delete_step(store, name, now.referred().get(name, frozenset()))
+    store.delete_files(orphan.name, orphan.files - now.referred().get(orphan.name, frozenset()))
     return True

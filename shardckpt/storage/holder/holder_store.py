@@ -6,7 +6,7 @@ import builtins
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -169,6 +169,11 @@ class HolderStore:
         self._forget_files()
         with suppress(HolderGoneError):
             self._connection.request("delete", shown=self._shown(name), name=path)
+
+    def delete_files(self, folder: str, names: Collection[str]) -> None:
+        """Remove some files of a folder. Raises UnsafeError or StorageError."""
+        for name in sorted(names):
+            self.delete(f"{folder}/{name}")
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder with all its content; a missing one is not an error.

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import fsspec
@@ -20,8 +20,9 @@ from shardckpt.errors import StorageError, UnsupportedError
 from shardckpt.format.native import run_directory as steps_module
 from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.native.run_directory import (
+    RunDirectory,
     StepFolder,
-    delete_step,
+    delete_orphan,
     delete_steps,
     find_orphans,
     read_about,
@@ -226,8 +227,10 @@ class TestWhatItSaysAboutItself:
 class TestRemoval:
     def test_a_removed_step_leaves_nothing_and_the_others_stay(self, tmp_path: Path) -> None:
         write(tmp_path, 1, 2)
-        delete_step(LocalStore(str(tmp_path)), step_name(1))
-        delete_step(LocalStore(str(tmp_path)), step_name(1))
+        store = LocalStore(str(tmp_path))
+        run = read_run(store)
+        delete_steps(store, run, [step_name(1)])
+        delete_steps(store, run, [step_name(1)])
         assert os.listdir(tmp_path) == [step_name(2)]
 
     def test_the_commit_goes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +238,8 @@ class TestRemoval:
         gone: list[str] = []
         unlink = os.unlink
         monkeypatch.setattr(os, "unlink", lambda path, **k: (gone.append(os.path.basename(path)), unlink(path, **k)))
-        delete_step(LocalStore(str(tmp_path)), step_name(1))
+        store = LocalStore(str(tmp_path))
+        delete_steps(store, read_run(store), [step_name(1)])
         assert gone[0] == "COMMIT"
         assert len(gone) == 3
 
@@ -258,6 +262,85 @@ class TestRemoval:
         with pytest.raises(UnsupportedError, match="step-00000003"):
             delete_steps(store, read_run(store), [step_name(1)])
         assert len(os.listdir(tmp_path / step_name(1))) == 2
+
+
+def call_between(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act as another job, when a removal has deleted each `COMMIT`, and before it reads the run again."""
+    read = steps_module.read_run_to_remove
+
+    def late(*args: object, **options: object) -> RunDirectory:
+        act()
+        return read(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(steps_module, "read_run_to_remove", late)
+
+
+class TestRemovalBesideAnotherJob:
+    """The other job saves the step that is removed: the removal is of the files of the old save."""
+
+    def test_a_step_that_is_saved_again_meanwhile_is_complete(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(tmp_path, 1, 2)
+        old = {*os.listdir(tmp_path / step_name(1))} - {"COMMIT"}
+        store = LocalStore(str(tmp_path))
+        call_between(monkeypatch, lambda: write(tmp_path, 1))
+        delete_steps(store, read_run(store), [step_name(1)])
+        assert steps(tmp_path) == {1: True, 2: True}
+        assert old.isdisjoint(os.listdir(tmp_path / step_name(1)))
+
+    def test_one_whose_commit_comes_after_the_last_look_is_complete(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(tmp_path, 1, 2)
+        store = LocalStore(str(tmp_path))
+        delete = LocalStore.delete_files
+
+        def late(self: LocalStore, folder: str, names: Collection[str]) -> None:
+            write(tmp_path, 1)
+            delete(self, folder, names)
+
+        monkeypatch.setattr(LocalStore, "delete_files", late)
+        delete_steps(store, read_run(store), [step_name(1)])
+        assert steps(tmp_path) == {1: True, 2: True}
+
+    def test_the_base_of_one_that_is_saved_again_meanwhile_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        weights = {"w": torch.arange(100_000.0)}
+        shardckpt.save(weights, str(tmp_path / step_name(1)))
+        for number in (2, 3):
+            shardckpt.save(weights, str(tmp_path / step_name(number)), base=str(tmp_path / step_name(1)))
+        again = {path.name: path.read_bytes() for path in (tmp_path / step_name(2)).iterdir()}
+        store = LocalStore(str(tmp_path))
+
+        def save_again() -> None:
+            for name, data in again.items():
+                (tmp_path / step_name(2) / name).write_bytes(data)
+
+        call_between(monkeypatch, save_again)
+        delete_steps(store, read_run(store), [step_name(1), step_name(2), step_name(3)])
+        assert torch.equal(shardckpt.load(str(tmp_path / step_name(2)))["w"], weights["w"])
+
+    def test_files_of_a_save_that_goes_on_stay(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2)
+        going_on = tmp_path / step_name(1) / f"{new_save_id()}-00001-00.safetensors"
+        going_on.write_bytes(b"1")
+        store = LocalStore(str(tmp_path))
+        delete_steps(store, read_run(store), [step_name(1)])
+        assert os.listdir(tmp_path / step_name(1)) == [going_on.name]
+        assert [left.name for left in find_orphans(store, read_run(store))] == [step_name(1)]
+
+    def test_files_that_came_since_an_orphan_was_found_stay(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2)
+        folder = tmp_path / step_name(1)
+        (folder / "COMMIT").unlink()
+        store = LocalStore(str(tmp_path))
+        (orphan,) = find_orphans(store, read_run(store))
+        came = folder / f"{new_save_id()}-00001-00.safetensors"
+        came.write_bytes(b"1")
+        assert delete_orphan(store, orphan)
+        assert os.listdir(folder) == [came.name]
 
 
 class TestLeftovers:
@@ -345,7 +428,7 @@ def test_a_run_in_a_bucket_is_read_alike(tmp_path: Path) -> None:
     run = read_run(store)
     assert [(step.number, step.is_complete) for step in run.steps] == [(1, True), (2, True), (3, False)]
     assert [left.name for left in find_orphans(store, run)] == [step_name(3)]
-    delete_step(store, step_name(1))
+    delete_steps(store, run, [step_name(1)])
     assert [step.number for step in read_run(FsspecStore("memory://runs/a")).steps] == [2, 3]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NoReturn
 
 
@@ -12,6 +13,9 @@ class ReadOnlyStore:
         raise AssertionError("nothing is written into a source")
 
     def delete(self, name: str) -> NoReturn:
+        raise AssertionError("nothing is deleted in a source")
+
+    def delete_files(self, folder: str, names: Collection[str]) -> NoReturn:
         raise AssertionError("nothing is deleted in a source")
 
     def delete_folder(self, folder: str) -> NoReturn:
