@@ -43,10 +43,13 @@ def test_a_warning_points_to_the_innermost_line_of_the_user(between: tuple[str, 
     assert [(each.filename, each.lineno) for each in caught] == [("train.py", 2)]
 
 
-def test_a_thread_without_a_line_of_the_user_warns() -> None:
+def test_a_thread_without_a_line_of_the_user_warns_with_its_own_name() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        thread = threading.Thread(target=define_calls("shardckpt.checkpoint.anything"))
+        thread = threading.Thread(target=define_calls("shardckpt.checkpoint.anything"), name="shardckpt-promote")
         thread.start()
         thread.join()
     assert [str(each.message) for each in caught] == ["careful"]
+    assert caught[0].filename == "<thread shardckpt-promote>", "threading.py says nothing"
+    shown = warnings.formatwarning(caught[0].message, caught[0].category, caught[0].filename, caught[0].lineno)
+    assert shown == "<thread shardckpt-promote>:0: UserWarning: careful\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import warnings
 
 _BETWEEN = sys.stdlib_module_names | {
@@ -19,10 +20,14 @@ _BETWEEN = sys.stdlib_module_names | {
 """Packages whose modules are between the user's code and a warning."""
 
 
+_OF_THREADS: dict[str | tuple[str, type[Warning], int], int] = {}
+"""Warnings of background threads that were shown: as a rule each is shown once."""
+
+
 def warn_user(message: str) -> None:
     """Warn at the innermost line that is neither of this package nor of a library that called it.
 
-    A background thread has no such line: there the warning points to where the thread began.
+    A background thread has no such line: there the warning names the thread, and no file of the standard library.
 
     Args:
         message: Text of the warning.
@@ -30,6 +35,8 @@ def warn_user(message: str) -> None:
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_back is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN:
-            break
+            warnings.warn(message, stacklevel=level)
+            return
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    place = f"<thread {threading.current_thread().name}>"
+    warnings.warn_explicit(message, UserWarning, place, 0, "shardckpt", _OF_THREADS)
