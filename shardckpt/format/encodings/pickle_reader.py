@@ -114,7 +114,7 @@ def load_at(
             raise _over("bytes", limits.nbytes)
         return machine.run(start), machine.pos
     except ShardckptError as error:
-        raise _add_position(error, f"{where}, byte {machine.pos - start}") from None
+        raise _add_position(error, f"{where}, byte {machine.pos}") from None
 
 
 def load_holes(
@@ -212,8 +212,17 @@ def _over(what: str, limit: int) -> UnsafeError:
     )
 
 
-def _ends_early() -> TruncatedError:
-    return TruncatedError("the pickle ends early", expected="more bytes")
+def _ends_early(machine: _Machine, needed: int = 0) -> TruncatedError:
+    """Return the error of a pickle that ends before its last opcode.
+
+    Args:
+        machine: Interpreter of the pickle.
+        needed: Bytes that the data would have at least; 0 if unknown.
+    """
+    most = max(needed, machine.frames_end)
+    nbytes, expected = len(machine.data), f"at least {most} bytes" if most else "more bytes"
+    found = f"{nbytes} byte{'s' * (nbytes != 1)}"
+    return TruncatedError("the pickle ends early", found=found, expected=expected)
 
 
 class _Machine:
@@ -230,6 +239,7 @@ class _Machine:
     __slots__ = (
         "budget",
         "data",
+        "frames_end",
         "has_long_text",
         "holes",
         "keys",
@@ -262,6 +272,7 @@ class _Machine:
         self.left = budget.left
         self.keys = KeyGuard(PLAIN_KEYS)
         self.has_long_text = False
+        self.frames_end = 0
         self.holes = {} if holes is None else holes
         self.pos = 0
 
@@ -272,6 +283,8 @@ class _Machine:
         """
         try:
             self._loop(start)
+            if self.frames_end > len(self.data):
+                raise _ends_early(self)
             value: object = self.stack[-1]
             self.spend(_SHARED * len(self.shared))
             if self.limits.depth and value.__class__ in _CONTAINERS:
@@ -279,10 +292,10 @@ class _Machine:
                 shape = _Shape(self.limits.depth, nbytes + self.left // _REPEATED, self)
                 self.spend(_REPEATED * max(0, shape.measure(value, 1).values - nbytes))
         except StructError:
-            raise _ends_early() from None
+            raise _ends_early(self) from None
         except IndexError:
             if self.pos >= len(self.data):
-                raise _ends_early() from None
+                raise _ends_early(self) from None
             raise FormatError("the pickle takes a value that it never made") from None
         except ShardckptError:
             raise
@@ -399,14 +412,14 @@ class _Machine:
     def take(self, pos: int, length: int) -> bytes:
         """Return `length` bytes at `pos`."""
         if length < 0 or length > len(self.data) - pos:
-            raise _ends_early()
+            raise _ends_early(self, pos + length)
         return self.data[pos : pos + length]
 
     def line(self, pos: int) -> tuple[bytes, int]:
         """Return the line at `pos`, and the offset after its end."""
         end = self.data.find(b"\n", pos)
         if end < 0:
-            raise _ends_early()
+            raise _ends_early(self)
         return self.data[pos:end], end + 1
 
     def above_mark(self) -> list[Any]:
@@ -583,8 +596,7 @@ def _protocol(machine: _Machine, pos: int) -> int:
 
 def _frame(machine: _Machine, pos: int) -> int:
     (length,) = unpack_from("<Q", machine.data, pos)
-    if length > len(machine.data) - pos - 8:
-        raise _ends_early()
+    machine.frames_end = max(machine.frames_end, pos + 8 + length)  # reading goes on up to where the data ends
     return pos + 8
 
 
@@ -623,7 +635,7 @@ def _unicode(machine: _Machine, pos: int) -> int:
     pos += 4
     end: int = pos + length
     if end > len(machine.data):
-        raise _ends_early()
+        raise _ends_early(machine, end)
     if length >= _LONG_TEXT:
         machine.has_long_text = True
     machine.stack.append(machine.data[pos:end].decode("utf-8", "surrogatepass"))
@@ -645,7 +657,7 @@ def _old_text(raw: bytes) -> str | bytes:
 def _short_text(machine: _Machine, pos: int) -> int:
     end = pos + 1 + machine.data[pos]
     if end > len(machine.data):
-        raise _ends_early()
+        raise _ends_early(machine, end)
     machine.stack.append(machine.data[pos + 1 : end].decode("utf-8", "surrogatepass"))
     return end
 

@@ -477,3 +477,30 @@ def test_persistent_ids_go_to_the_caller() -> None:
     assert load(b"\x80\x02(U\x07storageK\x01tQ.", where="x", persistent=lambda key: [key]) == [("storage", 1)]
     with pytest.raises(FormatError, match="outside"):
         load(b"\x80\x02NQ.", where="x")
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_the_error_of_a_pickle_that_ends_early_has_its_length_and_the_byte_where_reading_stopped(protocol: int) -> None:
+    longest = 40  # bytes of an instruction
+    raw = pickle.dumps({f"name-{number}": [number, number * 1.5] for number in range(60)}, protocol=protocol)
+    for cut in range(len(raw)):
+        with pytest.raises(TruncatedError) as caught:
+            load(raw[:cut], where="f")
+        assert caught.value.found.partition(" byte")[0] == str(cut)
+        assert cut - longest <= int(str(caught.value).partition(":")[0].removeprefix("f, byte ")) <= cut
+        if protocol > 2 and cut > 11:
+            assert caught.value.expected == f"at least {len(raw)} bytes", "the frame has it"
+
+
+def test_a_pickle_that_is_shorter_than_its_frame_is_refused() -> None:
+    raw = bytearray(pickle.dumps({"a": 1}, protocol=4))
+    raw[3] += 1
+    with pytest.raises(TruncatedError, match=f"found {len(raw)} bytes; expected at least {len(raw) + 1} bytes"):
+        load(bytes(raw), where="f")
+
+
+def test_the_byte_of_an_error_is_counted_from_the_begin_of_the_file_in_each_of_several_pickles() -> None:
+    first, second = pickle.dumps([1, 2], protocol=2), pickle.dumps({"a": 1}, protocol=2)
+    _, at = load_at(first + second[:-1], 0, where="f")
+    with pytest.raises(TruncatedError, match=f"f, byte {len(first) + len(second) - 1}: "):
+        load_at(first + second[:-1], at, where="f")
