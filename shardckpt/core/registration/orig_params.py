@@ -28,16 +28,25 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         parameters = [member.parameter for member in bucket.members]
         super().__init__(bucket, unit, parameters, computes_sharded=bucket.keeps_full)
         self._grads_before: list[torch.Tensor | None] | None = None
+        self._shows_shards = False  # between forward and backward, while the full parameters are kept
         self.register_sharded()
 
     def register_unsharded(self) -> None:
         """Register the unsharded leaves."""
-        if self._kept.versions and self._is_replaced():
+        if (self._kept.versions and self._is_replaced()) or (self._shows_shards and self._is_any_replaced()):
             raise self._kept.changed_error()
+        self._shows_shards = False
         super().register_unsharded()
 
     def register_post_forward(self) -> None:
-        """Register the user's parameters with full shapes."""
+        """Register the user's parameters with full shapes, or as shards if they have reduced gradients.
+
+        An optimizer may step with those before the backward of this forward, and has states of their shape.
+        """
+        if not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters):
+            self.register_sharded()
+            self._shows_shards = True
+            return
         for original, full in zip(self._parameters, self.bucket.unsharded.tensors, strict=True):
             original.data = full
         self._kept.record(self._parameters)
@@ -47,6 +56,9 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
 
     def register_sharded(self) -> None:
         """Register the user's parameters as views of the shard."""
+        if self._shows_shards:  # what a user has changed since is taken over by the next all-gather
+            self._shows_shards = False
+            return
         self._kept.write_back()
         self._reset_data()
         super().register_sharded()
@@ -65,6 +77,11 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         registered = [place.module._parameters.get(place.attribute) for place in places]
         pairs = zip(registered, self._parameters, strict=True)
         return any(parameter is not None and parameter is not ours for parameter, ours in pairs)
+
+    def _is_any_replaced(self) -> bool:
+        """Return True if a user replaced a parameter or its data while shards are registered."""
+        moved = zip(self._get_local_data(), self._views, strict=True)
+        return self._is_replaced() or any(self._is_moved(data, view) for data, view in moved)
 
     def _get_local_data(self) -> list[torch.Tensor]:
         return [original.data for original in self._parameters]

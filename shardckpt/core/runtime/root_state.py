@@ -419,10 +419,9 @@ class RootState:
             unit.post_forward(call, is_root=unit is self.root, is_recorded=is_recorded)
         if recomputes:
             return output
-        if unit is self.root and unit.phase is Phase.IDLE:
-            self._has_kept_params |= has_backward
-            if self._rank_checks is not None:
-                self._rank_checks.order.forward_ends()
+        self._has_kept_params |= has_backward
+        if self._rank_checks is not None and unit is self.root and unit.phase is Phase.IDLE:
+            self._rank_checks.order.forward_ends()
         self._end_forward()
         return output
 

@@ -1,0 +1,182 @@
+"""Forwards without a backward of their own, between a backward and the step: they change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import raised_everywhere, run
+from reference import product
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch_limits import full_tensor
+from under_test import FSDP, STYLES, Strategy, Style, no_sync, shard, sharder
+
+Between = Callable[[Any], object]
+STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
+
+
+class Net(nn.Module):
+    """Two units below a root that has parameters of its own, which it keeps between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.head = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def forward(model: Any) -> torch.Tensor:
+    return model(batch(0, 50))
+
+
+def forward_of_a_unit(model: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):  # units below the root do not cast their inputs
+        model.first(batch(0, 50))
+
+
+def forward_in_eval(model: Any) -> None:
+    model.eval()
+    forward(model)
+    model.train()
+
+
+def forward_under_no_sync(model: Any) -> None:
+    with no_sync(model):
+        forward(model)
+
+
+def forward_and_state(model: Any) -> None:
+    forward(model)
+    model.state_dict()
+
+
+def forward_and_summon(model: Any) -> None:
+    forward(model)
+    with FSDP.summon_full_params(model, with_grads=True) if isinstance(model, FSDP) else contextlib.nullcontext():
+        pass
+
+
+BETWEEN: dict[str, Between] = {
+    "a forward": forward,
+    "two forwards": lambda model: (forward(model), forward(model)),
+    "a forward of a unit": forward_of_a_unit,
+    "a forward in eval": forward_in_eval,
+    "a forward without gradients": torch.no_grad()(forward),
+    "a forward in inference mode": torch.inference_mode()(forward),
+    "a forward under no_sync": forward_under_no_sync,
+    "a forward and a state": forward_and_state,
+    "a forward and full parameters": forward_and_summon,
+}
+
+
+KEEP = ("a forward without gradients", "a forward in inference mode")
+"""After these `fully_shard` keeps full parameters if told not to reshard, as torch does: a step does not count."""
+
+
+def trained(rank: int, how: dict[str, Any], between: Between, *, accumulates: str = "") -> list[torch.Tensor]:
+    """Return the losses and full parameters of three steps, with something between the backward and the step."""
+    apply, net = sharder(**how), Net()
+    net.first, net.second = apply(net.first), apply(net.second)
+    model = apply(net)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    found = []
+    for step in range(3):
+        if accumulates:
+            with no_sync(model) if accumulates == "no_sync" else contextlib.nullcontext():
+                model(batch(rank, 10 + step)).square().sum().backward()
+                between(model)
+        loss = model(batch(rank, step)).square().sum()
+        loss.backward()
+        between(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    full = (full_tensor(each) if isinstance(each, DTensor) else each for each in model.state_dict().values())
+    return [*found, *(each.detach().clone() for each in full)]
+
+
+def differing(rank: int, rows: list[dict[str, Any]], **kwargs: Any) -> list[str]:
+    """Return the rows and forwards whose results differ from those without such forwards."""
+    wrong = []
+    for how in rows:
+        wanted = trained(rank, how, lambda _: None, **kwargs)
+        keeps = how["style"] is Style.EACH and how["strategy"] is Strategy.SHARD_GRAD_OP
+        for name, between in BETWEEN.items():
+            if keeps and name in KEEP:
+                continue
+            found = trained(rank, how, between, **kwargs)
+            if not all(map(torch.equal, found, wanted)):
+                wrong.append(f"{how}: {name}")
+    return wrong
+
+
+@STYLES
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_forward_between_the_backward_and_the_step_changes_nothing(style: Style, world: int):
+    def body(rank: int, world: int) -> list[str]:
+        return differing(rank, product(style=[style], strategy=STRATEGIES, low=[False, True]))
+
+    assert run(world, body) == [[]] * world
+
+
+@STYLES
+@pytest.mark.parametrize("accumulates", ["reduced", "no_sync"])
+def test_a_forward_between_accumulated_backwards_changes_nothing(style: Style, accumulates: str):
+    def body(rank: int, world: int) -> list[str]:
+        return differing(rank, product(style=[style], strategy=STRATEGIES), accumulates=accumulates)
+
+    assert run(2, body) == [[]] * 2
+
+
+@STYLES
+def test_a_forward_between_with_offloaded_shards_changes_nothing(style: Style):
+    def body(rank: int, world: int) -> list[str]:
+        return differing(rank, product(style=[style], strategy=STRATEGIES[:2], offload=[True]))
+
+    assert run(2, body) == [[]] * 2
+
+
+@pytest.mark.parametrize("variable", [True, False], ids=["variable", "data"])
+def test_a_parameter_with_a_gradient_that_is_replaced_after_such_a_forward_is_taken_over(variable: bool):
+    def body(rank: int, world: int) -> bool:
+        model = shard(nn.Linear(5, 7), use_orig_params=True)
+        model(torch.ones(2, 5)).sum().backward()
+        model(torch.ones(2, 5))
+        twos = torch.full_like(model.module.weight, 2)
+        if variable:
+            model.module.weight = nn.Parameter(twos)
+        else:
+            model.module.weight.data = twos
+        model(torch.ones(2, 5))
+        with FSDP.summon_full_params(model):
+            return bool((model.module.weight == 2).all())
+
+    assert run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("variable", [True, False], ids=["variable", "data"])
+def test_a_parameter_with_a_gradient_that_is_replaced_before_the_backward_is_refused(variable: bool):
+    def body(rank: int, world: int) -> None:
+        model = shard(nn.Linear(5, 7), use_orig_params=True)
+        model(torch.ones(2, 5)).sum().backward()
+        loss = model(torch.ones(2, 5)).sum()
+        again = model.module.weight.detach().clone()
+        if variable:
+            model.module.weight = nn.Parameter(again)
+        else:
+            model.module.weight.data = again
+        loss.backward()
+
+    for each in raised_everywhere(2, body):
+        assert each.is_a(AssertionError)
+        assert "changing the parameters between forward and backward" in each.message
