@@ -277,6 +277,11 @@ class NameCalls:
         except OSError as error:
             pass_or_raise(error)
 
+    def access(self, path: str, mode: int) -> bool:
+        """Return True if a path exists: the processes may do all."""
+        del mode
+        return self.path.exists(path)
+
     def statvfs(self, path: str) -> SimpleNamespace:
         """Return the free space, which looks ample."""
         del path
