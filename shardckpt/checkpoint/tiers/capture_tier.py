@@ -27,6 +27,7 @@ from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, Operatio
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
+from shardckpt.storage.holder.holder_connection import HolderBusyError
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
@@ -96,6 +97,7 @@ class CaptureTier(ABC):
         self._parts = NodeRetention(rules, place.open_own, place.finder.damaged, place.finder.removed)
         self.promoted = self._parts.promoted
         self._failures = self._skipped = 0
+        self._is_busy = False
         self.is_spread = False
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self._pending: tuple[int, SaveHandle] | None = None
@@ -347,12 +349,19 @@ class CaptureTier(ABC):
 
     def note_success(self) -> None:
         """Reset the count of failures."""
-        self._failures = 0
+        self._failures, self._is_busy = 0, False
 
     def note_failure(self, error: Exception) -> None:
-        """Count a failure; warn about the first one in a row. On rank 0."""
-        self._failures += 1
-        if self._failures == 1:
+        """Count a failure; warn about the first one in a row. On rank 0.
+
+        A holder that is slow to answer does not count: the next capture is tried.
+        """
+        is_busy, is_first = isinstance(error, HolderBusyError), self._failures == 0
+        if is_busy:
+            is_first, self._is_busy, self._skipped = is_first and not self._is_busy, True, _MOST_SKIPPED
+        else:
+            self._failures += 1
+        if is_first:
             warn_user(f"steps are not captured in {self._shown}, training goes on: {error}")
 
 

@@ -9,6 +9,10 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.errors import ShardckptError, StorageError
+from shardckpt.storage.holder.holder_connection import HolderBusyError
+
+_BUSY = "busy: "
+"""Begin of the message of a rank whose node may take the next step, though not this one."""
 
 
 class NodeShare(NamedTuple):
@@ -50,6 +54,8 @@ class NodeOpening:
         """Make the tier ready on the node of this rank; return why it is not, or empty text."""
         try:
             self._open_node()
+        except HolderBusyError as error:
+            return f"{_BUSY}{error}"
         except ShardckptError as error:
             return str(error)
         return ""
@@ -82,7 +88,8 @@ class NodeOpening:
             number: Number of the step.
             faults: Ranks, each with the reason why its node cannot; empty text if it can.
         """
-        first = next((f"rank {rank}: {fault}" for rank, fault in faults if fault), "")
-        if first:
-            self._refuse(number, StorageError(first))
-        return bool(first)
+        rank, fault = next(((rank, fault) for rank, fault in faults if fault), (0, ""))
+        if fault:
+            kind = HolderBusyError if fault.startswith(_BUSY) else StorageError
+            self._refuse(number, kind(f"rank {rank}: {fault.removeprefix(_BUSY)}"))
+        return bool(fault)

@@ -34,13 +34,14 @@ class AskedHolder(NamedTuple):
     answer: dict[str, Any] | None
 
 
-def ask_holders(run: str | None = None) -> Iterator[AskedHolder]:
+def ask_holders(run: str | None = None, limit_s: float | None = None) -> Iterator[AskedHolder]:
     """Yield the holders that listen, with their answers: all have `TIMEOUT_S` seconds together.
 
     The connections are open until all have been yielded.
 
     Args:
         run: Id of the run; None for all.
+        limit_s: Other seconds; None for `TIMEOUT_S`.
 
     Raises:
         UnsafeError: The folder of sockets is not this user's alone.
@@ -58,7 +59,7 @@ def ask_holders(run: str | None = None) -> Iterator[AskedHolder]:
                         stack.enter_context(connection)
                         send(connection, {"op": "hello"})
                     asked.append((each, connection))
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + (TIMEOUT_S if limit_s is None else limit_s)
         for each, connection in asked:
             try:
                 answer = None if connection is None else _receive_until(connection, deadline)

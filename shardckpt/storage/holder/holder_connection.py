@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from shardckpt.errors import StorageError
+from shardckpt.storage.holder.holder_check import HolderCheck
 from shardckpt.storage.holder.holder_messages import VERSION, decode_error, receive, send
 from shardckpt.storage.holder.holder_sockets import (
     connect_socket,
@@ -21,6 +22,8 @@ from shardckpt.storage.holder.holder_sockets import (
 TIMEOUT_S = 10.0
 """Maximum seconds to wait for one answer; the holder answers each request at once."""
 
+STALL_S = 2.0
+"""Maximum seconds that a training waits for a holder; after that the capture is left out."""
 
 _PAUSE_S = 10.0
 """Seconds after a holder did not answer in which requests fail at once, so that many requests wait only once."""
@@ -30,12 +33,19 @@ class HolderGoneError(StorageError):
     """No holder of this run answers."""
 
 
+class HolderBusyError(StorageError):
+    """The holder did not answer within `STALL_S` seconds: it may be slow or hang, which is found out meanwhile."""
+
+
 class HolderConnection:
     """Connection to the holder of a run.
 
     Args:
         run: Id of the run.
         folder: Folder of the sockets.
+
+    Attributes:
+        check: Check of a holder that did not answer a save in time; None without one.
     """
 
     def __init__(self, run: str, folder: str) -> None:
@@ -43,6 +53,7 @@ class HolderConnection:
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._hung_at: float | None = None
+        self.check: HolderCheck | None = None
         self._socket_id: tuple[int, ...] | None = None
 
     def has_same_socket(self) -> bool:
@@ -56,19 +67,20 @@ class HolderConnection:
             found = None if folder_fd is None else identify_socket(folder_fd, self._run)
         return found is not None and found == self._socket_id
 
-    def request(self, op: str, *, shown: str = "", **fields: object) -> dict[str, Any]:
+    def request(self, op: str, *, shown: str = "", limit_s: float | None = None, **fields: object) -> dict[str, Any]:
         """Send a request and return its answer.
 
         Args:
             op: Name of the request.
             shown: Name of the file or holder in messages.
+            limit_s: Maximum seconds to wait for other requests and for the answer; None for `TIMEOUT_S` for the answer.
             **fields: Other fields of the request.
 
         Raises:
-            HolderGoneError: No holder answers, within `TIMEOUT_S` seconds.
+            HolderGoneError: No holder answers in time.
             StorageError: The holder refused the request.
         """
-        answer, fd = self._exchange({"op": op, **fields}, shown)
+        answer, fd = self._exchange({"op": op, **fields}, shown, limit_s)
         if fd is not None:
             os.close(fd)
         return answer
@@ -96,21 +108,26 @@ class HolderConnection:
 
     __del__ = abandon
 
-    def _exchange(self, message: dict[str, Any], shown: str) -> tuple[dict[str, Any], int | None]:
-        with self._lock:
-            try:
-                self._require_no_pause()
-                answer, fd = receive(self._send(message))
-            except OSError as error:
-                self._drop()
-                if isinstance(error, StorageError):
-                    raise
-                if isinstance(error, TimeoutError) and self._hung_at is None:
-                    self._hung_at = time.monotonic()
-                raise self._gone(error) from error
-            except BaseException:  # an answer that is still to come would be taken for that of another request
-                self._drop()
+    def _exchange(
+        self, message: dict[str, Any], shown: str, limit_s: float | None = None
+    ) -> tuple[dict[str, Any], int | None]:
+        if not self._lock.acquire(timeout=-1 if limit_s is None else limit_s):
+            error = TimeoutError("another request waits for its answer")
+            raise self._gone(error) from error
+        try:
+            answer, fd = self._ask(message, TIMEOUT_S if limit_s is None else limit_s)
+        except OSError as error:
+            self._drop()
+            if isinstance(error, StorageError):
                 raise
+            if isinstance(error, TimeoutError) and self._hung_at is None and limit_s is None:
+                self._hung_at = time.monotonic()
+            raise self._gone(error) from error
+        except BaseException:  # an answer that is still to come would be taken for that of another request
+            self._drop()
+            raise
+        finally:
+            self._lock.release()
         refusal = decode_error(answer, shown or self._run)
         if refusal is not None:
             if fd is not None:
@@ -118,7 +135,17 @@ class HolderConnection:
             raise refusal
         return answer, fd
 
-    def _send(self, message: dict[str, Any]) -> socket.socket:
+    def _ask(self, message: dict[str, Any], limit_s: float) -> tuple[dict[str, Any], int | None]:
+        """Send a request, and return its answer and the descriptor with it. Raises TimeoutError."""
+        self._require_no_pause()
+        connection = self._send(message, limit_s)
+        connection.settimeout(limit_s)
+        try:
+            return receive(connection)
+        finally:
+            connection.settimeout(TIMEOUT_S)
+
+    def _send(self, message: dict[str, Any], limit_s: float) -> socket.socket:
         """Send a request, and return the connection. One whose holder has ended is opened again: another may listen.
 
         The number of a file has no meaning for another holder.
@@ -132,7 +159,7 @@ class HolderConnection:
                 self._drop()
             else:
                 return self._connection
-        self._connection = self._connect()
+        self._connection = self._connect(limit_s)
         send(self._connection, message)
         return self._connection
 
@@ -143,13 +170,13 @@ class HolderConnection:
                 raise TimeoutError(f"timed out in the last {_PAUSE_S:.0f} s")
             self._hung_at = None
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, limit_s: float) -> socket.socket:
         """Return a new connection, after a check of the holder's version and run."""
         require_sockets()
         with open_socket_folder(self._folder, is_made=False) as folder_fd:
             if folder_fd is None:
                 raise FileNotFoundError(self._folder)
-            connection = connect_socket(folder_fd, self._run, TIMEOUT_S)
+            connection = connect_socket(folder_fd, self._run, limit_s)
             self._socket_id = identify_socket(folder_fd, self._run)
         try:
             send(connection, {"op": "hello"})

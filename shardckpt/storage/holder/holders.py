@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 from shardckpt.errors import ShardckptError, StorageError, UsageError
 from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.holder.ask_holders import ask_holders
+from shardckpt.storage.holder.holder_check import HolderCheck
 from shardckpt.storage.holder.holder_connection import (
+    STALL_S,
     TIMEOUT_S,
+    HolderBusyError,
     HolderConnection,
     HolderGoneError,
     get_holder_connection,
@@ -89,9 +92,10 @@ class FoundHolders(NamedTuple):
 def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S) -> int:
     """Start the holder of a run on this node, unless it is there; it survives this process.
 
-    One whose socket was removed is ended: no new process would find it. So is one that does not answer two requests in
-    a row, each within `TIMEOUT_S` seconds: its files are lost. Holders of other runs without a client for
-    `SUPERSEDED_S` seconds are ended too.
+    One whose socket was removed is ended: no new process would find it. Nobody waits for more than `STALL_S` seconds
+    for one that does not answer: it is asked twice more in the background, each time for `TIMEOUT_S` seconds, and ended
+    if it does not answer; its files are lost, and the next call starts another. Holders of other runs without a client
+    for `SUPERSEDED_S` seconds are ended too.
 
     Args:
         run: Id of the run.
@@ -103,51 +107,89 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
         Process id of a holder that did not answer and was replaced; 0 without one.
 
     Raises:
+        HolderBusyError: The holder has not answered yet.
         StorageError: It cannot be started, or one that does not answer cannot be ended.
         UnsafeError: The folder of sockets is not this user's alone.
     """
     require_sockets()
-    replaced = 0
+    replaced = _take_replaced(require_run(run))
     for attempt in range(_STARTS):
         try:
-            connection = get_holder_connection(require_run(run))
-            connection.request("limit", max_bytes=max_bytes)
-            if connection.has_same_socket() or is_reachable(run):
+            connection = get_holder_connection(run)
+            connection.request("limit", limit_s=STALL_S, max_bytes=max_bytes)
+            if connection.has_same_socket() or is_reachable(run, STALL_S):
                 return replaced
-            connection.request("stop")
+            connection.request("stop", limit_s=STALL_S)
             connection.close()
         except HolderGoneError as error:
-            if isinstance(error.__cause__, TimeoutError):  # it is there, and stopped or hanging
-                connection.close()
-                ended = _end_hung_holder(run)
-                if not ended:
-                    continue
-                replaced = ended
+            if isinstance(error.__cause__, TimeoutError):  # it is there, and slow, stopped or hanging
+                raise _begin_check(run) from error
         _start_process([run, str(max_bytes), str(idle_s), last])
         if not attempt:
             stop_holders(idle_s=SUPERSEDED_S)
     raise StorageError("the holder was started and does not answer", where=run)
 
 
-def is_reachable(run: str) -> bool:
+def _take_replaced(run: str) -> int:
+    """Return the process id of the holder that the check in the background has ended; 0 without one.
+
+    Raises:
+        HolderBusyError: It is not known yet if the holder hangs.
+        ShardckptError: It hangs and cannot be ended.
+    """
+    connection = get_holder_connection(run)
+    check = connection.check
+    if check is None:
+        return 0
+    if check.is_running():
+        raise _busy_error(run)
+    connection.check = None
+    if check.error is not None:
+        _begin_check(run)
+        raise check.error
+    connection.close()
+    return check.ended
+
+
+def _begin_check(run: str) -> HolderBusyError:
+    """Begin to find out if a holder hangs, and to end it then; return the error for the capture that needs it now."""
+
+    def end_hung() -> int:
+        is_hung = any(answer is None for *_, answer in ask_holders(run))
+        return _end_hung_holder(run) if is_hung else 0
+
+    get_holder_connection(run).check = HolderCheck(end_hung)
+    return _busy_error(run)
+
+
+def _busy_error(run: str) -> HolderBusyError:
+    return HolderBusyError(
+        f"the holder did not answer within {STALL_S:.0f} s",
+        where=run,
+        fix="It is asked again in the background, and replaced if it hangs: `shardckpt tiers` shows its process.",
+    )
+
+
+def is_reachable(run: str, limit_s: float | None = None) -> bool:
     """Return True if a new process would find the holder that this process is connected to.
 
     Otherwise somebody removed the socket, for example the system at the end of a session of the user.
 
     Args:
         run: Id of the run.
+        limit_s: As for `HolderConnection.request`.
 
     Raises:
         StorageError: The holder does not answer.
         UnsafeError: The folder of sockets is not this user's alone.
     """
     connection = get_holder_connection(run)
-    known = connection.request("hello")
+    known = connection.request("hello", limit_s=limit_s)
     if connection.has_same_socket():
         return True
     new = HolderConnection(run, socket_folder())
     try:
-        found = new.request("hello")
+        found = new.request("hello", limit_s=limit_s)
     except HolderGoneError as error:
         if isinstance(error.__cause__, TimeoutError):
             raise
@@ -204,7 +246,7 @@ def stop_holders(run: str | None = None, *, idle_s: float = 0.0) -> list[str]:
         StorageError: It cannot be opened, or a holder that does not answer cannot be ended.
     """
     stopped, fault = [], None
-    for each, connection, answer in ask_holders(run):
+    for each, connection, answer in ask_holders(run, STALL_S if idle_s else None):
         if idle_s and (answer is None or answer.get("clients") or float(answer.get("idle_s", 0.0)) < idle_s):
             continue
         try:

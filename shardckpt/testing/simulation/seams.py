@@ -328,14 +328,16 @@ class SimulatedLock:
         self._depth = 0
         self._is_watched = False
 
-    def acquire(self, blocking: bool = True) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock."""
         task = self._scheduler.current
         if self._owner is not None and self._owner is not task:
             if not blocking:
                 return False
             self._is_watched = True
-            self._scheduler.wait(lambda: self._owner is None, "a lock of the process", None, (self,))
+            seconds = None if timeout < 0 else timeout
+            if not self._scheduler.wait(lambda: self._owner is None, "a lock of the process", seconds, (self,)):
+                return False
         if not blocking and self._depth:
             return False
         self._owner = task

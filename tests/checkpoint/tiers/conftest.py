@@ -9,7 +9,7 @@ import pytest
 from tier_runs import NODES, is_alive, wait_for
 
 import shardckpt
-from shardckpt.storage.holder import ask_holders, holder_connection
+from shardckpt.storage.holder import ask_holders, holder_connection, holders
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,7 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait only a second for the answer of a holder."""
+    """Wait only a second for the answer of a holder, in a save half of one."""
     for module in (holder_connection, ask_holders):
         monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(holders, "STALL_S", 0.5)

@@ -16,12 +16,12 @@ import tier_runs
 import torch
 from forks import is_killed
 from harness import run
-from tier_runs import is_alive, save, wait_for
+from tier_runs import is_alive, save, wait_for, wait_for_checks
 from tier_runs import make_state as state
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
-from shardckpt import Checkpointer, Local, PeerMemory
+from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.tiers import peer_memory, tiered_finder
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
@@ -456,17 +456,38 @@ def test_a_holder_waits_for_more_than_the_days_that_the_system_waits_at_once(tmp
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_a_holder_that_hangs_is_replaced_at_the_next_capture_with_one_warning(tmp_path):
-    ck = make(tmp_path / "run", save_every=4)
+def test_a_holder_that_hangs_costs_the_next_capture_with_one_warning_and_is_replaced_with_another(tmp_path):
+    events: list[object] = []
+    ck = make(tmp_path / "run", save_every=4, on_event=events.append)
     save(ck, 1)
     (holder,) = shardckpt.tiers().holders
     os.kill(holder.pid, signal.SIGSTOP)
+    with pytest.warns(UserWarning, match="not captured in memory.*It is asked again in the background") as warned:
+        save(ck, 2, 3)
+    assert len(warned) == 1 and [e.step for e in events if isinstance(e, FallbackEvent)] == [2, 3]
+    wait_for_checks()
     with pytest.warns(UserWarning, match=f"did not answer: process {holder.pid} was ended") as warned:
-        save(ck, 2, 3, 4, 5)
-    assert len(warned) == 1
+        save(ck, 4, 5)
+    assert len(warned) == 1, "the capture after it is tried at once"
     wait_for(lambda: not is_alive(holder.pid))
-    assert ck.durability(5).survives == {"process"} and ck.durability(1).survives == frozenset()
+    claims = [ck.durability(step).survives for step in (1, 2, 3, 5)]
+    assert claims == [set(), set(), set(), {"process"}]
     assert restore(tmp_path / "run") == 5
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_holder_that_answers_later_costs_the_captures_meanwhile_and_keeps_the_others(tmp_path):
+    ck = make(tmp_path / "run", keep_last=2)
+    save(ck, 1)
+    (holder,) = shardckpt.tiers().holders
+    os.kill(holder.pid, signal.SIGSTOP)
+    with pytest.warns(UserWarning, match="not captured in memory"):
+        save(ck, 2)
+    os.kill(holder.pid, signal.SIGCONT)
+    wait_for_checks()
+    save(ck, 3)
+    assert [ck.durability(step).survives for step in (1, 2, 3)] == [{"process"}, set(), {"process"}]
+    assert shardckpt.tiers().holders[0].pid == holder.pid
 
 
 @pytest.mark.usefixtures("short_limits")
@@ -477,6 +498,9 @@ def test_a_new_start_restores_an_older_step_and_replaces_a_holder_that_hangs(tmp
     holder_connection._forget_connections()
     ck = make(tmp_path / "run", save_every=4)
     assert ck.restore(state()) == 4 and "do not answer" in caplog.text
+    with pytest.warns(UserWarning, match="did not answer within"):
+        save(ck, 5)
+    wait_for_checks()
     with pytest.warns(UserWarning, match="was ended, with its captures") as warned:
         save(ck, 5)
     assert len(warned) == 1
@@ -491,8 +515,14 @@ def test_a_holder_that_hangs_and_cannot_be_ended_costs_one_time_limit_and_one_wa
     (holder,) = shardckpt.tiers().holders
     os.kill(holder.pid, signal.SIGSTOP)
     try:
-        with pytest.warns(UserWarning, match="does not answer.*in the container that started it") as warned:
-            save(ck, 2, 3, 4)
+        with pytest.warns(UserWarning, match="did not answer within") as warned:
+            save(ck, 2)
+        wait_for_checks()
+        with pytest.warns(UserWarning, match="does not answer.*in the container that started it"):
+            save(ck, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            save(ck, 4)
         assert len(warned) == 1
         assert restore(tmp_path / "run") == 4
         monkeypatch.setattr(HolderConnection, "_connect", count_connections(waited := []))
@@ -504,12 +534,12 @@ def test_a_holder_that_hangs_and_cannot_be_ended_costs_one_time_limit_and_one_wa
         os.kill(holder.pid, signal.SIGCONT)
 
 
-def count_connections(found: list[HolderConnection]) -> Callable[[HolderConnection], object]:
+def count_connections(found: list[HolderConnection]) -> Callable[..., object]:
     connect = HolderConnection._connect
 
-    def counted(self: HolderConnection) -> object:
+    def counted(self: HolderConnection, limit_s: float) -> object:
         found.append(self)
-        return connect(self)
+        return connect(self, limit_s)
 
     return counted
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from shardckpt.errors import StorageError, UsageError
-from shardckpt.storage.holder import ask_holders, holder_connection, hung_holder
+from shardckpt.storage.holder import ask_holders, holder_connection, holders, hung_holder
+from shardckpt.storage.holder.holder_connection import HolderBusyError, get_holder_connection
 from shardckpt.storage.holder.holder_sockets import connect_socket, open_socket_folder, socket_folder
 from shardckpt.storage.holder.holder_store import HolderStore
 from shardckpt.storage.holder.holders import HungHolder, find_holders, start_holder, stop_holders
@@ -30,6 +32,7 @@ def sockets(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for module in (holder_connection, ask_holders):
         monkeypatch.setattr(module, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(holders, "STALL_S", 0.3)
     monkeypatch.setattr(hung_holder, "TERM_S", 0.3)
     yield tmp_path / "shardckpt"
     stop_holders()
@@ -163,23 +166,59 @@ def test_a_process_that_is_killed_and_does_not_end_is_an_error(monkeypatch):
             stop_holders(RUN)
 
 
+def start_again(attempts: list[str]) -> int:
+    """Start the holder once it is known if it hangs; return the process that was replaced.
+
+    Args:
+        attempts: Gets the fault of each call that the check in the background made fail.
+    """
+    while True:
+        try:
+            return start_holder(RUN, 1 << 20, last="COMMIT")
+        except HolderBusyError as error:
+            attempts.append(str(error))
+            time.sleep(0.02)
+
+
 def test_a_start_replaces_a_holder_that_hangs_and_names_its_process():
     hang(pid := start())
-    assert start_holder(RUN, 1 << 20, last="COMMIT") == pid
+    assert start_again(attempts := []) == pid and "did not answer within" in attempts[0]
     assert not is_alive(pid) and HolderStore(URL).list() == []
     assert start_holder(RUN, 1 << 20, last="COMMIT") == 0
+
+
+def test_one_start_waits_for_a_holder_that_hangs_and_those_during_the_check_send_no_request(monkeypatch):
+    hang(start())
+    requests, go_on, ask = [], threading.Event(), holder_connection.HolderConnection._ask
+    end_hung = holders._end_hung_holder
+    monkeypatch.setattr(holders, "_end_hung_holder", lambda run: go_on.wait(60) and end_hung(run))
+    monkeypatch.setattr(holder_connection.HolderConnection, "_ask", lambda *args: requests.append(args) or ask(*args))
+    for _ in range(4):
+        with pytest.raises(HolderBusyError, match="It is asked again in the background"):
+            start_holder(RUN, 1 << 20, last="COMMIT")
+    assert len(requests) == 1
+    go_on.set()
+    start_again([])
+
+
+def test_a_start_that_waits_for_the_request_of_another_thread_waits_no_longer():
+    start()
+    connection = get_holder_connection(RUN)
+    with connection._lock, pytest.raises(HolderBusyError):
+        start_holder(RUN, 1 << 20, last="COMMIT")
+    assert start_again([]) == 0, "it answers the check"
 
 
 def test_a_holder_that_answers_the_second_request_is_not_replaced(monkeypatch):
     hang(pid := start())
     ask = ask_holders.ask_holders
 
-    def go_on(run=None):
+    def go_on(*args):
         os.kill(pid, signal.SIGCONT)
-        return ask(run)
+        return ask(*args)
 
     monkeypatch.setattr("shardckpt.storage.holder.holders.ask_holders", go_on)
-    assert start_holder(RUN, 1 << 20, last="COMMIT") == 0
+    assert start_again([]) == 0 and is_alive(pid)
     assert [entry.name for entry in HolderStore(URL).list()] == ["step-1"]
 
 
