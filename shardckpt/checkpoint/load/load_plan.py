@@ -234,6 +234,30 @@ class LoadPlanBuilder:
             self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
         self.plan.arrays.append(LoadItem(path, entry, array))
 
+    def require_equal_values_of_shared_memory(self) -> None:
+        """Add a problem for each two targets that are the same memory, and have different saved values."""
+        first_of: dict[int, tuple[LoadItem, LocalShard]] = {}
+        for item in self.plan.arrays:
+            for shard in item.array.shards:
+                if not shard.box.volume or not (address := shard.tensor.data_ptr()):
+                    continue
+                first, first_shard = first_of.setdefault(address, (item, shard))
+                if first is item or is_same_source(first.entry, item.entry) or not _is_view(first_shard, shard):
+                    continue
+                if not _are_alike(self._read_shard(first, first_shard), self._read_shard(item, shard)):
+                    self.plan.problems.append(
+                        f"{dotted(item.path)} is the memory of {dotted(first.path)} in this state, and the saved values"
+                        " of the two differ (give one of them memory of its own: `tensor.clone()`)"
+                    )
+
+    def _read_shard(self, item: LoadItem, shard: LocalShard) -> torch.Tensor:
+        """Return the saved elements of a shard in new memory."""
+        (located,) = self.source.locate([item.entry])  # before memory is allocated
+        values = allocate(located, shard.tensor.shape)
+        read = item.array._replace(dtype=values.dtype, shards=(LocalShard(shard.box, values),))
+        self.source.elements.read([(located, read)])
+        return values
+
     def _without_repeats(self, path: Path, entry: TensorEntry, array: TensorShards) -> TensorShards:
         """Return the distinct elements of an expanded tensor as targets.
 
@@ -243,9 +267,7 @@ class LoadPlanBuilder:
         for shard in array.shards:
             size, at = shard.tensor.shape, _once(shard.tensor)
             if not shard.tensor.is_meta and has_memory(shard.tensor):
-                (located,) = self.source.locate([entry])  # before memory is allocated
-                values = allocate(located, size)
-                self.source.elements.read([(located, array._replace(shards=(LocalShard(shard.box, values),)))])
+                values = self._read_shard(LoadItem(path, entry, array), shard)
                 if not _are_alike(values, values[at].expand(size)):
                     self.add_problem(
                         path,
@@ -255,6 +277,17 @@ class LoadPlanBuilder:
             place = shard.tensor.detach()[at]
             shards.append(LocalShard(Box(shard.box.offset, tuple(place.shape)), place))
         return array._replace(shards=tuple(shards))
+
+
+def is_same_source(one: TensorEntry, other: TensorEntry) -> bool:
+    """Return True if two saved arrays are the same elements of the files, as of tensors that were saved as one."""
+    return one is other or one[1:] == other[1:]
+
+
+def _is_view(one: LocalShard, other: LocalShard) -> bool:
+    """Return True if two shards with the same first element have all elements in common, in the same places."""
+    first, second = one.tensor, other.tensor
+    return (first.shape, first.stride(), first.dtype) == (second.shape, second.stride(), second.dtype)
 
 
 def require_depth(path: Path) -> None:

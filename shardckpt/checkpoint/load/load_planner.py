@@ -22,7 +22,7 @@ from shardckpt.checkpoint.load.load_plan import (
 )
 from shardckpt.checkpoint.load.optim_load_plan import OptimizerLoadPlanner
 from shardckpt.checkpoint.load.source import CheckpointSource
-from shardckpt.checkpoint.load.stateful_fill import hand_over
+from shardckpt.checkpoint.load.stateful_fill import FilledMemory, hand_over
 from shardckpt.checkpoint.stateful.flatten import (
     LocalModels,
     require_no_flat_shard,
@@ -65,6 +65,8 @@ def plan_load(
     # Once, and not for each local tensor; new state of an optimizer is for training, also in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         planner.visit(state, (), _refuse)
+        planner.plan_objects()
+        builder.require_equal_values_of_shared_memory()
     plan = builder.plan
     if options.strict and options.takes_all:
         plan.unexpected = list(planner.find_unexpected())
@@ -95,6 +97,7 @@ class _LoadPlanner:
         self._builder, self._rank, self._world, self._models = builder, rank, world, models
         self._opened: set[Path] = set()  # paths of lists whose entries are visited
         self._shards = FlatShards()
+        self._objects: list[tuple[int, Stateful, Path]] = []  # objects with tensors, each with the index of its value
 
     def find_unexpected(self) -> Iterator[Path]:
         """Yield the paths that only the checkpoint has."""
@@ -191,7 +194,18 @@ class _LoadPlanner:
             self._builder.add_value(path, value.load_state_dict)
             return
         self._builder.plan.taken.add(path)
-        handover = hand_over(saved, get_state_dict(value, path), path, self._builder.source.arrays)
+        self._objects.append((len(self._builder.plan.values), value, path))
+        self._builder.plan.values.append(Taker(path, saved, value.load_state_dict))
+
+    def plan_objects(self) -> None:
+        """Plan the tensors of objects, after all that the state itself names: these are filled in any case."""
+        filled = FilledMemory(self._builder.plan.arrays if self._objects else ())
+        for at, value, path in self._objects:
+            self._plan_object(at, value, path, filled)
+
+    def _plan_object(self, at: int, value: Stateful, path: Path, filled: FilledMemory) -> None:
+        taker = self._builder.plan.values[at]
+        handover = hand_over(taker.tree, get_state_dict(value, path), path, self._builder.source.arrays, filled)
         for fill in handover.fills:
             require_no_flat_shard(fill.tensor, fill.path, self._shards)
             self._builder.add_array(fill.path, fill.source, get_tensor_shards(fill.tensor))
@@ -204,7 +218,7 @@ class _LoadPlanner:
                 " name, so that its sharding is not known (let the object make it before the load: torch's"
                 " `get_optimizer_state_dict` makes the state of an optimizer)",
             )
-        self._builder.plan.values.append(Taker(path, handover.tree, value.load_state_dict))
+        self._builder.plan.values[at] = taker._replace(tree=handover.tree)
 
     def _variant(self, variant: Variant, path: Path) -> None:
         if variant.module is not None:

@@ -2,24 +2,29 @@
 
 A checkpoint has full tensors, but an object with a sharded model loads DTensors with its own sharding. Therefore the
 tensors that its `state_dict()` returns are filled, each rank with its shard, and passed back in the saved tree.
+
+A tensor in memory that other saved elements fill, such as that of a model which the object refers to until it has
+values of its own, is not filled: the object gets a new one, as from `torch.load`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.checkpoint.load.load_plan import require_depth
+from shardckpt.checkpoint.load.load_plan import LoadItem, is_same_source, require_depth
 from shardckpt.checkpoint.stateful.flatten import view_as_dtensor
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory, is_optimizer, is_stateful
 from shardckpt.format.encodings.tagged_json import path_key
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, TensorEntry
 from shardckpt.state.keys.kinds import is_sharded_tensor
+from shardckpt.state.local.local_shards import LocalShard, get_tensor_shards
 
 _MISSING = object()
 
@@ -36,6 +41,76 @@ class Fill(NamedTuple):
     path: Path
     source: Path
     tensor: torch.Tensor
+
+
+class _Range(NamedTuple):
+    """Addresses of the memory of a target: of its first byte, and behind its last."""
+
+    start: int
+    end: int
+
+
+class FilledMemory:
+    """Memory that a load fills, with the saved array that fills each part.
+
+    Args:
+        items: Targets of the load.
+    """
+
+    def __init__(self, items: Iterable[LoadItem]) -> None:
+        self._entries = {
+            each: item.entry for item in items for shard in item.array.shards if (each := _get_range(shard)) is not None
+        }
+        self._disjoint = list(_merge(sorted(self._entries)))
+
+    def add(self, tensor: torch.Tensor, entry: TensorEntry) -> bool:
+        """Add a target; return False if another saved array fills a part of its memory.
+
+        Args:
+            tensor: Plain tensor or DTensor to fill.
+            entry: Entry of the saved array.
+        """
+        shards = get_tensor_shards(tensor).shards
+        added = [each for shard in shards if (each := _get_range(shard)) is not None]
+        added = [each for each in added if not self._is_filled_by(each, entry)]
+        if any(self._is_filled(each) for each in added):
+            return False
+        for each in added:
+            self._entries[each] = entry
+            self._disjoint.insert(bisect_left(self._disjoint, each), each)
+        return True
+
+    def _is_filled_by(self, wanted: _Range, entry: TensorEntry) -> bool:
+        known = self._entries.get(wanted)
+        return known is not None and is_same_source(known, entry)
+
+    def _is_filled(self, wanted: _Range) -> bool:
+        after = bisect_left(self._disjoint, wanted)
+        neighbors = self._disjoint[max(after - 1, 0) : after + 1]
+        return any(each.start < wanted.end and wanted.start < each.end for each in neighbors)
+
+
+def _get_range(shard: LocalShard) -> _Range | None:
+    """Return the addresses of a shard's memory; None if it has none."""
+    tensor = shard.tensor
+    if not shard.box.volume or not (start := tensor.data_ptr()):
+        return None
+    elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Range(start, start + elements * tensor.element_size())
+
+
+def _merge(ranges: Iterable[_Range]) -> Iterator[_Range]:
+    """Yield disjoint ranges that cover sorted ones."""
+    merged: _Range | None = None
+    for each in ranges:
+        if merged is None or each.start >= merged.end:
+            if merged is not None:
+                yield merged
+            merged = each
+        else:
+            merged = _Range(merged.start, max(merged.end, each.end))
+    if merged is not None:
+        yield merged
 
 
 @dataclass
@@ -55,7 +130,7 @@ class Handover:
     unplaced: list[Path] = field(default_factory=list)
 
 
-def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntry]) -> Handover:
+def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntry], filled: FilledMemory) -> Handover:
     """Match an object's saved state with its current `state_dict()`, without changes.
 
     Args:
@@ -63,22 +138,23 @@ def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntr
         own: Result of the object's `state_dict()`.
         path: Path of the object in the state.
         arrays: Entries of the checkpoint's arrays by path.
+        filled: Memory that the load fills; the memory of this object's tensors is added.
     """
-    match = _Match(arrays)
+    match = _Match(arrays, filled)
     handover = match.made
     own = _expanded(own, path)
     handover.tree = match.visit(saved, own, path)
     dtensors = list(_dtensors(own, path))
-    filled = {fill.path for fill in handover.fills}
-    handover.missing = [place for place in dtensors if place not in filled]
+    placed = {fill.path for fill in handover.fills}
+    handover.missing = [place for place in dtensors if place not in placed]
     if not dtensors:
         handover.unplaced.clear()
     return handover
 
 
 class _Match:
-    def __init__(self, arrays: Mapping[Path, TensorEntry]) -> None:
-        self._arrays = arrays
+    def __init__(self, arrays: Mapping[Path, TensorEntry], filled: FilledMemory) -> None:
+        self._arrays, self._filled = arrays, filled
         self.made = Handover()
 
     def visit(self, saved: Any, own: Any, path: Path) -> Any:
@@ -100,7 +176,13 @@ class _Match:
         if is_sharded_tensor(own):
             self.made.fills.append(Fill(path, saved.path, view_as_dtensor(own, path)))
             return own
-        if isinstance(own, DTensor) or (isinstance(own, torch.Tensor) and _can_be_filled(own, entry)):
+        if isinstance(own, DTensor):
+            target = own if self._filled.add(own, entry) else torch.empty_like(own)
+            self.made.fills.append(Fill(path, saved.path, target))
+            return target
+        if isinstance(own, torch.Tensor) and _can_be_filled(own, entry):
+            if not self._filled.add(own, entry):
+                return saved
             self.made.fills.append(Fill(path, saved.path, own))
             return own
         if entry.shape and not isinstance(own, torch.Tensor):

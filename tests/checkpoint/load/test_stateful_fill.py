@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch_limits import SAVES_EMPTY_SHARDS
 
 import shardckpt
 from shardckpt import core
+from shardckpt.errors import UsageError
 from shardckpt.state import model_state_dict, optim_state_dict
 
 SHARDED = {name: FRONT_ENDS[name] for name in ("flat", "orig", "in place", "torch in place", "ddp")}
@@ -345,3 +347,111 @@ def test_new_optimizer_state_of_two_dtypes_is_what_its_placement_says(tmp_path: 
         return {name: {value.dtype, value._spec.tensor_meta.dtype} for name, value in found.items()}
 
     assert run(1, body) == [{"average": {torch.bfloat16}, "master": {torch.float32}}]
+
+
+class Best:
+    """Best weights so far; those of the model until there are better ones, as in loops that stop early."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = model.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+def _trained_after_its_best(path: Path) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    best = Best(model)
+    best.weights = {name: tensor.clone() for name, tensor in best.weights.items()}
+    nn.init.ones_(model.weight)
+    state = {"model": model, "best": best}
+    shardckpt.save(state, path)
+    return state
+
+
+@pytest.mark.parametrize("order", [("model", "best"), ("best", "model")])
+def test_an_object_that_still_has_the_memory_of_a_model_gets_tensors_of_its_own(
+    tmp_path: Path, order: tuple[str, str]
+) -> None:
+    saved = _trained_after_its_best(tmp_path / "step")
+    model = nn.Linear(2, 2)
+    parts = {"model": model, "best": Best(model)}
+
+    shardckpt.load({name: parts[name] for name in order}, tmp_path / "step")
+
+    assert torch.equal(model.weight, saved["model"].weight)
+    assert torch.equal(parts["best"].weights["weight"], saved["best"].weights["weight"])
+
+
+def test_an_object_that_still_has_the_shards_of_a_model_gets_shards_of_its_own(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        model, _ = made("torch in place", 0)
+        return {"model": model, "best": Best(model)}
+
+    def compare(rank: int, world: int) -> list[bool]:
+        saved = make()
+        saved["best"].weights = {name: tensor.clone() for name, tensor in saved["best"].weights.items()}
+        with torch.no_grad():
+            for parameter in saved["model"].parameters():
+                parameter += 1
+        shardckpt.save(saved, tmp_path / "step")
+        loaded = make()
+        shardckpt.load(loaded, tmp_path / "step")
+        models = [part["model"].state_dict() for part in (saved, loaded)]
+        bests = [part["best"].weights for part in (saved, loaded)]
+        return [
+            torch.equal(whole(one), whole(other))
+            for pair in (models, bests)
+            for one, other in zip(pair[0].values(), pair[1].values(), strict=True)
+        ]
+
+    assert all(all(equal) for equal in run(2, compare))
+
+
+def test_an_object_whose_tensor_overlaps_a_part_of_another_gets_one_of_its_own(tmp_path: Path) -> None:
+    class Window(Best):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.weights = {"rows": tensor}
+
+    shardckpt.save({"all": torch.arange(6.0), "part": Window(torch.full((2,), -1.0))}, tmp_path / "step")
+    whole = torch.zeros(6)
+    part = Window(whole[2:4])
+
+    shardckpt.load({"all": whole, "part": part}, tmp_path / "step")
+
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    assert part.weights["rows"].tolist() == [-1, -1]
+
+
+def test_an_object_that_shared_the_memory_of_a_model_when_saved_shares_it_after_the_load(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    shardckpt.save({"model": model, "best": Best(model)}, tmp_path / "step")
+    loaded = nn.Linear(2, 2)
+    best = Best(loaded)
+
+    shardckpt.load({"model": loaded, "best": best}, tmp_path / "step")
+
+    assert torch.equal(loaded.weight, model.weight)
+    assert best.weights["weight"].data_ptr() == loaded.weight.data_ptr()
+
+
+def test_tensors_of_a_state_that_share_memory_must_have_equal_saved_values(tmp_path: Path) -> None:
+    shardckpt.save({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "step")
+    shared = torch.full((3,), 7.0)
+
+    with pytest.raises(UsageError, match="b is the memory of a in this state, and the saved values"):
+        shardckpt.load({"a": shared, "b": shared}, tmp_path / "step")
+
+    assert shared.tolist() == [7, 7, 7]
+
+
+def test_tensors_of_a_state_that_share_memory_are_loaded_from_equal_saved_values(tmp_path: Path) -> None:
+    shardckpt.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "step")
+    shared = torch.zeros(3)
+
+    shardckpt.load({"a": shared, "b": shared}, tmp_path / "step")
+
+    assert shared.tolist() == [1, 1, 1]
