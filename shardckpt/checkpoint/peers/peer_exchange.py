@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from shardckpt.checkpoint.background_thread import BackgroundThread
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.exchange_round import (
     PIECE_BYTES,
@@ -143,7 +144,7 @@ class PeerExchange:
         self._is_done = False
         self._wait_s = IDLE_S
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="shardckpt-peers", daemon=True)
+        self._thread = BackgroundThread(self._run, "shardckpt-peers", is_daemon=True)
         self.received_bytes = 0
 
     def __enter__(self) -> Self:
@@ -157,10 +158,12 @@ class PeerExchange:
         with self._changed:
             self._is_done = True
             self._changed.notify_all()
-        if kind is None or issubclass(kind, Exception):
-            self._thread.join(self._coordinator.timeout_s)
-        if self._thread.is_alive():  # another rank has not come to the end, or a signal ended the restore here
-            self._coordinator.leave()
+        try:
+            if kind is None or issubclass(kind, Exception):
+                self._thread.join(self._coordinator.timeout_s)
+        finally:
+            if self._thread.is_running:  # another rank has not come to the end, or a signal ended the restore here
+                self._coordinator.leave()
 
     def pull(self, wanted: Sequence[tuple[FilePiece, memoryview]]) -> list[bool]:
         """Fill buffers with pieces that other ranks have; return for each whether its bytes came.
@@ -195,7 +198,7 @@ class PeerExchange:
         """Wait for the thread of the exchange, with its lock. Raises as `find`."""
         self._changed.notify_all()
         while self._failure is None and not is_over():
-            if not self._thread.is_alive():
+            if not self._thread.is_running:
                 raise StorageError("files of other nodes can be read during a restore only", where=self._own.url)
             self._changed.wait(1.0)
         if self._failure is not None:

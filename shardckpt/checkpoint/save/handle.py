@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
+from shardckpt.checkpoint.background_thread import BackgroundThread
 from shardckpt.errors import RankError, ShardckptError, UsageError
 from shardckpt.events import OnEvent, Recorder, SaveEvent, emit
 from shardckpt.storage.linux_syscalls import lower_priority
@@ -61,7 +62,7 @@ class AsyncSaveTask:
         self.recorder = Recorder(SaveEvent, path, {"is_background": True})
         self._on_event = on_event
         self._emitting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._process = os.getpid()
         self._failure: BaseException | None = None
         self._is_retrieved = False
@@ -109,8 +110,7 @@ class AsyncSaveTask:
                 self._failure = error
             self.emit(self._failure)
 
-        # Not a daemon: an exiting process waits for the thread.
-        self._thread = threading.Thread(target=run, name="shardckpt-save", daemon=False)
+        self._thread = BackgroundThread(run, "shardckpt-save")
         self._thread.start()
 
     def join(self, timeout: float | None = None) -> bool:
@@ -119,15 +119,12 @@ class AsyncSaveTask:
         Args:
             timeout: Maximum time in seconds; None for no limit.
         """
-        if self._thread is not None:
-            with suppress(RuntimeError):  # a signal came before the thread was started
-                self._thread.join(timeout)
-        return self.is_over
+        return self._thread is None or self._thread.join(timeout)
 
     @property
     def is_over(self) -> bool:
         """Whether the save has ended."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_running
 
     @property
     def has_unretrieved_error(self) -> bool:

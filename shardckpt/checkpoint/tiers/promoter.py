@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
+from shardckpt.checkpoint.background_thread import BackgroundThread
 from shardckpt.checkpoint.peers.copy_step import CopiedPart, copy_part
 from shardckpt.checkpoint.peers.promoted_steps import PromotedStep
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
@@ -54,7 +55,7 @@ class Promoter:
         self._lock = threading.Lock()
         self._waiting: deque[Promotion] = deque()
         self._running: Promotion | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
 
     def add(self, promotion: Promotion) -> None:
         """Promote a committed capture in the background."""
@@ -63,9 +64,8 @@ class Promoter:
             self._waiting.append(promotion)
             if len(self._waiting) > _MOST_WAITING:
                 given_up = self._waiting.popleft()
-            # Not a daemon: an exiting process waits for it. Its priority is that of the thread of the capture.
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shardckpt-promote", daemon=False)
+            if self._thread is None:  # its priority is that of the thread of the capture
+                self._thread = BackgroundThread(self._run, "shardckpt-promote")
                 self._thread.start()
         if given_up is not None:
             reason = f"not copied from {given_up.source.path(given_up.number)}: newer steps wait"
@@ -91,7 +91,7 @@ class Promoter:
     def wait(self) -> None:
         """Wait until no promotion is left."""
         thread = self._thread
-        while thread is not None and thread.is_alive():
+        while thread is not None and thread.is_running:
             thread.join()
             thread = self._thread
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from harness import mark, outcomes, raised_everywhere, run, since, stored_bytes
 from interpreters import RunScript
+from interruptions import interrupted_by
 from states import FRONT_ENDS, Net, differing, flat, step, whole
 from torch import nn
 
@@ -413,6 +414,19 @@ class TestBusy:
             threading.Timer(0.2, go.set).start()
             shardckpt.save({"t": torch.rand(3)}, tmp_path / "b")
             assert first.done()
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the step took too long")])
+    def test_a_save_goes_on_after_a_signal_has_ended_a_wait_for_it(self, tmp_path: Path, error: BaseException) -> None:
+        with held_back() as go:
+            handle = shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "a")
+            with interrupted_by(error), pytest.raises(type(error)):
+                handle.result()
+            assert not handle.done()
+            threading.Timer(0.2, go.set).start()
+            later = shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "b")
+            assert handle.done()
+        later.result()
+        assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
     def test_or_it_is_refused_and_the_first_goes_on(self, tmp_path: Path) -> None:
         with held_back():

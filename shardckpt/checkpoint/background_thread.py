@@ -1,0 +1,58 @@
+"""Thread whose end can be waited for again after a signal interrupted a wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+
+class BackgroundThread:
+    """Thread with an end of its own.
+
+    If a signal handler raises an exception while a thread waits in `threading.Thread.join`, Python 3.12 and earlier
+    take the other thread, which still runs, for ended (the `except` clause of `Thread._wait_for_tstate_lock`). Nobody
+    would wait for it any more, not even Python at its exit.
+
+    Args:
+        work: Function to run; must not raise.
+        name: Name of the thread.
+        is_daemon: Whether an exiting process does not wait for the thread.
+    """
+
+    def __init__(self, work: Callable[[], object], name: str, *, is_daemon: bool = False) -> None:
+        self._work = work
+        self._process = os.getpid()
+        self._is_started = False
+        self._is_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=is_daemon)
+
+    def start(self) -> None:
+        """Start the thread. If a signal interrupts the call, the thread runs or not: `is_running` tells."""
+        self._thread.start()
+        self._is_started = True
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the thread has ended, and return True; return False if it has not ended in time.
+
+        A call on the thread itself, as of a callback, does not wait.
+
+        Args:
+            timeout: Maximum time in seconds; None for no limit.
+        """
+        is_own = threading.current_thread() is self._thread
+        if self.is_running and not is_own and self._is_ended.wait(timeout):
+            self._thread.join()
+        return not self.is_running
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started in this process and has not ended."""
+        return self._is_started and not self._is_ended.is_set() and os.getpid() == self._process
+
+    def _run(self) -> None:
+        self._is_started = True
+        try:
+            self._work()
+        finally:
+            self._is_ended.set()
