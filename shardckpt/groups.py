@@ -8,13 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from shardckpt.devices import is_device_error, is_out_of_memory
-from shardckpt.errors import RankError, ShardckptError, UsageError
+from shardckpt.errors import RankError, ShardckptError
 
 _MESSAGE_BYTES = 512
 """Bytes of an error message in the all-gather that ends a collective: without an error, one small all-gather."""
@@ -261,32 +260,3 @@ def current_group(group: dist.ProcessGroup | None = None) -> Group:
     if dist.is_available() and dist.is_initialized():
         return TorchGroup(group)
     return LocalGroup()
-
-
-@contextmanager
-def init_gloo_group(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
-    """Yield the group of all ranks, which is initialized with gloo if needed.
-
-    Args:
-        timeout: Time that ranks wait for each other in a process group that this call initializes.
-
-    Raises:
-        RankError: The ranks cannot connect.
-        UsageError: The environment does not describe the ranks.
-    """
-    if dist.is_initialized():
-        yield current_group()
-        return
-    try:
-        dist.init_process_group("gloo", timeout=timeout)
-    except RuntimeError as error:
-        raise RankError(f"the ranks could not join: {error}", fix="Start them together, as torchrun does.") from error
-    except ValueError as error:
-        raise UsageError(
-            f"the environment does not describe the ranks: {error}",
-            fix="Start them with torchrun, or unset WORLD_SIZE where one process is to do all of the work.",
-        ) from error
-    try:
-        yield current_group()
-    finally:
-        dist.destroy_process_group()

@@ -36,6 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "plugins": {"errors"},
     "events": {"errors"},
     "groups": {"devices", "errors"},
+    "shared_store": {"groups", "events", "errors"},
     "devices": {"torch_features"},
     "core": {"boxes", "dtypes", "layout", "groups", "devices", "errors", "torch_features", "torchrun"},
     "state": {"core", "plan", "groups", "deprecation", "torch_features"} | LEAVES,
@@ -51,11 +52,12 @@ ARROWS: dict[str, set[str]] = {
         "devices",
         "torch_features",
         "torchrun",
+        "shared_store",
         "events",
     }
     | LEAVES,
     "offline": {"plan", "format", "storage", "plugins", "deprecation", "events", "torchrun"} | LEAVES,
-    "offline.write.parallel": {"events", "plan", "format", "storage", "groups"} | LEAVES,
+    "offline.write.parallel": {"events", "plan", "format", "storage", "groups", "shared_store"} | LEAVES,
     "testing": {"shardckpt", "checkpoint", "state", "offline", "plan", "format", "storage"} | LEAVES,
     "data": {"checkpoint", "plan", "events", "errors"},
     "integrations": {"shardckpt", "checkpoint", "events"},
@@ -134,7 +136,18 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
 
 # Third-party libraries and the packages that may know of them.
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"torch_features", "groups", "devices", "core", "state", "checkpoint", "data", "integrations", "testing"},
+    "torch": {
+        "torch_features",
+        "groups",
+        "shared_store",
+        "devices",
+        "core",
+        "state",
+        "checkpoint",
+        "data",
+        "integrations",
+        "testing",
+    },
     "fsspec": {"storage", "testing"},
     "greenlet": {"testing"},
     "typer": {"cli"},

@@ -26,6 +26,7 @@ ORDER = (
     "plan",
     "storage",
     "core",
+    "shared_store",
     "events",
 )
 

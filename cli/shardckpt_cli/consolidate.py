@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 _MOST_FILES = 40
 """Maximum lines of the report; a universal checkpoint has several files for each parameter."""
 
+
+_OF_A_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets for each rank, and that processes which a rank starts inherit."""
 
 CONVERT_HELP = "Convert a checkpoint, keeping how its tensors are split over files."
 
@@ -50,6 +54,7 @@ def consolidate(
     dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
     jobs: options.Jobs = None,
+    parallel: options.Parallel = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -68,10 +73,10 @@ def run(verb: str, given: dict[str, Any]) -> None:
     import shardckpt
 
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
-    if "jobs" in given and _is_one_of_several_ranks():
+    if "parallel" in given and _choose_parallel(given["parallel"], quiet=quiet):
         given["parallel"] = True
-        quiet = quiet or os.environ.get("RANK", "0") != "0"
-        as_json = as_json and os.environ.get("RANK", "0") == "0"
+        quiet = quiet or not _is_first_rank()
+        as_json = as_json and _is_first_rank()
     chosen = {key: value for key, value in given.items() if value is not None}
     with output.show_progress(quiet=quiet or as_json) as on_progress:
         report: Report = getattr(shardckpt, verb)(on_progress=on_progress, **chosen)
@@ -84,10 +89,54 @@ def run(verb: str, given: dict[str, Any]) -> None:
         output.left_out(report.left_out)
 
 
-def _is_one_of_several_ranks() -> bool:
-    """Return True under torchrun with several ranks."""
+def _choose_parallel(given: bool | None, *, quiet: bool) -> bool:
+    """Return whether to share the work with the other ranks.
+
+    Prints a line if several ranks exist but the work is not shared, since each of them may have started this command.
+
+    Args:
+        given: `--parallel` or `--no-parallel`; None without either.
+        quiet: Whether to print nothing.
+    """
+    world = _count_ranks()
+    if given is not None or world < 2:
+        return bool(given)
+    if is_started_by_torchrun():
+        return True
+    if not quiet:
+        print(
+            f"note: WORLD_SIZE is {world}, but torchrun did not start this command itself, so it does all of the work:"
+            " --parallel shares it with the other ranks, --no-parallel leaves out this line",
+            file=sys.stderr,
+        )
+    return False
+
+
+def _is_first_rank() -> bool:
+    """Return True unless the environment has another rank than 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_started_by_torchrun() -> bool:
+    """Return True if torchrun itself started this process; False if a rank did, or if that cannot be known.
+
+    torchrun starts each rank as the leader of a session. What a rank starts usually is none; if it is one, the
+    environment that its parent was started with has the same rank. Linux alone shows the environment of a parent.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+            of_parent = set(file.read().split(b"\0"))
+    except OSError:
+        return False
+    own = {os.fsencode(f"{name}={os.environ.get(name, '')}") for name in _OF_A_RANK}
+    return os.getsid(0) == os.getpid() and not own <= of_parent
+
+
+def _count_ranks() -> int:
     setting = os.environ.get("WORLD_SIZE", "")
-    return setting.isdecimal() and int(setting) > 1
+    return int(setting) if setting.isdecimal() else 1
 
 
 def _words(report: Report) -> str:

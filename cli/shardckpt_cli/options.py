@@ -79,6 +79,14 @@ MaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory that the pr
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the same format at DST.")]
 Jobs = Annotated[int | None, typer.Option("--jobs", help="Threads that read and write; as many as help if not given.")]
+Parallel = Annotated[
+    bool | None,
+    typer.Option(
+        "--parallel/--no-parallel",
+        help="Share the files among all ranks, each of which runs this command. Default: if torchrun started it.",
+        show_default=False,
+    ),
+]
 
 # shorter descriptions for commands with few options
 ShortMaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB or 5GiB.")]

@@ -7,21 +7,18 @@ which is abandoned if it does not end in time.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from shardckpt.errors import RankError
+from shardckpt.shared_store.time_limit import run_within
 from shardckpt.torch_features import get_group_store
-
-T = TypeVar("T")
 
 ASK_S = 2.0
 """Maximum seconds for one call to a store after a rank is known to be gone."""
@@ -30,41 +27,6 @@ _GRACE_S = 0.5
 """Seconds after the ranks' timeout in which a store that answers can still name the missing rank."""
 
 _POLL_S = 0.002
-
-
-def run_within(seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of a function, or raise its exception, within a time limit.
-
-    Args:
-        seconds: Time limit, in seconds.
-        work: Function to run on a new thread, which is abandoned at the time limit.
-
-    Raises:
-        TimeoutError: The function did not end in time.
-    """
-    ended: SimpleQueue[Callable[[], T]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            value = work()
-        except BaseException as error:  # noqa: BLE001  (raised by whoever waits)
-            ended.put(_raiser(error))
-        else:
-            ended.put(lambda: value)
-
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
-    try:
-        result = ended.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"no answer after {seconds:g} s") from None
-    return result()
-
-
-def _raiser(error: BaseException) -> Callable[[], Any]:
-    def raise_it() -> Any:
-        raise error
-
-    return raise_it
 
 
 class BoundedStore:

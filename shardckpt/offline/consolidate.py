@@ -170,7 +170,7 @@ def export(
     if options.quantize and (is_file or target.name != DEFAULT):
         raise UsageError("--quantize writes a folder of safetensors", found=dst if is_file else f"--to {target.name}")
     if options.parallel:
-        require_torch("parallel=True, or WORLD_SIZE above 1")  # ranks communicate through torch
+        require_torch("parallel=True (--parallel, or a start by torchrun)")  # ranks communicate through torch
     source = open_source(src, options.base)
     ids = read_param_names(options.param_names) if options.param_names else None
     reader = detect(source).open(source)

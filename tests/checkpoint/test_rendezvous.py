@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardckpt.checkpoint.rendezvous import BoundedStore, make_group, meet, run_within
+from shardckpt.checkpoint.rendezvous import BoundedStore, make_group, meet
 from shardckpt.errors import RankError
 
 SHORT = timedelta(seconds=0.3)
@@ -52,16 +52,6 @@ def stopped(request) -> Iterator[Stopped]:
     store = Stopped(answers=request.param)
     yield store
     store.goes_on.set()
-
-
-def test_work_that_ends_in_time_gives_its_value_or_raises_its_error() -> None:
-    assert run_within(5.0, lambda: 7) == 7
-    with pytest.raises(KeyError, match="no such"):
-        run_within(5.0, lambda: {}["no such"])
-    go = threading.Event()
-    with pytest.raises(TimeoutError, match=r"no answer after 0\.05 s"):
-        run_within(0.05, go.wait)
-    go.set()
 
 
 def test_ranks_meet_as_often_as_they_like() -> None:

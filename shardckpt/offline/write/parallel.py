@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 
 from shardckpt.events.progress import OnProgress
-from shardckpt.groups import Group, init_gloo_group
+from shardckpt.groups import Group
 from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch
 from shardckpt.offline.write.stream import OutputFile
+from shardckpt.shared_store.rank_meeting import join_ranks
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 
@@ -41,9 +42,10 @@ def write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProg
 
     Raises:
         ShardckptError: This rank failed.
-        RankError: Another rank failed.
+        RankError: Another rank failed, is gone, or did not come.
     """
-    with init_gloo_group() as group:
+    report = plan.report
+    with join_ranks(f"{report.target}\0{report.tensor_count}\0{report.nbytes}") as group:
         layout = _publish_together(group, plan, on_progress)
     watch.end_phase("copy")
     return layout

@@ -159,10 +159,10 @@ def run_in_world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
 def test_a_number_of_ranks_without_a_rank_is_an_error_that_says_so(
     run_in_world: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    done = run_in_world("2", "consolidate", write(tmp_path), tmp_path / "out")
+    done = run_in_world("2", "consolidate", write(tmp_path), tmp_path / "out", "--parallel")
     assert done.code == 2
     assert "environment variable RANK expected, but not set" in done.err
-    assert "unset WORLD_SIZE" in done.err
+    assert "--no-parallel" in done.err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,272 @@
+"""The ranks of a call find each other through the store of their launcher, with limits.
+
+The store may be that of a training: all keys have a prefix of this package's own, and no other key is read. Ranks meet
+once for each call, and a store may hold what is left of calls that died. Therefore rank 0 begins each meeting under a
+new random name, and a rank takes part in the one whose list has the random word that the rank wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch lists neither
+
+from shardckpt.errors import RankError, UsageError
+from shardckpt.events.warn_user import warn_user
+from shardckpt.groups import Group, LocalGroup, current_group
+from shardckpt.shared_store.store_group import LIST_OF_WORDS, SILENCE_S, RankStore, StoreGroup
+from shardckpt.shared_store.time_limit import run_within
+
+MEETING_S = 300.0
+"""Seconds that ranks wait for each other to come."""
+
+FIRST_WORD_S = 10.0
+"""Seconds after which a rank that waits for others says for which."""
+
+_POLL_S = 0.05
+_ASK_S = 10.0
+"""Maximum seconds of a call to the store before the ranks have met; then another connection is tried."""
+
+_LEAVE_S = 1.0
+"""Maximum seconds of the last call of a rank that leaves."""
+
+_PREFIX = "shardckpt/ranks"
+_CURRENT, _NO_MEETING = "current", "-"
+_FIX = (
+    "Every rank has to make the same call with the same arguments, as under torchrun; for one process alone pass"
+    " parallel=False (--no-parallel)."
+)
+_HOSTED: dict[tuple[str, int], Any] = {}
+"""Stores that this process hosts. They stay: a process group that is initialized later shares their port."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Address at which the ranks meet, as their launcher says in the environment.
+
+    Attributes:
+        rank: This process's rank.
+        size: Number of ranks.
+        host: Host of the store.
+        port: Its port.
+        is_host: Whether this process hosts the store unless another process does.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    is_host: bool
+
+
+def read_place() -> Place:
+    """Return the place that the environment describes.
+
+    Raises:
+        UsageError: A variable is missing or is not a number.
+    """
+    rank, size, port = (_read_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if not 0 <= rank < size:
+        raise _wrong(f"RANK must be below WORLD_SIZE, {size}, got {rank}")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, size, _read("MASTER_ADDR"), port, is_host=rank == 0 and not has_agent)
+
+
+def _read(name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise _wrong(f"environment variable {name} expected, but not set")
+    return value
+
+
+def _read_number(name: str) -> int:
+    value = _read(name)
+    if not value.isdecimal():
+        raise _wrong(f"{name} must be a number, got {value}")
+    return int(value)
+
+
+def _wrong(what: str) -> UsageError:
+    fix = "Start them with torchrun; for one process that does all of the work pass parallel=False (--no-parallel)."
+    return UsageError(f"the environment does not describe the ranks: {what}", fix=fix)
+
+
+@contextmanager
+def join_ranks(
+    call: str, *, place: Place | None = None, meeting_s: float | None = None, silence_s: float = SILENCE_S
+) -> Iterator[Group]:
+    """Yield the group of all ranks: that of torch if it is initialized, else that of a meeting.
+
+    Args:
+        call: Text that is the same on the ranks that are to meet, and another for another call.
+        place: Where they meet; None for the place that the environment describes.
+        meeting_s: Seconds that ranks wait for each other to come; `MEETING_S` if None.
+        silence_s: Seconds without a sign of life after which a rank that has come counts as dead.
+
+    Raises:
+        RankError: The ranks did not come in time.
+        UsageError: The environment does not describe the ranks.
+    """
+    if dist.is_initialized():
+        yield current_group()
+        return
+    place = place or read_place()
+    if place.size == 1:
+        yield LocalGroup()
+        return
+    group = _Meeting(place, call, MEETING_S if meeting_s is None else meeting_s).hold(silence_s)
+    with group.live():
+        yield group
+
+
+class _Meeting:
+    """One attempt of a rank to meet the others.
+
+    Args:
+        place: Where.
+        call: As for `join_ranks`.
+        limit_s: Seconds that this rank waits.
+    """
+
+    def __init__(self, place: Place, call: str, limit_s: float) -> None:
+        self._place, self._limit_s = place, limit_s
+        self._prefix = f"{_PREFIX}/{place.size}/{hashlib.blake2b(call.encode(), digest_size=8).hexdigest()}"
+        self._begin = time.monotonic()
+        self._word = uuid.uuid4().hex
+        self._name = _NO_MEETING
+        self._missing = list(range(1, place.size)) if place.rank == 0 else [0]
+        self._has_spoken = False
+        self._trouble = ""
+
+    def hold(self, silence_s: float) -> StoreGroup:
+        """Return the group once all ranks have come. Raises RankError."""
+        store: Any = None
+        try:
+            while True:
+                try:
+                    store = _connect(self._place)
+                    while not self._look(RankStore(PrefixStore(self._prefix, store), _ASK_S)):
+                        self._wait()
+                except (OSError, RuntimeError) as error:  # refused, lost, or too slow: perhaps of a call that ends
+                    if isinstance(error, RankError):
+                        raise
+                    self._trouble = str(error).partition("\n")[0]
+                    self._wait()
+                else:
+                    break
+        except BaseException:
+            self._leave(store)
+            raise
+        own = PrefixStore(f"{self._prefix}/{self._name}", store)
+        return StoreGroup(RankStore(own, silence_s), self._place.rank, self._place.size, silence_s)
+
+    def _look(self, store: RankStore) -> bool:
+        """Return whether all have come; otherwise note which are missing. Raises RuntimeError, TimeoutError."""
+        self._trouble = ""
+        return self._look_for_others(store) if self._place.rank == 0 else self._look_for_first(store)
+
+    def _look_for_others(self, store: RankStore) -> bool:
+        if self._name == _NO_MEETING:
+            self._name = self._word
+        if store.find([_CURRENT]) != [self._name.encode()]:
+            store.set(_CURRENT, self._name)
+        others = range(1, self._place.size)
+        words = store.find(self._here(each) for each in others)
+        self._missing = [rank for rank, word in zip(others, words, strict=True) if word is None]
+        if self._missing:
+            return False
+        store.set(self._list_of_words, b" ".join(word for word in words if word is not None))
+        store.set(_CURRENT, _NO_MEETING)
+        store.remove(self._here(each) for each in others)
+        return True
+
+    def _look_for_first(self, store: RankStore) -> bool:
+        current = (store.find([_CURRENT])[0] or _NO_MEETING.encode()).decode()
+        if current not in (_NO_MEETING, self._name):
+            self._name = current
+            store.set(self._here(self._place.rank), self._word)
+        if self._name == _NO_MEETING:
+            return False
+        words = store.find([self._list_of_words])[0]
+        if words is not None and self._word in words.decode().split():
+            return True
+        others = [each for each in range(1, self._place.size) if each != self._place.rank]
+        here = store.find(self._here(each) for each in others) if current == self._name else []
+        self._missing = [each for each, word in zip(others, here, strict=False) if word is None] or [0]
+        return False
+
+    def _here(self, rank: int) -> str:
+        return f"{self._name}/here/{rank}"
+
+    @property
+    def _list_of_words(self) -> str:
+        return f"{self._name}/{LIST_OF_WORDS}"
+
+    def _wait(self) -> None:
+        """Wait a moment; say for whom; raise RankError at the limit."""
+        waited_s = time.monotonic() - self._begin
+        if waited_s > self._limit_s:
+            what = f"{self._describe()} did not come within {self._limit_s:g} s"
+            raise RankError(what, rank=self._missing[0], fix=_FIX)
+        if waited_s > FIRST_WORD_S and not self._has_spoken:
+            self._has_spoken = True
+            warn_user(f"rank {self._place.rank} waits for {self._describe()}, for {self._limit_s:g} s at most. {_FIX}")
+        time.sleep(_POLL_S)
+
+    def _describe(self) -> str:
+        place = self._place
+        named = ", ".join(f"rank {each}" for each in self._missing[:20])
+        more = f" and {len(self._missing) - 20} more" if len(self._missing) > 20 else ""
+        where = f" ({place.host}:{place.port}: {self._trouble})" if self._trouble else f" ({place.host}:{place.port})"
+        return f"{named}{more} of {place.size}{where}"
+
+    def _leave(self, store: Any) -> None:
+        """Take back what this rank has written, so that no rank counts on it."""
+        if store is None or self._name == _NO_MEETING:
+            return
+        rank = self._place.rank
+        own = _CURRENT if rank == 0 else self._here(rank)
+        RankStore(PrefixStore(self._prefix, store), _LEAVE_S).remove([own])
+
+
+def _connect(place: Place) -> Any:
+    """Return a connection to the store; this process hosts it if it should and no other does.
+
+    Raises OSError, RuntimeError.
+    """
+    if place.is_host:
+        known = _HOSTED.get((place.host, place.port))
+        if known is not None:
+            return known
+        try:
+            store = _open_store(place, is_host=True)
+        except RuntimeError:  # the address is in use: by another process of this rank, whose store has room for ours
+            pass
+        else:
+            _HOSTED[place.host, place.port] = store
+            return store
+    # torch writes pages about each attempt that is refused
+    socket.create_connection((place.host, place.port), timeout=2.0).close()
+    return run_within(_ASK_S, lambda: _open_store(place, is_host=False))
+
+
+def _open_store(place: Place, *, is_host: bool) -> Any:
+    return TCPStore(
+        place.host,
+        place.port,
+        is_master=is_host,
+        timeout=timedelta(seconds=_ASK_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )

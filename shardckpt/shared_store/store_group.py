@@ -1,0 +1,248 @@
+"""A group whose ranks send messages through a store of torch, without a process group.
+
+A collective of a process group ignores signals until it ends, has one time limit however long the others work, and
+exchanges addresses under keys of torch's own.
+Here each wait ends when the other rank has left or gives no sign of life.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from shardckpt.errors import RankError, ShardckptError
+from shardckpt.groups import Group
+from shardckpt.shared_store.time_limit import run_within
+
+T = TypeVar("T")
+
+LIST_OF_WORDS = "words"
+"""Key under which a meeting lists its ranks; removed with the last message."""
+
+SILENCE_S = 60.0
+"""Seconds without a sign of life after which a rank counts as dead, and a store as lost."""
+
+_SIGN_S = 2.0
+"""Seconds between two signs of life of a rank."""
+
+_GOODBYE_S = 10.0
+"""Maximum seconds that rank 0, which may host the store, stays for ranks that have not read the last message."""
+
+_LAST_WORDS_S = 1.0
+"""Maximum seconds of a call to the store by a rank that leaves with an error."""
+
+_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
+_PART_BYTES = 4 << 20  # of a message; stores refuse values above 8 MiB
+_SIZE = struct.Struct("<Q")
+_LEFT = "left"
+_RANK_FIX = "Its own log says why; nothing was written."
+
+
+class RankStore:
+    """A store whose calls end in time and leave signals to the main thread.
+
+    Args:
+        store: Store of torch; keys are set in it as they are given.
+        limit_s: Maximum seconds of a call.
+    """
+
+    def __init__(self, store: Any, limit_s: float = SILENCE_S) -> None:
+        self._store, self._limit_s = store, limit_s
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set. Raises RuntimeError, TimeoutError."""
+        return self._call(lambda: bool(self._store.check(list(keys))))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is set. Raises RuntimeError, TimeoutError."""
+        return self._call(lambda: bytes(self._store.get(key)))
+
+    def find(self, keys: Iterable[str]) -> list[bytes | None]:
+        """Return the values of keys; None for those that are not set. Raises RuntimeError, TimeoutError."""
+        return self._call(lambda: [bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys])
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a key. Raises RuntimeError, TimeoutError."""
+        self._call(lambda: self._store.set(key, value))
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove keys if the store answers; never raises."""
+        with suppress(RuntimeError, TimeoutError, NotImplementedError):
+            self._call(lambda: [self._store.delete_key(key) for key in keys])
+
+    def hurry(self) -> RankStore:
+        """Return the same store with a limit for last words."""
+        return RankStore(self._store, min(self._limit_s, _LAST_WORDS_S))
+
+    def _call(self, work: Callable[[], T]) -> T:
+        return run_within(self._limit_s, work)
+
+
+class StoreGroup(Group):
+    """Ranks that know each other from a meeting; rank 0 passes their messages on.
+
+    Args:
+        store: Store for the keys of this group alone.
+        rank: This process's rank.
+        size: Number of ranks.
+        silence_s: Seconds without a sign of life after which a rank counts as dead.
+    """
+
+    def __init__(self, store: RankStore, rank: int, size: int, silence_s: float = SILENCE_S) -> None:
+        self._store, self._rank, self._size, self._silence_s = store, rank, size, silence_s
+        self._number = 0
+        self._is_over = threading.Event()
+        others = range(1, size) if rank == 0 else [0]
+        self._signs: dict[int, tuple[bytes | None, float]] = {each: (None, time.monotonic()) for each in others}
+        self._next_look = 0.0
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Send the bytes to rank 0, and receive those of all ranks from it."""
+        self._number += 1
+        with self._named():
+            if self._rank != 0:
+                self._send(self._key(self._rank), data)
+                return _split(self._recv(self._key(0)))
+            gathered = [data, *(self._recv(self._key(each)) for each in range(1, self._size))]
+            self._send(self._key(0), b"".join(_SIZE.pack(len(each)) + each for each in gathered))
+            if self._number > 1:  # the others have read the message before, since they have sent another
+                self._remove(self._key(0, self._number - 1))
+            for each in range(1, self._size):
+                self._remove(self._key(each))
+            return gathered
+
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        """Return the bytes of a rank."""
+        return self.all_gather(data if data is not None and self._rank == source else b"")[source]
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """Give signs of life during a block, and show the others if this rank leaves it by an exception."""
+        threading.Thread(target=self._give_signs, name="signs of life", daemon=True).start()
+        try:
+            yield
+            self._say_goodbye(self._store)
+        except BaseException as error:
+            store = self._store.hurry()
+            self._leave(store, error)
+            if self._rank != 0 or isinstance(error, Exception):  # an interrupted rank waits for nobody
+                self._say_goodbye(store)
+            raise
+        finally:
+            self._is_over.set()
+
+    def _give_signs(self) -> None:
+        number = 0
+        while not self._is_over.is_set():
+            number += 1
+            with suppress(RuntimeError, TimeoutError):
+                self._store.set(_sign_of_life(self._rank), str(number))
+            self._is_over.wait(min(_SIGN_S, self._silence_s / 4))
+
+    def _leave(self, store: RankStore, error: BaseException) -> None:
+        text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__} {error}".rstrip()
+        with suppress(RuntimeError, TimeoutError):
+            if not store.has([_LEFT]):  # the rank that left before has the reason
+                store.set(_LEFT, f"{self._rank} {text[:500]}")
+
+    def _say_goodbye(self, store: RankStore) -> None:
+        """Show rank 0 that this rank needs nothing more; rank 0 waits for that, and removes what is left."""
+        keys = [f"goodbye/{each}" for each in range(1, self._size)]
+        with suppress(RuntimeError, TimeoutError):
+            if self._rank != 0:
+                store.set(keys[self._rank - 1], "1")
+                return
+            end = time.monotonic() + _GOODBYE_S
+            while not store.has(keys):
+                if time.monotonic() > end:
+                    return
+                time.sleep(_FIRST_POLL_S)
+            self._remove(self._key(0))
+            store.remove([*keys, *map(_sign_of_life, range(self._size)), LIST_OF_WORDS])
+
+    def _key(self, rank: int, number: int | None = None) -> str:
+        return f"{self._number if number is None else number}/{rank}"
+
+    def _send(self, key: str, data: bytes) -> None:
+        parts = [data[start : start + _PART_BYTES] for start in range(0, len(data), _PART_BYTES)]
+        for at, part in enumerate(parts[1:], 1):
+            self._store.set(f"{key}/{at}", part)
+        self._store.set(key, _SIZE.pack(max(1, len(parts))) + b"".join(parts[:1]))
+
+    def _recv(self, key: str) -> bytes:
+        poll_s = _FIRST_POLL_S
+        while not self._store.has([key]):
+            self._require_others()
+            time.sleep(poll_s)
+            poll_s = min(poll_s * 1.5, _LAST_POLL_S)
+        first = self._store.get(key)
+        count = _SIZE.unpack_from(first)[0]
+        return first[_SIZE.size :] + b"".join(self._store.get(f"{key}/{at}") for at in range(1, count))
+
+    def _remove(self, key: str) -> None:
+        with suppress(RuntimeError, TimeoutError):
+            if self._store.has([key]):
+                count = _SIZE.unpack_from(self._store.get(key))[0]
+                self._store.remove([key, *(f"{key}/{at}" for at in range(1, count))])
+
+    def _require_others(self) -> None:
+        """Raise RankError if a rank has left, or one that this rank waits for shows no sign of life."""
+        if self._store.has([_LEFT]):
+            left, _, text = self._store.get(_LEFT).decode("utf-8", "replace").partition(" ")
+            raise RankError(f"rank {left} left: {text}", rank=int(left), fix=_RANK_FIX)
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + min(_SIGN_S, self._silence_s / 4)
+        for rank, sign in zip(self._signs, self._store.find(map(_sign_of_life, self._signs)), strict=True):
+            if sign != self._signs[rank][0]:
+                self._signs[rank] = sign, now
+        silent = [rank for rank, (_, since) in self._signs.items() if now - since > self._silence_s]
+        if silent:
+            named = ", ".join(f"rank {rank}" for rank in silent)
+            what = f"{named} of {self._size} gave no sign of life for {self._silence_s:g} s"
+            raise RankError(what, rank=silent[0], fix=_RANK_FIX)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Make an error of a store that is lost one that says so."""
+        try:
+            yield
+        except RankError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            what = f"the store that the {self._size} ranks send messages through is lost: {_first_line(error)}"
+            fix = "Rank 0, or the launcher, hosts it and has ended or stopped; its own log says why."
+            raise RankError(what, rank=0, fix=fix) from error
+
+
+def _sign_of_life(rank: int) -> str:
+    """Return the key of a rank whose value changes while the rank lives."""
+    return f"alive/{rank}"
+
+
+def _split(data: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(data):
+        size = _SIZE.unpack_from(data, at)[0]
+        parts.append(data[at + _SIZE.size : at + _SIZE.size + size])
+        at += _SIZE.size + size
+    return parts
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,47 @@
+"""Limit the time of a call that has no time limit of its own, such as one to a store of torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_within(seconds: float, work: Callable[[], T]) -> T:
+    """Return the result of a function, or raise its exception, within a time limit.
+
+    Signals are handled meanwhile, if the main thread waits.
+
+    Args:
+        seconds: Time limit, in seconds.
+        work: Function to run on a new thread, which is abandoned at the time limit.
+
+    Raises:
+        TimeoutError: The function did not end in time.
+    """
+    ended: SimpleQueue[Callable[[], T]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001  (raised by whoever waits)
+            ended.put(_raiser(error))
+        else:
+            ended.put(lambda: value)
+
+    threading.Thread(target=run, name="time limit", daemon=True).start()
+    try:
+        result = ended.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no answer after {seconds:g} s") from None
+    return result()
+
+
+def _raiser(error: BaseException) -> Callable[[], Any]:
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it

@@ -1,0 +1,173 @@
+"""Ranks talk through a store: bytes of any length, in rank order, and no wait for one that is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardckpt.errors import RankError
+from shardckpt.shared_store import store_group
+from shardckpt.shared_store.store_group import RankStore, StoreGroup
+
+
+def on_ranks(world: int, work: Callable[[StoreGroup], Any], store: Any = None, silence_s: float = 20.0) -> list[Any]:
+    """Run `work(group)` on threads and return what each gave or raised, in rank order."""
+    found: dict[int, Any] = {}
+    shared = store if store is not None else dist.HashStore()
+
+    def run(rank: int) -> None:
+        group = StoreGroup(RankStore(shared, 20.0), rank, world, silence_s)
+        try:
+            with group.live():
+                found[rank] = work(group)
+        except BaseException as error:  # noqa: BLE001
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    return [found[rank] for rank in range(world)]
+
+
+def test_bytes_of_different_lengths_are_gathered_in_rank_order_again_and_again() -> None:
+    def work(group: StoreGroup) -> list[list[bytes]]:
+        return [group.all_gather(b"ab" * group.rank * number) for number in range(3)]
+
+    assert on_ranks(3, work) == [[[b"ab" * rank * number for rank in range(3)] for number in range(3)]] * 3
+
+
+def test_one_rank_broadcasts_and_the_others_need_give_nothing() -> None:
+    assert on_ranks(3, lambda g: g.broadcast(b"names" if g.rank == 2 else None, source=2)) == [b"names"] * 3
+
+
+def test_messages_may_be_larger_than_the_values_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_group, "_PART_BYTES", 10)
+    assert on_ranks(2, lambda g: g.all_gather(bytes(range(100)) * g.rank)) == [[b"", bytes(range(100))]] * 2
+
+
+def test_nothing_stays_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_group, "_PART_BYTES", 10)
+    store = dist.HashStore()
+    on_ranks(3, lambda g: [g.all_gather(b"x" * 25) for _ in range(3)], store)
+    assert store.num_keys() == 0
+
+
+def test_a_failure_in_a_collective_is_raised_on_all_and_names_the_rank() -> None:
+    def work(group: StoreGroup) -> None:
+        with group.collective("writing"):
+            if group.rank == 1:
+                raise OSError("no space left")
+
+    first, second, third = on_ranks(3, work)
+    assert [type(each) for each in (first, second, third)] == [RankError, OSError, RankError]
+    assert "writing failed on rank 1: OSError: no space left" in str(first)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("gone")], ids=["interrupt", "error"])
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_leaves_is_named_to_those_that_wait_for_it(gone: int, error: BaseException) -> None:
+    def work(group: StoreGroup) -> None:
+        if group.rank == gone:
+            raise error
+        group.all_gather(b"")
+
+    outcomes = on_ranks(3, work)
+    assert outcomes.pop(gone) is error
+    for each in outcomes:
+        assert isinstance(each, RankError)
+        assert each.rank == gone
+        assert f"rank {gone} left: {type(error).__name__}" in str(each)
+
+
+def _leave_silently(group: StoreGroup) -> None:
+    group._is_over.set()  # no more signs of life, as of a process that was killed
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_without_a_sign_of_life_is_named_instead_of_waited_for(dead: int) -> None:
+    def work(group: StoreGroup) -> None:
+        if group.rank == dead:
+            _leave_silently(group)
+        else:
+            group.all_gather(b"")
+
+    outcomes = on_ranks(2, work, silence_s=0.5)
+    told = outcomes[1 - dead]
+    assert isinstance(told, RankError)
+    assert told.rank == dead
+    assert f"rank {dead} of 2 gave no sign of life for 0.5 s" in str(told)
+
+
+def test_a_rank_that_works_longer_than_the_limit_of_silence_is_waited_for() -> None:
+    signs: list[int] = []
+
+    go = threading.Event()
+    store = dist.HashStore()
+
+    class Watched(RankStore):
+        """Lets the slow rank go on once it has given more signs of life than fit into the limit."""
+
+        def set(self, key: str, value: bytes | str) -> None:
+            super().set(key, value)
+            if key == "alive/1":
+                signs.append(1)
+                if len(signs) > 8:
+                    go.set()
+
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        group = StoreGroup(Watched(store, 20.0), rank, 2, 0.4)
+        with group.live():
+            if rank == 1:
+                assert go.wait(30)
+            found[rank] = group.all_gather(b"%d" % rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert found == {0: [b"0", b"1"], 1: [b"0", b"1"]}
+
+
+class Lost:
+    """A store whose host has ended."""
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def ask(*_: object) -> object:
+            raise RuntimeError("Connection reset by peer\nframe #0")
+
+        return ask
+
+
+class Stopped:
+    """A store whose host does not answer."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        return lambda *_: self.goes_on.wait(30)
+
+
+def test_a_store_that_is_lost_is_an_error_of_one_line() -> None:
+    group = StoreGroup(RankStore(Lost(), 20.0), 1, 2)
+    with pytest.raises(
+        RankError, match="the store that the 2 ranks send messages through is lost: Connection reset"
+    ) as error:
+        group.all_gather(b"")
+    assert "frame" not in str(error.value)
+
+
+def test_a_store_that_does_not_answer_counts_as_lost_after_its_limit() -> None:
+    stopped = Stopped()
+    with pytest.raises(RankError, match=r"is lost: no answer after 0\.1 s"):
+        StoreGroup(RankStore(stopped, 0.1), 1, 2).all_gather(b"")
+    stopped.goes_on.set()
