@@ -110,7 +110,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "checkpoint": (
         {"stateful"},
         {"planning"},
-        {"rendezvous"},
+        {"rendezvous", "background_thread"},
         {"rank_link"},
         {"coordinator"},
         {"load", "peers"},

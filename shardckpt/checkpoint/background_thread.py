@@ -28,7 +28,7 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=is_daemon)
 
     def start(self) -> None:
-        """Start the thread. If a signal interrupts the call, the thread runs or not: `is_running` tells."""
+        """Start the thread. If a signal interrupts the call, `is_running` says whether it was started."""
         self._thread.start()
         self._is_started = True
 

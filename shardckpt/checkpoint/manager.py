@@ -231,8 +231,7 @@ class Checkpointer:
             ShardckptError: As for `shardckpt.load`.
 
         Warns:
-            UserWarning: Newer steps, or copies of this one in tiers, are not used; the message says what was restored,
-                and the fault of each.
+            UserWarning: Newer steps, or copies of this one in tiers, are not used; the message has the reasons.
         """
         wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
         try:
@@ -244,10 +243,9 @@ class Checkpointer:
             wanted = _find_best(self._finder, self._retention, None, None, fault)
         on_event = join_on_event(self._on_event, given.pop("on_event", None))
         restored, faults = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
-        number = None if restored is None else self._note_restored(restored, state)
         if faults and get_channels(self._group).main.rank == 0:
             warn_user(describe_restore(restored, faults))
-        return number
+        return None if restored is None else self._note_restored(restored, state)
 
     def _note_restored(self, restored: RestoredStep, state: Any) -> int:
         """Record that a step was restored; return its number. Collective."""

@@ -170,12 +170,6 @@ class StoreSuite:
         writer.abort()
         assert store.size("a.bin") == 1
 
-    def test_deleting_is_idempotent(self, store: Store) -> None:
-        put(store, "a.bin")
-        store.delete("a.bin")
-        store.delete("a.bin")
-        assert store.list() == []
-
     def test_a_folder_is_removed_with_all_it_holds_and_nothing_else(self, store: Store) -> None:
         for name in ("gone/a.bin", "gone/deep/er/b.bin", "gone.bin", "kept/a.bin"):
             put(store, name, b"1")
@@ -186,7 +180,11 @@ class StoreSuite:
         with pytest.raises(UnsafeError):
             store.delete_folder("../gone")
 
-    def test_named_files_of_a_folder_are_removed_and_the_folder_with_the_last(self, store: Store) -> None:
+    def test_named_files_are_removed_once_or_again_and_a_folder_with_its_last(self, store: Store) -> None:
+        put(store, "a.bin")
+        store.delete("a.bin")
+        store.delete("a.bin")
+        assert store.list() == []
         for name in ("sub/a.bin", "sub/b.bin", "sub/c.bin"):
             put(store, name, b"1")
         store.delete_files("sub", {"a.bin", "b.bin", "never-there.bin"})

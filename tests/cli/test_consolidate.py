@@ -93,7 +93,7 @@ def free_port() -> int:
 
 
 def test_ranks_share_the_work_on_request_whoever_started_them(src: Path, tmp_path: Path) -> None:
-    arguments = ("consolidate", src, tmp_path / "shared", "--max-shard-size", "4000")
+    arguments = ("consolidate", src, tmp_path / "together", "--max-shard-size", "4000")
     assert run(*arguments[:2], tmp_path / "alone", *arguments[3:]).code == 0
     port = free_port()
     ranks = [start(*arguments, "--parallel", env=rank_environment(rank, port)) for rank in range(2)]
@@ -102,8 +102,8 @@ def test_ranks_share_the_work_on_request_whoever_started_them(src: Path, tmp_pat
     assert "wrote 3 tensors, 12.0 kB, in 3 files" in first.out
     assert second.out == "", "the first rank alone tells"
     names = sorted(path.name for path in (tmp_path / "alone").iterdir())
-    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == names
-    assert all((tmp_path / "alone" / n).read_bytes() == (tmp_path / "shared" / n).read_bytes() for n in names)
+    assert sorted(path.name for path in (tmp_path / "together").iterdir()) == names
+    assert all((tmp_path / "alone" / n).read_bytes() == (tmp_path / "together" / n).read_bytes() for n in names)
 
 
 SETTINGS = """

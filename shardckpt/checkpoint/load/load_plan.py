@@ -239,7 +239,7 @@ class LoadPlanBuilder:
         first_of: dict[int, tuple[LoadItem, LocalShard]] = {}
         for item in self.plan.arrays:
             for shard in item.array.shards:
-                if not shard.box.volume or not (address := shard.tensor.data_ptr()):
+                if not shard.tensor.numel() or not (address := shard.tensor.data_ptr()):
                     continue
                 first, first_shard = first_of.setdefault(address, (item, shard))
                 if first is item or is_same_source(first.entry, item.entry) or not _is_view(first_shard, shard):

@@ -199,7 +199,9 @@ class _LoadPlanner:
 
     def plan_objects(self) -> None:
         """Plan the tensors of objects, after all that the state itself names: these are filled in any case."""
-        filled = FilledMemory(self._builder.plan.arrays if self._objects else ())
+        if not self._objects:
+            return
+        filled = FilledMemory(self._builder.plan.arrays)
         for at, value, path in self._objects:
             self._plan_object(at, value, path, filled)
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
-from shardckpt.checkpoint.load.load import MIXED
-from shardckpt.errors import NoCompleteCheckpoint, TargetExistsError, UnsupportedError, UsageError
+from shardckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from shardckpt.format.durability.step_copies import (
     ROOT,
     StepCopy,
@@ -349,23 +348,6 @@ class StepFinder:
     def _is_needed(self, step: StepFolder) -> bool:
         """Return True if a restore may load a step: it is good, and the run did not fail after it too often."""
         return self.is_good(step) and (step.branch, step.number) not in self.find_failed()
-
-    def build_no_checkpoint_error(
-        self, wanted: int | None, damages: Sequence[StepFault], faults: Sequence[StepFault]
-    ) -> Exception:
-        """Return the error for a run without a step that can be loaded.
-
-        Args:
-            wanted: Number of the requested step; None for any.
-            damages: Faults of steps whose load failed.
-            faults: Faults of other steps.
-        """
-        what = "no step here is complete" if wanted is None else f"step {wanted} is not complete, or not here"
-        listed = [fault.text for fault in (*damages, *faults)]
-        more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-        fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."
-        shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])
-        return NoCompleteCheckpoint(what, where=self.root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
 
 
 def parse_root(root: object) -> str:

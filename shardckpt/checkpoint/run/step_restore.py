@@ -11,6 +11,7 @@ from shardckpt.checkpoint.run.step_finder import SHOWN, PlaceReads, StepFault, S
 from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
+    NoCompleteCheckpoint,
     PrecisionError,
     RankError,
     SourceNotFoundError,
@@ -136,7 +137,26 @@ def _load_newest(
             removed_meanwhile += 1
     if latest.save is None and wanted is None and not latest.faults and not damages:
         return None, tuple(latest.tier_faults)
-    raise finder.build_no_checkpoint_error(wanted, [*damages.values()], [*latest.faults, *latest.tier_faults])
+    raise _build_no_checkpoint_error(finder.root, wanted, [*damages.values()], [*latest.faults, *latest.tier_faults])
+
+
+def _build_no_checkpoint_error(
+    root: str, wanted: int | None, damages: Sequence[StepFault], faults: Sequence[StepFault]
+) -> Exception:
+    """Return the error for a run without a step that can be loaded.
+
+    Args:
+        root: Path or URL of the run.
+        wanted: Number of the requested step; None for any.
+        damages: Faults of steps whose load failed.
+        faults: Faults of other steps.
+    """
+    what = "no step here is complete" if wanted is None else f"step {wanted} is not complete, or not here"
+    listed = [fault.text for fault in (*damages, *faults)]
+    more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+    fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."
+    shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])
+    return NoCompleteCheckpoint(what, where=root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
 
 
 def describe_restore(restored: RestoredStep | None, faults: Sequence[StepFault]) -> str:

@@ -96,8 +96,7 @@ class CaptureTier(ABC):
         self._retention = StepRetention(rules, place.finder, on_event, lambda: self.list_needed())  # noqa: PLW0108  (set later)
         self._parts = NodeRetention(rules, place.open_own, place.finder.damaged, place.finder.removed)
         self.promoted = self._parts.promoted
-        self._failures = self._skipped = 0
-        self._is_busy = False
+        self._attempts = _CaptureAttempts()
         self.is_spread = False
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self._pending: tuple[int, SaveHandle] | None = None
@@ -162,10 +161,8 @@ class CaptureTier(ABC):
             nodes: Ids of the nodes of all ranks.
             other: Ranks of one node that have different places, as text; empty without such ranks.
         """
-        if self._skipped < min((1 << self._failures) - 1, _MOST_SKIPPED):
-            self._skipped += 1
+        if self._attempts.is_left_out():
             return False
-        self._skipped = 0
         try:
             if other:
                 raise UsageError("the ranks of a node must have one folder for steps", found=other)
@@ -349,20 +346,40 @@ class CaptureTier(ABC):
 
     def note_success(self) -> None:
         """Reset the count of failures."""
-        self._failures, self._is_busy = 0, False
+        self._attempts = _CaptureAttempts()
 
     def note_failure(self, error: Exception) -> None:
-        """Count a failure; warn about the first one in a row. On rank 0.
+        """Count a failure; warn about the first one in a row. On rank 0."""
+        if self._attempts.note_failure(error):
+            warn_user(f"steps are not captured in {self._shown}, training goes on: {error}")
+
+
+class _CaptureAttempts:
+    """Failures since the last success, which decide how many captures are left out before the next attempt."""
+
+    def __init__(self) -> None:
+        self._failures = self._left_out = 0
+        self._was_busy = False
+
+    def is_left_out(self) -> bool:
+        """Return True if a capture is left out, and count it."""
+        if self._left_out < min((1 << self._failures) - 1, _MOST_SKIPPED):
+            self._left_out += 1
+            return True
+        self._left_out = 0
+        return False
+
+    def note_failure(self, error: Exception) -> bool:
+        """Count a failure; return True for the first one in a row.
 
         A holder that is slow to answer does not count: the next capture is tried.
         """
-        is_busy, is_first = isinstance(error, HolderBusyError), self._failures == 0
-        if is_busy:
-            is_first, self._is_busy, self._skipped = is_first and not self._is_busy, True, _MOST_SKIPPED
+        is_first = self._failures == 0
+        if isinstance(error, HolderBusyError):
+            is_first, self._was_busy, self._left_out = is_first and not self._was_busy, True, _MOST_SKIPPED
         else:
             self._failures += 1
-        if is_first:
-            warn_user(f"steps are not captured in {self._shown}, training goes on: {error}")
+        return is_first
 
 
 def _limit_staging(options: Mapping[str, Any]) -> Mapping[str, Any]:

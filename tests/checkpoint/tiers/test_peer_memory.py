@@ -48,11 +48,11 @@ def before_request(number: int, act: Callable[[], object]) -> Iterator[list[str]
     requests: list[str] = []
     exchange = HolderConnection._exchange
 
-    def watched(self, message, shown):
+    def watched(self, message, *options):
         requests.append(message["op"])
         if len(requests) == number:
             act()
-        return exchange(self, message, shown)
+        return exchange(self, message, *options)
 
     HolderConnection._exchange = watched
     try:
