@@ -18,7 +18,7 @@ from shardckpt.checkpoint.run.claims import DurabilityClaims
 from shardckpt.checkpoint.run.restore_attempts import open_attempts
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule, require_signals
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
-from shardckpt.checkpoint.run.step_restore import RestoredStep, describe_restore, restore_step
+from shardckpt.checkpoint.run.step_restore import RestoredStep, restore_step, warn_of_faults
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import check_options, join_on_event
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams
@@ -29,7 +29,6 @@ from shardckpt.checkpoint.tiers.tiered_saver import build_run
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import require_bools
 from shardckpt.events import OnEvent, require_on_event
-from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.step_copies import (
     Durability,
     require_durable,
@@ -243,9 +242,9 @@ class Checkpointer:
             wanted = _find_best(self._finder, self._retention, None, None, fault)
         on_event = join_on_event(self._on_event, given.pop("on_event", None))
         restored, faults = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
-        if faults and get_channels(self._group).main.rank == 0:
-            warn_user(describe_restore(restored, faults))
-        return None if restored is None else self._note_restored(restored, state)
+        number = None if restored is None else self._note_restored(restored, state)
+        warn_of_faults(restored, faults, self._group)  # raises where warnings are errors, so last
+        return number
 
     def _note_restored(self, restored: RestoredStep, state: Any) -> int:
         """Record that a step was restored; return its number. Collective."""

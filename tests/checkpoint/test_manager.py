@@ -47,6 +47,7 @@ from shardckpt.errors import (
     UsageError,
 )
 from shardckpt.format import apply_retention
+from shardckpt.format.durability.run_record import read_run_record
 from shardckpt.format.native import run_directory as steps
 from shardckpt.format.native.run_directory import delete_steps, read_about, read_measures, read_run, step_name
 from shardckpt.plan import retention
@@ -450,6 +451,15 @@ class TestDamagedSteps:
             assert ck.restore(into) == 2
         assert into["w"].unique().tolist() == [2.0]
         assert "filled in part" not in str(told[0].message), "the step before has filled it"
+
+    def test_a_restore_is_recorded_although_its_warning_is_an_error(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, max_failed_restores=2), 1, 2, 3)
+        flip(payload(ck.root, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="restored step 2"):
+                ck.restore(state())
+        assert [attempt.number for attempt in read_run_record(LocalStore(tmp_path)).attempts] == [2]
 
     def test_so_is_the_one_before_that(self, tmp_path):
         ck = saved(Checkpointer(tmp_path), 1, 2, 3)

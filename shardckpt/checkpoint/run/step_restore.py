@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import MIXED, load
 from shardckpt.checkpoint.run.step_finder import SHOWN, PlaceReads, StepFault, StepFinder, StepKey
@@ -19,6 +21,7 @@ from shardckpt.errors import (
 )
 from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEvent, emit, record_operation
 from shardckpt.events.recorder import tolerated_errors
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.durability.step_copies import ROOT
 
@@ -159,13 +162,20 @@ def _build_no_checkpoint_error(
     return NoCompleteCheckpoint(what, where=root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
 
 
-def describe_restore(restored: RestoredStep | None, faults: Sequence[StepFault]) -> str:
-    """Return what was restored, and which newer steps and copies are not used, each with the reason.
+def warn_of_faults(restored: RestoredStep | None, faults: Sequence[StepFault], group: dist.ProcessGroup | None) -> None:
+    """Warn on rank 0 of newer steps and of copies of the restored one that are not used, if there are any.
 
     Args:
         restored: The step; None without one.
         faults: Faults of newer steps and of copies of this one.
+        group: Process group of the ranks; None for all ranks.
     """
+    if faults and get_channels(group).main.rank == 0:
+        warn_user(_describe_restore(restored, faults))
+
+
+def _describe_restore(restored: RestoredStep | None, faults: Sequence[StepFault]) -> str:
+    """Return what was restored, and which newer steps and copies are not used, each with the reason."""
 
     def describe(fault: StepFault) -> str:
         number = fault.number
